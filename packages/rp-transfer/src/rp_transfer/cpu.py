@@ -1,0 +1,440 @@
+"""Virtual devices on the CPU whose copies run only when somebody waits for them.
+
+A copy is queued, and the thread that waits for an event runs exactly the copies that event needs. Until then
+the destination holds poison, and every use of memory is checked against the streams' clocks: so a wait that was
+forgotten, in either direction, makes a plain unit test fail. Nothing here has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rp_transfer.api import Event, MemoryUse, Stream
+from rp_transfer.errors import Closed, Unordered
+from rp_transfer.ledger import Allocation, Clock, Ledger, check, join
+
+_STREAMS = ("compute", "weights_in", "activations_in", "results_out")
+_ALIGNMENT = 64
+
+
+def _poison_pattern(dtype: torch.dtype) -> bytes:
+    # All ones is NaN in every floating format; a byte may be part of anything, so it is treated as one.
+    if dtype == torch.bool:
+        return b"\0"
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.uint8:
+        return b"\xff"
+    return b"\0" * (dtype.itemsize - 1) + b"\x80" if dtype.is_signed else b"\0"
+
+
+def poison(address: int, nbytes: int, dtype: torch.dtype) -> None:
+    """Fill memory with NaN, or with the smallest integer of `dtype`."""
+    pattern = _poison_pattern(dtype)
+    if len(pattern) == 1:
+        ctypes.memset(address, pattern[0], nbytes)
+    else:
+        ctypes.memmove(address, pattern * (nbytes // len(pattern)), nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A queued move of bytes; it holds both memories weakly, as the hardware would."""
+
+    destination: int
+    source: int
+    nbytes: int
+    storages: tuple[StorageWeakRef, StorageWeakRef]
+    what: str
+
+    def run(self) -> None:
+        for storage, role in zip(self.storages, ("destination", "source"), strict=True):
+            if storage.expired():
+                raise Unordered(
+                    f"{self.what}: its {role} was freed before the copy ran; retain both tensors "
+                    "until an event recorded after the copy has finished"
+                )
+        ctypes.memmove(self.destination, self.source, self.nbytes)
+
+
+class CpuEvent:
+    """A point in a stream: how many operations it had, and what it knew of the others."""
+
+    __slots__ = ("_backend", "clock", "position", "stream")
+
+    def __init__(self, stream: CpuStream, position: int, clock: tuple[int, ...]) -> None:
+        self.stream = stream
+        self.position = position
+        self.clock = clock
+        self._backend = stream.backend
+
+    def query(self) -> bool:
+        """True once somebody has waited for this work; a query alone runs nothing."""
+        with self._backend.lock:
+            if self.stream.executed < self.position:
+                return False
+            join(self._backend.host_clock, self.clock)
+            return True
+
+    def synchronize(self) -> None:
+        """Run the copies this event needs, in the calling thread."""
+        with self._backend.lock:
+            self._backend.raise_violation()
+            self._backend.pull(self)
+            join(self._backend.host_clock, self.clock)
+
+    def __repr__(self) -> str:
+        return f"CpuEvent({self.stream.name} #{self.position})"
+
+
+class CpuStream:
+    """Copies in order, run when pulled; `eager` streams run in the thread that puts work on them."""
+
+    def __init__(self, backend: CpuBackend, name: str, index: int, eager: bool) -> None:
+        self.backend = backend
+        self.executed = 0
+        self.queue: deque[_Copy | CpuEvent] = deque()
+        self.eager = eager
+        self._name = name
+        self._index = index
+        self._issued = 0
+        self._clock: Clock = [0] * backend.num_streams
+
+    @property
+    def name(self) -> str:
+        """Such as ``cpu:0/weights_in``."""
+        return self._name
+
+    def wait(self, event: Event) -> None:
+        """Order later work after `event`; a compute stream pulls its copies at once."""
+        if not isinstance(event, CpuEvent) or event.stream.backend is not self.backend:
+            raise TypeError(f"{self._name} must wait for an event of its own backend, but got {event!r} instead")
+        with self.backend.lock:
+            join(self._clock, event.clock)
+            if self.eager:
+                self.backend.pull(event)
+            elif event.stream.executed < event.position:
+                self._put(event)
+
+    def record(self) -> CpuEvent:
+        """An event after everything put here so far."""
+        with self.backend.lock:
+            self._advance()
+            # What an eager stream did is over, but nobody knows before they have waited for it.
+            self._issued += self.eager
+            return CpuEvent(self, self._issued, tuple(self._clock))
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a move of raw bytes and poison the destination until it runs."""
+        _check_copy(destination, source)
+        nbytes = source.numel() * source.element_size()
+        if nbytes == 0:
+            return
+        with self.backend.lock:
+            move = self._prepare(destination, source, nbytes)
+            if self.eager:
+                move.run()
+            else:
+                self._put(move)
+
+    def _put(self, work: _Copy | CpuEvent) -> None:
+        self.queue.append(work)
+        self._issued += 1
+
+    def _prepare(self, destination: torch.Tensor, source: torch.Tensor, nbytes: int) -> _Copy:
+        what = f"copy of {nbytes} bytes on {self._name}"
+        self._use(read=(source,), write=(destination,), what=what)
+        if self.backend.strict and not self.eager:
+            poison(destination.data_ptr(), nbytes, destination.dtype)
+        return _Copy(
+            destination.data_ptr(),
+            source.data_ptr(),
+            nbytes,
+            (StorageWeakRef(destination.untyped_storage()), StorageWeakRef(source.untyped_storage())),
+            what,
+        )
+
+    def touch(
+        self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
+    ) -> None:
+        """Check and remember a use by torch operations of the calling thread."""
+        with self.backend.lock:
+            self._use(read=read, write=write, what=f"{what or 'use'} on {self._name}")
+
+    def covers(self, allocation: Allocation) -> None:
+        """Raise `Unordered` unless all uses of the memory are in this stream's past, or the host's."""
+        join(self._clock, self.backend.host_clock)
+        check(allocation.uses, self._clock, f"freeing {allocation.end - allocation.start} bytes of {self._name}")
+
+    def _use(self, *, read: Iterable[torch.Tensor], write: Iterable[torch.Tensor], what: str) -> None:
+        self._advance()
+        if not self.backend.strict:
+            return
+        use_of = (self._index, self._clock[self._index])
+        for tensors, writes in ((read, False), (write, True)):
+            for tensor in tensors:
+                self.backend.ledger.use(tensor, self._clock, use_of, writes, what)
+
+    def _advance(self) -> None:
+        self.backend.raise_violation()
+        join(self._clock, self.backend.host_clock)
+        self._clock[self._index] += 1
+
+
+def _check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    if destination.dtype != source.dtype or destination.numel() != source.numel():
+        raise ValueError(
+            f"a copy moves bytes between tensors of one dtype and size, but the destination is "
+            f"{destination.dtype} {tuple(destination.shape)} and the source {source.dtype} {tuple(source.shape)}"
+        )
+    for tensor, role in ((destination, "destination"), (source, "source")):
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"the {role} of a copy must be plain contiguous memory; call .contiguous() first")
+
+
+class CpuDevice:
+    """A virtual device: host memory that only copies on its streams may fill."""
+
+    def __init__(self, backend: CpuBackend, index: int) -> None:
+        self._backend = backend
+        self._name = f"cpu:{index}"
+        self._used = 0
+        self._peak = 0
+        streams = [
+            CpuStream(backend, f"{self._name}/{name}", index * len(_STREAMS) + offset, name == "compute")
+            for offset, name in enumerate(_STREAMS)
+        ]
+        self.compute, self.weights_in, self.activations_in, self.results_out = streams
+
+    @property
+    def name(self) -> str:
+        """Such as ``cpu:0``."""
+        return self._name
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Always torch's one CPU device."""
+        return torch.device("cpu")
+
+    def attach_thread(self) -> None:
+        """One virtual device computes on one core, so that several do not fight for all of them."""
+        torch.set_num_threads(1)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Nothing to switch: torch runs in the calling thread."""
+        return nullcontext()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stream: Stream) -> torch.Tensor:
+        """Poisoned memory that counts as this device's."""
+        if not isinstance(stream, CpuStream):
+            raise TypeError(f"memory of {self._name} must belong to one of its streams, but got {stream!r}")
+        tensor = self._backend.allocate(shape, dtype, owner=stream, device=self)
+        self.count(tensor.numel() * tensor.element_size())
+        return tensor
+
+    def count(self, nbytes: int) -> None:
+        """Add to (or take from) the bytes in use."""
+        with self._backend.lock:
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
+
+    def generator(self) -> torch.Generator:
+        """The process's own generator: virtual devices have no other."""
+        return torch.default_generator
+
+    def memory(self) -> MemoryUse:
+        """Bytes taken with `empty`; what torch operations take is the host's."""
+        share = _physical_bytes() // len(self._backend.devices)
+        return MemoryUse(self._name, self._used, self._peak, share)
+
+    def reset_peak_memory(self) -> None:
+        """Forget the peak seen so far."""
+        self._peak = self._used
+
+    def synchronize(self) -> None:
+        """Run everything that was queued."""
+        for stream in (self.weights_in, self.activations_in, self.results_out, self.compute):
+            stream.record().synchronize()
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class CpuBackend:
+    """Any number of virtual devices in one process.
+
+    Args:
+        count: number of devices.
+        strict: poison memory and check the order of every use; False for benchmarks.
+
+    >>> backend = CpuBackend(1)
+    >>> device = backend.devices[0]
+    >>> source = torch.ones(2)
+    >>> there = device.empty((2,), torch.float32, stream=device.weights_in)
+    >>> device.weights_in.copy(there, source)
+    >>> there
+    tensor([nan, nan])
+    >>> device.weights_in.record().synchronize()
+    >>> there
+    tensor([1., 1.])
+    """
+
+    def __init__(self, count: int = 1, *, strict: bool = True) -> None:
+        if count < 1:
+            raise ValueError(f"a CPU backend must have at least one device, but {count} were asked for")
+        self.strict = strict
+        self.lock = threading.RLock()
+        self.ledger = Ledger()
+        self.num_streams = count * len(_STREAMS)
+        self.host_clock: Clock = [0] * self.num_streams
+        self._violation: Unordered | None = None
+        self._closed = False
+        self._host_used = 0
+        self._host_peak = 0
+        self._devices = tuple(CpuDevice(self, index) for index in range(count))
+
+    @property
+    def devices(self) -> tuple[CpuDevice, ...]:
+        """The virtual devices."""
+        return self._devices
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
+        """Plain memory: there is nothing to pin for."""
+        del short_lived
+        tensor = self.allocate(shape, dtype, owner=None, device=None)
+        self._count_host(tensor.numel() * tensor.element_size())
+        return tensor
+
+    def host_touch(
+        self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
+    ) -> None:
+        """Raise `Unordered` if a stream may still use one of these tensors."""
+        if not self.strict:
+            return
+        with self.lock:
+            self.raise_violation()
+            for tensors, writes in ((read, False), (write, True)):
+                for tensor in tensors:
+                    self.ledger.check_host(tensor, self.host_clock, writes, what or "use")
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: virtual devices copy at the same speed from any memory."""
+
+    def host_memory(self) -> MemoryUse:
+        """Bytes taken with `host_empty`."""
+        return MemoryUse("host", self._host_used, self._host_peak, _physical_bytes())
+
+    def close(self) -> None:
+        """Drop what nobody waited for."""
+        with self.lock:
+            self._closed = True
+            for device in self._devices:
+                for stream in (device.weights_in, device.activations_in, device.results_out):
+                    stream.queue.clear()
+
+    def raise_violation(self) -> None:
+        """Raise what was found where nothing could be raised, and refuse work once closed."""
+        if self._closed:
+            raise Closed("the CPU backend was closed; open another one")
+        violation, self._violation = self._violation, None
+        if violation is not None:
+            raise violation
+
+    def pull(self, event: CpuEvent) -> None:
+        """Run exactly the copies that `event` needs, whichever streams they are on."""
+        goals = [(event.stream, event.position)]
+        while goals:
+            stream, position = goals[-1]
+            if stream.executed >= position:
+                goals.pop()
+            elif stream.eager:
+                stream.executed = position
+            else:
+                self._step(stream, goals)
+
+    @staticmethod
+    def _step(stream: CpuStream, goals: list[tuple[CpuStream, int]]) -> None:
+        if not stream.queue:
+            raise Closed("the CPU backend was closed before this work ran")
+        head = stream.queue[0]
+        if isinstance(head, CpuEvent) and head.stream.executed < head.position:
+            goals.append((head.stream, head.position))
+            return
+        stream.queue.popleft()
+        stream.executed += 1
+        if isinstance(head, _Copy):
+            head.run()
+
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, *, owner: CpuStream | None, device: CpuDevice | None
+    ) -> torch.Tensor:
+        """Memory whose end is checked: nothing unordered may still use it when its last tensor goes."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+        address = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+        self._open(buffer, memory, address, nbytes, owner, device)
+        if self.strict:
+            poison(address, nbytes, dtype)
+        return torch.frombuffer(buffer, dtype=dtype).view(tuple(shape))
+
+    def _open(
+        self,
+        buffer: ctypes.Array[ctypes.c_ubyte],
+        memory: torch.Tensor,
+        address: int,
+        nbytes: int,
+        owner: CpuStream | None,
+        device: CpuDevice | None,
+    ) -> None:
+        with self.lock:
+            self.raise_violation()
+            allocation = self.ledger.open(address, nbytes)
+        # The buffer dies with the last tensor on it, whoever holds that, so this runs exactly at the free.
+        weakref.finalize(buffer, self._freed, memory, allocation, owner, device).atexit = False
+
+    def _freed(
+        self, memory: torch.Tensor, allocation: Allocation, owner: CpuStream | None, device: CpuDevice | None
+    ) -> None:
+        nbytes = allocation.end - allocation.start
+        with self.lock:
+            self.ledger.close(allocation)
+            if device is not None:
+                device.count(-nbytes)
+            else:
+                self._count_host(-nbytes)
+            if self.strict and not self._closed:
+                self._check_free(allocation, owner)
+                poison(allocation.start, nbytes, torch.uint8)
+        del memory
+
+    def _check_free(self, allocation: Allocation, owner: CpuStream | None) -> None:
+        try:
+            if owner is not None:
+                owner.covers(allocation)
+            else:
+                check(
+                    allocation.uses,
+                    self.host_clock,
+                    f"freeing {allocation.end - allocation.start} host bytes",
+                )
+        except Unordered as violation:
+            # A finalizer cannot raise to anyone: the next call of this backend does.
+            self._violation = self._violation or violation
+
+    def _count_host(self, nbytes: int) -> None:
+        with self.lock:
+            self._host_used += nbytes
+            self._host_peak = max(self._host_peak, self._host_used)

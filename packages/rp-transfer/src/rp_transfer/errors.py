@@ -1,0 +1,32 @@
+"""Every error this package raises on purpose.
+
+::
+
+    TransferError (RuntimeError)
+    ├── Unordered            memory was touched before the work that owns it was waited for
+    ├── Closed               the backend was closed
+    └── BackendUnavailable   the devices asked for cannot be opened here
+    DeviceStringError (ValueError)   a device string nobody can read
+"""
+
+from __future__ import annotations
+
+
+class TransferError(RuntimeError):
+    """Base of the errors that devices and copies raise."""
+
+
+class Unordered(TransferError):
+    """Two uses of one memory have no order: a wait between their streams is missing."""
+
+
+class Closed(TransferError):
+    """The backend, or the runtime that owns it, was closed."""
+
+
+class BackendUnavailable(TransferError):
+    """The devices asked for cannot be opened on this machine; the message says what to do."""
+
+
+class DeviceStringError(ValueError):
+    """A device string such as ``cuda:0,2`` or ``cpu:4`` was expected."""

@@ -1,0 +1,167 @@
+"""The ledger of memory uses: which stream used which bytes, and whether a new use comes after them.
+
+Order is kept by vector clocks (Mattern, "Virtual Time and Global States of Distributed Systems", 1989): each
+stream counts its own operations, and knows how far it has waited for every other one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rp_transfer.errors import Unordered
+
+Clock = list[int]
+
+
+def join(clock: Clock, other: Sequence[int]) -> None:
+    """Let `clock` know all that `other` knows."""
+    for stream, tick in enumerate(other):
+        if tick > clock[stream]:
+            clock[stream] = tick
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of the bytes ``[start, end)``, the `tick`-th operation of `stream`."""
+
+    start: int
+    end: int
+    stream: int
+    tick: int
+    write: bool
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({'write' if self.write else 'read'})"
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Memory with one lifetime, and the uses of it that still matter."""
+
+    start: int
+    end: int
+    storage: StorageWeakRef | None = None
+    uses: list[Use] = field(default_factory=list[Use])
+
+    def gone(self) -> bool:
+        """Whether the storage that this memory was first seen through has been freed."""
+        return self.storage is not None and self.storage.expired() is True
+
+    def conflicts(self, use: Use) -> list[Use]:
+        """The earlier uses that must come before `use`: all of them for a write, the writes for a read."""
+        return [
+            old for old in self.uses if (use.write or old.write) and old.start < use.end and use.start < old.end
+        ]
+
+    def add(self, use: Use) -> None:
+        """Remember `use`, and forget what it covers: whoever comes after it comes after those too."""
+        self.uses = [old for old in self.uses if not self._covers(use, old)]
+        self.uses.append(use)
+
+    @staticmethod
+    def _covers(new: Use, old: Use) -> bool:
+        inside = new.start <= old.start and old.end <= new.end
+        return inside and (new.write or (new.stream == old.stream and not old.write))
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses ``[start, end)`` that a tensor's elements lie in."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+class Ledger:
+    """All memory that streams have used. The backend's lock guards it."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._at: dict[int, Allocation] = {}
+
+    def open(self, start: int, nbytes: int) -> Allocation:
+        """Memory that its maker closes again."""
+        allocation = Allocation(start, start + nbytes)
+        self._insert(allocation)
+        return allocation
+
+    def close(self, allocation: Allocation) -> None:
+        """The memory is given back."""
+        if self._at.get(allocation.start) is allocation:
+            self._remove(allocation.start)
+
+    def use(self, tensor: torch.Tensor, clock: Clock, use_of: tuple[int, int], write: bool, what: str) -> None:
+        """Check that a use is ordered after those it conflicts with, and remember it.
+
+        Raises `Unordered` naming both uses.
+        """
+        start, end = span_of(tensor)
+        if start == end:
+            return
+        use = Use(start, end, *use_of, write, what)
+        allocation = self._find(tensor, start)
+        check(allocation.conflicts(use), clock, str(use))
+        allocation.add(use)
+
+    def check_host(self, tensor: torch.Tensor, clock: Clock, write: bool, what: str) -> None:
+        """Check that the host may use the tensor now; nothing is remembered: the host is done when it says so."""
+        start, end = span_of(tensor)
+        use = Use(start, end, -1, 0, write, what)
+        check(self._find(tensor, start).conflicts(use), clock, f"{use} on the host")
+
+    def _find(self, tensor: torch.Tensor, start: int) -> Allocation:
+        index = bisect_right(self._starts, start) - 1
+        if index >= 0:
+            found = self._at[self._starts[index]]
+            if start < found.end and not found.gone():
+                return found
+        return self._adopt(tensor)
+
+    def _adopt(self, tensor: torch.Tensor) -> Allocation:
+        # Memory that torch allocated: known from its first use on, until its storage is seen to be gone.
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        allocation = Allocation(start, start + storage.nbytes(), storage=StorageWeakRef(storage))
+        self._insert(allocation)
+        return allocation
+
+    def _insert(self, allocation: Allocation) -> None:
+        self._drop_overlapping(allocation)
+        if len(self._starts) % 256 == 255:
+            self._drop_gone()
+        self._at[allocation.start] = allocation
+        insort(self._starts, allocation.start)
+
+    def _drop_overlapping(self, allocation: Allocation) -> None:
+        index = max(bisect_right(self._starts, allocation.start) - 1, 0)
+        while index < len(self._starts) and self._starts[index] < allocation.end:
+            old = self._at[self._starts[index]]
+            if old.end > allocation.start:
+                self._remove(old.start)
+            else:
+                index += 1
+
+    def _drop_gone(self) -> None:
+        for start in [start for start, allocation in self._at.items() if allocation.gone()]:
+            self._remove(start)
+
+    def _remove(self, start: int) -> None:
+        del self._at[start]
+        self._starts.remove(start)
+
+
+def check(earlier: Sequence[Use], clock: Clock, what: str) -> None:
+    """Raise `Unordered` if one of the `earlier` uses is not in the past of `clock`."""
+    for use in earlier:
+        if clock[use.stream] < use.tick:
+            raise Unordered(
+                f"{what} is not ordered after {use}: nothing waited for an event recorded after that; "
+                "wait for one on the stream (or the host) before touching this memory"
+            )

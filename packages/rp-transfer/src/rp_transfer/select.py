@@ -1,0 +1,97 @@
+"""Choosing devices from a string such as ``cuda:0,2`` or ``cpu:4``."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from rp_transfer.api import Backend
+from rp_transfer.cpu import CpuBackend
+from rp_transfer.errors import BackendUnavailable, DeviceStringError
+
+VARIABLE = "ROUNDPIPE_DEVICES"
+_SYNTAX = re.compile(r"(?P<kind>cpu|cuda)(:(?P<which>\d+(,\d+)*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What a device string asks for: `indices` are CUDA indices; `count` is the number of CPU devices."""
+
+    kind: str
+    indices: tuple[int, ...] | None = None
+    count: int = 1
+
+
+def parse_devices(text: str) -> DeviceChoice:
+    """Read ``cuda`` (all visible), ``cuda:0,2``, ``cpu`` or ``cpu:4``.
+
+    >>> parse_devices("cuda:0,2").indices
+    (0, 2)
+    >>> parse_devices("cpu:4").count
+    4
+
+    Raises `DeviceStringError` for anything else.
+    """
+    match = _SYNTAX.fullmatch(text.strip())
+    if match is None:
+        raise DeviceStringError(
+            f"devices must read 'cuda', 'cuda:0,2', 'cpu' or 'cpu:4', but are {text!r} instead"
+        )
+    numbers = tuple(int(number) for number in (match["which"] or "").split(",") if number)
+    if match["kind"] == "cpu":
+        return _cpu_choice(text, numbers)
+    if len(set(numbers)) != len(numbers):
+        raise DeviceStringError(f"each CUDA device may be named once, but devices are {text!r}")
+    return DeviceChoice("cuda", indices=numbers or None)
+
+
+def _cpu_choice(text: str, numbers: tuple[int, ...]) -> DeviceChoice:
+    if len(numbers) > 1 or numbers == (0,):
+        raise DeviceStringError(
+            f"'cpu:N' takes one number of virtual devices, at least 1, but devices are {text!r}"
+        )
+    return DeviceChoice("cpu", count=numbers[0] if numbers else 1)
+
+
+def default_devices() -> str:
+    """What ``ROUNDPIPE_DEVICES`` says, else all CUDA devices, else one CPU device."""
+    return os.environ.get(VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def open_backend(devices: str | None = None, *, strict: bool = True) -> Backend:
+    """Open the devices that a string names, or the default ones.
+
+    Args:
+        devices: see `parse_devices`; None asks the environment variable ``ROUNDPIPE_DEVICES``, then the machine.
+        strict: whether CPU devices poison memory and check the order of its uses.
+
+    Raises `DeviceStringError` for a string nobody can read, `BackendUnavailable` for devices that are not here.
+    """
+    choice = parse_devices(default_devices() if devices is None else devices)
+    if choice.kind == "cpu":
+        return CpuBackend(choice.count, strict=strict)
+    return _open_cuda(choice.indices)
+
+
+def _open_cuda(indices: tuple[int, ...] | None) -> Backend:
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(
+            "CUDA devices were asked for, but torch sees none here (no NVIDIA driver, or a torch built without "
+            "CUDA); ask for 'cpu' devices or install the driver"
+        )
+    visible = torch.cuda.device_count()
+    wanted = tuple(range(visible)) if indices is None else indices
+    missing = [index for index in wanted if index >= visible]
+    if missing:
+        raise BackendUnavailable(f"cuda:{missing[0]} was asked for, but {visible} CUDA devices are visible")
+    try:
+        from rp_transfer.cuda import CudaBackend
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"CUDA devices need CuPy, which cannot be imported ({error}); "
+            f"install it with: pip install 'rp-transfer[cuda{(torch.version.cuda or '13').split('.')[0]}]'"
+        ) from error
+    return CudaBackend(wanted)
