@@ -1,1 +1,29 @@
+"""Train large models on the GPUs you own: weights live on the host, layers stream to the devices.
+
+Importing this starts nothing: devices and threads open with a `Runtime`, or with the first model.
+"""
+
+from roundpipe import optim
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.context import OptimizerCtx, doing_optimizer
+from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
+from roundpipe.module import RoundPipe
+from roundpipe.runtime import Runtime
+from roundpipe.wrap import wrap_model_to_roundpipe
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Busy",
+    "GradientsIncomplete",
+    "OptimizerCtx",
+    "RoundPipe",
+    "RoundPipeError",
+    "RoundPipeRunConfig",
+    "Runtime",
+    "Stale",
+    "StepFailed",
+    "doing_optimizer",
+    "optim",
+    "wrap_model_to_roundpipe",
+]

@@ -11,7 +11,14 @@ Importing this opens nothing: no device, stream, thread or context.
 from rp_transfer.api import Backend, Device, Event, MemoryUse, Stream
 from rp_transfer.blocks import Layout, Span
 from rp_transfer.cpu import CpuBackend
-from rp_transfer.errors import BackendUnavailable, Closed, DeviceStringError, TransferError, Unordered
+from rp_transfer.errors import (
+    BackendUnavailable,
+    Closed,
+    DeviceStringError,
+    NotConforming,
+    TransferError,
+    Unordered,
+)
 from rp_transfer.retain import Retainer
 from rp_transfer.select import open_backend, parse_devices
 from rp_transfer.turns import Ticket, Turns
@@ -28,6 +35,7 @@ __all__ = [
     "Event",
     "Layout",
     "MemoryUse",
+    "NotConforming",
     "Retainer",
     "Span",
     "Stream",

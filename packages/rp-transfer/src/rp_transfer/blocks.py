@@ -32,8 +32,13 @@ class Span:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > 0 and reach + 1 == tensor.numel() and 0 not in tensor.stride()
+    # Each element has a place of its own and no place is left over: the strides are the sizes' running products.
+    places = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != places:
+            return False
+        places *= size
+    return tensor.numel() > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rp_transfer.api import Event, MemoryUse, Stream
 from rp_transfer.errors import Closed, Unordered
-from rp_transfer.ledger import Allocation, Clock, Ledger, check, join
+from rp_transfer.guard import Guard
+from rp_transfer.ledger import Allocation, Birth, Clock, Ledger, check, join
 
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out")
 _ALIGNMENT = 64
@@ -46,15 +47,35 @@ def poison(address: int, nbytes: int, dtype: torch.dtype) -> None:
         ctypes.memmove(address, pattern * (nbytes // len(pattern)), nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Copy:
-    """A queued move of bytes; it holds both memories weakly, as the hardware would."""
+    """A queued move of bytes; it holds both memories weakly, as the hardware would.
+
+    Poison may not reach copies that were queued before and still need the old bytes: `overwrites` counts them,
+    and `overwritten_by` are the later copies that wait for this one with their poison.
+    """
 
     destination: int
     source: int
     nbytes: int
+    dtype: torch.dtype
     storages: tuple[StorageWeakRef, StorageWeakRef]
     what: str
+    overwrites: int = 0
+    overwritten_by: list[_Copy] = field(default_factory=list["_Copy"])
+
+    def uses(self, start: int, nbytes: int) -> bool:
+        return any(
+            address < start + nbytes and start < address + self.nbytes
+            for address in (self.destination, self.source)
+        )
+
+    def poison_after(self, earlier: Sequence[_Copy]) -> None:
+        self.overwrites = len(earlier)
+        for move in earlier:
+            move.overwritten_by.append(self)
+        if not earlier:
+            poison(self.destination, self.nbytes, self.dtype)
 
     def run(self) -> None:
         for storage, role in zip(self.storages, ("destination", "source"), strict=True):
@@ -64,6 +85,10 @@ class _Copy:
                     "until an event recorded after the copy has finished"
                 )
         ctypes.memmove(self.destination, self.source, self.nbytes)
+        for later in self.overwritten_by:
+            later.overwrites -= 1
+            if later.overwrites == 0 and not later.storages[0].expired():
+                poison(later.destination, later.nbytes, later.dtype)
 
 
 class CpuEvent:
@@ -128,7 +153,7 @@ class CpuStream:
     def record(self) -> CpuEvent:
         """An event after everything put here so far."""
         with self.backend.lock:
-            self._advance()
+            self._learn()
             # What an eager stream did is over, but nobody knows before they have waited for it.
             self._issued += self.eager
             return CpuEvent(self, self._issued, tuple(self._clock))
@@ -153,15 +178,11 @@ class CpuStream:
     def _prepare(self, destination: torch.Tensor, source: torch.Tensor, nbytes: int) -> _Copy:
         what = f"copy of {nbytes} bytes on {self._name}"
         self._use(read=(source,), write=(destination,), what=what)
+        storages = (StorageWeakRef(destination.untyped_storage()), StorageWeakRef(source.untyped_storage()))
+        move = _Copy(destination.data_ptr(), source.data_ptr(), nbytes, destination.dtype, storages, what)
         if self.backend.strict and not self.eager:
-            poison(destination.data_ptr(), nbytes, destination.dtype)
-        return _Copy(
-            destination.data_ptr(),
-            source.data_ptr(),
-            nbytes,
-            (StorageWeakRef(destination.untyped_storage()), StorageWeakRef(source.untyped_storage())),
-            what,
-        )
+            move.poison_after([old for old in self.backend.queued() if old.uses(move.destination, nbytes)])
+        return move
 
     def touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
@@ -170,13 +191,19 @@ class CpuStream:
         with self.backend.lock:
             self._use(read=read, write=write, what=f"{what or 'use'} on {self._name}")
 
+    def birth(self) -> Birth:
+        """Memory that this stream now takes may be what it gave back: its work so far may still use it."""
+        join(self._clock, self.backend.host_clock)
+        return Birth(tuple(self._clock), self._name)
+
     def covers(self, allocation: Allocation) -> None:
         """Raise `Unordered` unless all uses of the memory are in this stream's past, or the host's."""
         join(self._clock, self.backend.host_clock)
         check(allocation.uses, self._clock, f"freeing {allocation.end - allocation.start} bytes of {self._name}")
 
     def _use(self, *, read: Iterable[torch.Tensor], write: Iterable[torch.Tensor], what: str) -> None:
-        self._advance()
+        self._learn()
+        self._clock[self._index] += 1
         if not self.backend.strict:
             return
         use_of = (self._index, self._clock[self._index])
@@ -184,10 +211,9 @@ class CpuStream:
             for tensor in tensors:
                 self.backend.ledger.use(tensor, self._clock, use_of, writes, what)
 
-    def _advance(self) -> None:
+    def _learn(self) -> None:
         self.backend.raise_violation()
         join(self._clock, self.backend.host_clock)
-        self._clock[self._index] += 1
 
 
 def _check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -293,7 +319,7 @@ class CpuBackend:
         if count < 1:
             raise ValueError(f"a CPU backend must have at least one device, but {count} were asked for")
         self.strict = strict
-        self.lock = threading.RLock()
+        self.lock = Guard()
         self.ledger = Ledger()
         self.num_streams = count * len(_STREAMS)
         self.host_clock: Clock = [0] * self.num_streams
@@ -350,6 +376,12 @@ class CpuBackend:
         if violation is not None:
             raise violation
 
+    def queued(self) -> Iterator[_Copy]:
+        """The copies that have not run yet, whichever streams they are on."""
+        for device in self._devices:
+            for stream in (device.weights_in, device.activations_in, device.results_out):
+                yield from (work for work in stream.queue if isinstance(work, _Copy))
+
     def pull(self, event: CpuEvent) -> None:
         """Run exactly the copies that `event` needs, whichever streams they are on."""
         goals = [(event.stream, event.position)]
@@ -401,23 +433,24 @@ class CpuBackend:
     ) -> None:
         with self.lock:
             self.raise_violation()
-            allocation = self.ledger.open(address, nbytes)
+            born = None if owner is None else owner.birth()
+            allocation = self.ledger.open(address, nbytes, born)
         # The buffer dies with the last tensor on it, whoever holds that, so this runs exactly at the free.
-        weakref.finalize(buffer, self._freed, memory, allocation, owner, device).atexit = False
+        freed = partial(self._freed, memory, allocation, owner, device)
+        weakref.finalize(buffer, self.lock.afterwards, freed).atexit = False
 
     def _freed(
         self, memory: torch.Tensor, allocation: Allocation, owner: CpuStream | None, device: CpuDevice | None
     ) -> None:
         nbytes = allocation.end - allocation.start
-        with self.lock:
-            self.ledger.close(allocation)
-            if device is not None:
-                device.count(-nbytes)
-            else:
-                self._count_host(-nbytes)
-            if self.strict and not self._closed:
-                self._check_free(allocation, owner)
-                poison(allocation.start, nbytes, torch.uint8)
+        self.ledger.close(allocation)
+        if device is not None:
+            device.count(-nbytes)
+        else:
+            self._count_host(-nbytes)
+        if self.strict and not self._closed:
+            self._check_free(allocation, owner)
+            poison(allocation.start, nbytes, torch.uint8)
         del memory
 
     def _check_free(self, allocation: Allocation, owner: CpuStream | None) -> None:

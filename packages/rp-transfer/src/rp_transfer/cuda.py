@@ -75,7 +75,8 @@ class CudaStream:
         if destination.dtype != source.dtype or destination.numel() != source.numel():
             raise ValueError(
                 f"a copy moves bytes between tensors of one dtype and size, but the destination is "
-                f"{destination.dtype} {tuple(destination.shape)} and the source {source.dtype} {tuple(source.shape)}"
+                f"{destination.dtype} {tuple(destination.shape)} "
+                f"and the source {source.dtype} {tuple(source.shape)}"
             )
         if not (destination.is_contiguous() and source.is_contiguous()):
             raise ValueError("both tensors of a copy must be contiguous; call .contiguous() first")

@@ -7,6 +7,7 @@
     ├── Closed               the backend was closed
     └── BackendUnavailable   the devices asked for cannot be opened here
     DeviceStringError (ValueError)   a device string nobody can read
+    NotConforming (AssertionError)   a backend broke a promise; raised by `rp_transfer.testing`
 """
 
 from __future__ import annotations
@@ -30,3 +31,7 @@ class BackendUnavailable(TransferError):
 
 class DeviceStringError(ValueError):
     """A device string such as ``cuda:0,2`` or ``cpu:4`` was expected."""
+
+
+class NotConforming(AssertionError):
+    """A backend does not do what `rp_transfer.api` promises; the message holds what shows it again."""

@@ -50,7 +50,7 @@ class HostMemory:
     def clear(self) -> None:
         """Free the buffers that nobody uses."""
         with self._lock:
-            for nbytes, slabs in self._free.items():
+            for nbytes, slabs in list(self._free.items()):
                 self._used -= nbytes * len(slabs)
             self._free.clear()
 
@@ -58,9 +58,11 @@ class HostMemory:
         with self._lock:
             if short_lived and self._free[nbytes]:
                 return self._free[nbytes].pop()
+        slab = self._allocate(nbytes)
+        with self._lock:
             self._used += nbytes
             self._peak = max(self._peak, self._used)
-        return self._allocate(nbytes)
+        return slab
 
     def _give_back(self, nbytes: int, slab: Slab) -> None:
         with self._lock:

@@ -40,6 +40,14 @@ class Use:
         return f"{self.what} ({'write' if self.write else 'read'})"
 
 
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What `stream` knew when it took memory, whose former life may have ended anywhere before that."""
+
+    clock: tuple[int, ...]
+    stream: str
+
+
 @dataclass(slots=True)
 class Allocation:
     """Memory with one lifetime, and the uses of it that still matter."""
@@ -47,6 +55,7 @@ class Allocation:
     start: int
     end: int
     storage: StorageWeakRef | None = None
+    born: Birth | None = None
     uses: list[Use] = field(default_factory=list[Use])
 
     def gone(self) -> bool:
@@ -86,9 +95,9 @@ class Ledger:
         self._starts: list[int] = []
         self._at: dict[int, Allocation] = {}
 
-    def open(self, start: int, nbytes: int) -> Allocation:
+    def open(self, start: int, nbytes: int, born: Birth | None = None) -> Allocation:
         """Memory that its maker closes again."""
-        allocation = Allocation(start, start + nbytes)
+        allocation = Allocation(start, start + nbytes, born=born)
         self._insert(allocation)
         return allocation
 
@@ -107,12 +116,15 @@ class Ledger:
             return
         use = Use(start, end, *use_of, write, what)
         allocation = self._find(tensor, start)
+        check_birth(allocation, clock, str(use))
         check(allocation.conflicts(use), clock, str(use))
         allocation.add(use)
 
     def check_host(self, tensor: torch.Tensor, clock: Clock, write: bool, what: str) -> None:
         """Check that the host may use the tensor now; nothing is remembered: the host is done when it says so."""
         start, end = span_of(tensor)
+        if start == end:
+            return
         use = Use(start, end, -1, 0, write, what)
         check(self._find(tensor, start).conflicts(use), clock, f"{use} on the host")
 
@@ -165,3 +177,15 @@ def check(earlier: Sequence[Use], clock: Clock, what: str) -> None:
                 f"{what} is not ordered after {use}: nothing waited for an event recorded after that; "
                 "wait for one on the stream (or the host) before touching this memory"
             )
+
+
+def check_birth(allocation: Allocation, clock: Clock, what: str) -> None:
+    """Raise `Unordered` if the memory may still serve the life it had before, for all that `clock` knows."""
+    born = allocation.born
+    if born is None or all(have >= need for have, need in zip(clock, born.clock, strict=True)):
+        return
+    raise Unordered(
+        f"{what} is not ordered after the allocation of {allocation.end - allocation.start} bytes "
+        f"on {born.stream}: the memory may be what that stream gave back, so its work up to there comes first; "
+        f"use the memory on {born.stream} first, or wait for an event recorded there"
+    )

@@ -8,6 +8,7 @@ earlier tickets, so if holders run in the order of their tickets the oldest can 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 from rp_transfer.api import Event, Stream
 
@@ -28,13 +29,17 @@ class Ticket:
 
     def open(self) -> bool:
         """Whether everyone before has left, so that entering on a stream blocks nobody."""
+        return all(ticket._left.is_set() for ticket in self._before())
+
+    def _before(self) -> Iterator[Ticket]:
+        # Each once, and whom a ticket stands behind only after the caller has seen to it that it has left.
+        seen = set(self._after)
         waiting = list(self._after)
         while waiting:
             ticket = waiting.pop()
-            if not ticket._left.is_set():
-                return False
-            waiting.extend(ticket._after)
-        return True
+            yield ticket
+            waiting.extend(earlier for earlier in ticket._after if earlier not in seen)
+            seen.update(ticket._after)
 
     def enter(self, stream: Stream | None = None) -> None:
         """Wait for those before: on `stream` for their device work if one is given, else on the host.
@@ -47,27 +52,33 @@ class Ticket:
             else:
                 stream.wait(event)
         self._entered = True
-        self._after = ()
+        if stream is None:
+            self._after = ()
 
     def _events_before(self) -> list[Event]:
         events: list[Event] = []
-        waiting = list(self._after)
-        while waiting:
-            ticket = waiting.pop()
+        for ticket in self._before():
             ticket._left.wait()
             events.extend(ticket._events)
-            waiting.extend(ticket._after)
         return events
 
     def leave(self, *events: Event) -> None:
         """The use is over once `events` have happened (at once without any). Leaving twice changes nothing."""
-        if not self._left.is_set():
-            self._events = events
-            self._left.set()
+        if self._left.is_set():
+            return
+        self._events = events
+        # Only `stream` has waited for those before: without an event of it nobody learns of that through us.
+        if self._entered and events:
+            self._after = ()
+        self._left.set()
+
+    def over(self) -> bool:
+        """Whether nothing of this use itself is left to wait for. Never blocks."""
+        return self._left.is_set() and all(event.query() for event in self._events)
 
     def finished(self) -> bool:
         """Whether the use is known to be over. Never blocks."""
-        return self._left.is_set() and self._entered and all(event.query() for event in self._events)
+        return self._entered and self.over()
 
 
 class Turns:
@@ -90,14 +101,14 @@ class Turns:
     def read(self) -> Ticket:
         """A place beside other readers, behind the last writer."""
         ticket = Ticket(() if self._writer is None else (self._writer,))
-        self._readers = [reader for reader in self._readers if not reader.finished()]
+        self._readers = [reader for reader in self._readers if not reader.over()]
         self._readers.append(ticket)
         return ticket
 
     def write(self) -> Ticket:
         """A place alone, behind everyone before."""
-        # A writer that nobody read after must be waited for by name: it has no reader that stands for it.
-        before = tuple(self._readers) or (() if self._writer is None else (self._writer,))
+        # The last writer too: its readers do not stand for it if they are left without an event, or unentered.
+        before = (*self._readers, *(() if self._writer is None else (self._writer,)))
         ticket = Ticket(before)
         self._writer = ticket
         self._readers = []

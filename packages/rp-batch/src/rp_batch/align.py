@@ -1,0 +1,53 @@
+"""Whether the parts of a tree have one structure, and what in one is at the place of what in another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rp_batch import tree
+from rp_batch.combine import brief
+from rp_batch.errors import MergeError
+
+__all__ = ["aligned", "matched"]
+
+
+def aligned(first: Any, part: Any, where: str, index: int) -> list[Any]:
+    """The leaves of part `index` in the order of the first part's; dicts may differ in order, no more."""
+    opened = tree.children(first)
+    if opened is None and tree.children(part) is None:
+        return [part]
+    if opened is None:
+        raise _unlike(first, part, where, index)
+    children = zip(opened.values, matched(opened, first, part, where, index), opened.steps, strict=True)
+    return [leaf for mine, its, step in children for leaf in aligned(mine, its, where + step, index)]
+
+
+def matched(opened: tree.Children, first: Any, part: Any, where: str, index: int) -> list[Any]:
+    """The children of part `index` in the order of the first part's, which is opened."""
+    other = tree.children(part)
+    if other is None or type(first) is not type(part) or set(opened.names) != set(other.names):
+        raise _unlike(first, part, where, index)
+    # Dicts differ in their order, which is no difference; others in what they hold beside their children.
+    if not isinstance(first, dict) and opened.treedef != other.treedef:
+        raise MergeError(
+            where,
+            f"the parts must agree in what they hold beside tensors, but the {type(first).__name__} of part {index} "
+            "differs from that of part 0; make it the same for every microbatch",
+        )
+    children = dict(zip(other.names, other.values, strict=True))
+    return [children[name] for name in opened.names]
+
+
+def _unlike(first: Any, part: Any, where: str, index: int) -> MergeError:
+    return MergeError(
+        where,
+        f"the parts must have one structure, but part 0 has {_kind(first)} and part {index} has {_kind(part)}; "
+        "return one structure for all microbatches, or keep them apart with Parts (merge_output)",
+    )
+
+
+def _kind(value: Any) -> str:
+    opened = tree.children(value)
+    if opened is None:
+        return brief(value)
+    return f"a {type(value).__name__} of {', '.join(map(repr, opened.names)) or 'nothing'}"

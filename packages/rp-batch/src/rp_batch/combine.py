@@ -1,0 +1,171 @@
+"""How the values that the parts hold at one leaf become one value."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from rp_batch.same import same
+from rp_batch.spec import Concat, Equal, First, Mean, MergeRule, Parts, Reduce, Sum
+
+__all__ = ["Misfit", "brief", "combine", "default_rule", "suits"]
+
+# How long a value may be in a message.
+_MESSAGE_CHARACTERS = 80
+_MESSAGE_ELEMENTS = 8
+
+
+class Misfit(Exception):
+    """Values that a rule cannot merge; never seen by users: who knows the path turns it into a MergeError."""
+
+
+def combine(rule: MergeRule, values: Sequence[Any], weights: Sequence[int]) -> Any:
+    """Merge values, one a part, by a rule; weights are for means."""
+    match rule:
+        case Concat():
+            return _concatenate(rule, values)
+        case Sum():
+            return _sum(rule, values)
+        case Mean():
+            return _mean(rule, values, weights)
+        case First():
+            return values[0]
+        case Equal():
+            return _equal(values)
+        case Reduce():
+            return reduce(rule.function, values, _copied(rule.initial))
+        case _:
+            return Parts(values)
+
+
+_CONCAT = Concat(0)
+_MEAN = Mean()
+_EQUAL = Equal()
+
+
+def default_rule(value: Any) -> MergeRule:
+    """The rule for a leaf about which no spec says anything."""
+    if isinstance(value, torch.Tensor):
+        return _CONCAT if value.dim() > 0 else _MEAN
+    return _EQUAL
+
+
+def suits(rule: MergeRule, value: Any) -> bool:
+    """Whether a rule that was given for a whole node can hold for this leaf."""
+    if isinstance(rule, Concat):
+        return isinstance(value, torch.Tensor) and value.dim() > 0
+    if isinstance(rule, (Sum, Mean)):
+        return isinstance(value, torch.Tensor) or _is_number(value)
+    return True
+
+
+def _concatenate(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
+    if len(values) == 1:
+        _all_tensors(rule, values)
+        return values[0]
+    try:
+        return torch.cat(tuple(values), rule.dim)
+    except (RuntimeError, IndexError, TypeError) as error:
+        _all_tensors(rule, values)
+        raise Misfit(
+            f"{rule} wants parts that agree in dtype, device and every other dimension, but found {_shapes(values)}; "
+            "give a spec or a function (merge_output), or keep the parts apart with Parts"
+        ) from error
+
+
+def _sum(rule: Sum, values: Sequence[Any]) -> Any:
+    if not isinstance(values[0], torch.Tensor):
+        return sum(_all_numbers(rule, values))
+    _all_alike(rule, values)
+    if _is_exact(values[0]):
+        return reduce(operator.add, [value.long() if value.dtype is torch.bool else value for value in values])
+    return _weighted(values, (1,) * len(values)).to(values[0].dtype)
+
+
+def _mean(rule: Mean, values: Sequence[Any], weights: Sequence[int]) -> Any:
+    first = values[0]
+    if all(value is first for value in values):
+        return first
+    if not isinstance(first, torch.Tensor):
+        return sum(map(operator.mul, _all_numbers(rule, values), weights)) / sum(weights)
+    _all_alike(rule, values)
+    return (_weighted(values, weights) / sum(weights)).to(
+        torch.get_default_dtype() if _is_exact(first) else first.dtype
+    )
+
+
+def _weighted(values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
+    """The sum of values times weights, in double precision: the order and sizes of the parts leave no trace."""
+    wide = torch.promote_types(values[0].dtype, torch.float64)
+    terms = (value.to(wide) * weight for value, weight in zip(values, weights, strict=True))
+    return reduce(operator.add, terms)
+
+
+def _equal(values: Sequence[Any]) -> Any:
+    first = values[0]
+    for index, value in enumerate(values):
+        if value is not first and not same(first, value):
+            raise Misfit(
+                f"the parts must be equal here, but part 0 has {brief(first)} and part {index} has {brief(value)}; "
+                "give a spec (merge_output) for this leaf, for example First() or Parts"
+            )
+    return first
+
+
+def _copied(initial: Any) -> Any:
+    return initial.clone() if isinstance(initial, torch.Tensor) else copy.deepcopy(initial)
+
+
+# --- what the values must be ------------------------------------------------------------------------------------
+
+
+def _is_exact(value: torch.Tensor) -> bool:
+    return not (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+
+
+def _all_tensors(rule: MergeRule, values: Sequence[Any]) -> None:
+    for index, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            raise Misfit(
+                f"{rule} wants tensors, but part {index} has {brief(value)}; give another spec (merge_output)"
+            )
+
+
+def _all_alike(rule: MergeRule, values: Sequence[Any]) -> None:
+    _all_tensors(rule, values)
+    first = values[0]
+    if any((value.shape, value.dtype) != (first.shape, first.dtype) for value in values):
+        raise Misfit(
+            f"{rule} wants parts of one shape and dtype, but found {_shapes(values)}; give another spec (merge_output)"
+        )
+
+
+def _all_numbers(rule: MergeRule, values: Sequence[Any]) -> Sequence[Any]:
+    for index, value in enumerate(values):
+        if not _is_number(value):
+            raise Misfit(
+                f"{rule} wants tensors in all parts, or numbers in all, but part {index} has {brief(value)}; "
+                "give another spec (merge_output)"
+            )
+    return values
+
+
+def _shapes(values: Sequence[Any]) -> str:
+    return ", ".join(f"{tuple(value.shape)} {value.dtype}".replace("torch.", "") for value in values)
+
+
+def brief(value: Any) -> str:
+    """A value as a message shows it."""
+    if isinstance(value, torch.Tensor) and value.numel() > _MESSAGE_ELEMENTS:
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= _MESSAGE_CHARACTERS else f"{text[: _MESSAGE_CHARACTERS - 3]}..."

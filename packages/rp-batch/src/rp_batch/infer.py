@@ -1,0 +1,336 @@
+"""What the batch is: which leaves are split, along what, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+import torch
+
+from rp_batch import spec as specs
+from rp_batch import tree
+from rp_batch.errors import SizeError, SpecError
+from rp_batch.place import Rules, place
+from rp_batch.spec import Parts, Replicate, Split, SplitRule
+
+__all__ = ["Inferred", "Why", "infer"]
+
+
+class Why(Enum):
+    """Why a leaf is split, or is not.
+
+    >>> import torch, rp_batch
+    >>> rp_batch.infer((torch.zeros(4), 0.5)).reasons["args[1]"]
+    <Why.OBJECT: 'not a tensor'>
+    """
+
+    SPEC = "the spec says so"
+    BATCH = "its leading dimension is the batch"
+    BROADCAST = "a leading 1 is broadcast over the batch"
+    OTHER = "its leading dimension is not the batch"
+    SCALAR = "a tensor without dimensions"
+    OBJECT = "not a tensor"
+    APART = "it is in parts already"
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """How the arguments of a call are split; what `infer` returns.
+
+    `spec`: the pair (args, kwargs) with a spec in place of each leaf. `batch_size`: None if nothing has a batch.
+    `reasons`: for the path of each leaf, why its spec is what it is.
+    """
+
+    spec: Any
+    batch_size: int | None
+    reasons: Mapping[str, Why]
+
+
+def infer(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    spec: Any = None,
+    batch_size: int | None = None,
+) -> Inferred:
+    """Tell how `split` takes the arguments of a call, and why.
+
+    >>> import torch
+    >>> found = infer((), {"ids": torch.zeros(8, 5), "mask": torch.zeros(8, 5), "table": torch.zeros(5, 5)})
+    >>> found.batch_size
+    8
+    >>> found.spec
+    ((), {'ids': Split(dim=0), 'mask': Split(dim=0), 'table': Replicate()})
+    >>> found.reasons["kwargs['table']"].value
+    'its leading dimension is not the batch'
+
+    Positional tensors fix the batch size, and must agree. With none, it is the leading dimension that most keyword
+    tensors share. A leading 1 beside a larger batch is a broadcast. What `spec` says, for all leaves or some, and
+    `batch_size` come before both.
+    """
+    subject = Subject.call(args, dict(kwargs or {}))
+    decided = decide(subject, spec, batch_size=batch_size)
+    reasons = dict(zip(subject.paths(), decided.reasons, strict=True))
+    return Inferred(tree.unflatten(subject.treedef, decided.rules), decided.batch_size, reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A flattened tree that is to be split; the first `positional` of its leaves must share the batch.
+
+    `roots`: what the caller calls the tree; two names if it is the pair (args, kwargs).
+    """
+
+    value: Any
+    leaves: list[Any]
+    treedef: tree.TreeDef
+    positional: int
+    roots: tuple[str, ...]
+
+    @staticmethod
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+        """The arguments of a call."""
+        leaves, treedef = tree.flatten((args, kwargs))
+        return Subject((args, kwargs), leaves, treedef, tree.leaf_count(treedef, 0), ("args", "kwargs"))
+
+    @staticmethod
+    def named(value: Any, name: str) -> Subject:
+        """Any tree; all of its leaves count as positional."""
+        leaves, treedef = tree.flatten(value)
+        return Subject(value, leaves, treedef, len(leaves), (name,))
+
+    def paths(self) -> list[str]:
+        """The path of every leaf, as the caller would write it."""
+        if len(self.roots) == 1:
+            return tree.paths_of(self.treedef, self.roots[0])
+        return tree.paths_below(self.treedef, self.roots)
+
+    def place(self, spec: Any) -> Rules:
+        """Lay a spec over the tree."""
+        if len(self.roots) == 1 or spec is None:
+            return place(spec, self.value, self.roots[0])
+        halves = zip(_pair(spec), self.value, self.roots, strict=True)
+        return [rule for half, value, root in halves for rule in place(half, value, root)]
+
+
+def _pair(spec: Any) -> tuple[Any, Any]:
+    """Read a spec for the arguments of a call."""
+    if specs.split_rule(spec, "spec") is not None:
+        return spec, spec
+    items = tuple(cast("Iterable[Any]", spec)) if isinstance(spec, (tuple, list)) else ()
+    if len(items) == 2:
+        return items
+    raise SpecError(
+        "spec", f"must be a pair (spec for args, spec for kwargs), but is {spec!r}; write None for either"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """How a tree is split: a rule and a reason for each leaf, the batch size, and what is in parts already."""
+
+    rules: list[SplitRule]
+    reasons: list[Why]
+    batch_size: int | None
+    apart: Apart
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """The number and sizes of the parts that some leaves are in already; None where nothing tells."""
+
+    count: int | None = None
+    sizes: tuple[int, ...] | None = None
+
+
+def decide(subject: Subject, spec: Any, *, batch_size: int | None) -> Decided:
+    """Give every leaf a rule: the spec's, or what the default rules find."""
+    rules = subject.place(spec)
+    batch = _Batch(subject, batch_size)
+    apart = _take_apart(subject, rules, batch)
+    _measure(subject, rules, batch)
+    if batch.size is None:
+        _vote(subject, rules, batch)
+    found = [_judge(rule, index, batch) for index, rule in enumerate(rules)]
+    return Decided([rule for rule, _ in found], [why for _, why in found], batch.size, apart)
+
+
+class _Batch:
+    """The batch size of a tree, once something fixes it, and what did."""
+
+    def __init__(self, subject: Subject, size: int | None) -> None:
+        self.subject = subject
+        self.size = size
+        self._source: int | None = None
+
+    def agree(self, size: int, index: int) -> None:
+        """Let a leaf fix the size, or refuse the leaf if it differs."""
+        if self.size is None:
+            self.size, self._source = size, index
+        elif size != self.size:
+            raise self._differs(size, index)
+
+    def _differs(self, size: int, index: int) -> SizeError:
+        paths = self.subject.paths()
+        leaf = self.subject.leaves[index]
+        source = "the input" if self._source is None else paths[self._source]
+        found = f"its shape is {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"its parts make {size}"
+        return SizeError(
+            paths[index],
+            f"must have the batch size {self.size} of {source}, but {found}; make them agree, or give a spec "
+            "(split_input, split_label) that says which leaves are split and which are replicated",
+        )
+
+
+# --- what is in parts already -----------------------------------------------------------------------------------
+
+
+def _take_apart(subject: Subject, rules: Rules, batch: _Batch) -> Apart:
+    """Take what is in parts already: it fixes their number, and their sizes where they are known."""
+    apart = Apart()
+    for index, value in enumerate(subject.leaves):
+        if isinstance(value, Parts):
+            if not isinstance(rules[index], Replicate):
+                rules[index] = Parts
+                apart = _agreed(apart, cast("Parts[Any]", value), subject, index, batch)
+        elif rules[index] is Parts:
+            raise SpecError(subject.paths()[index], "Parts wants a value of type Parts; use Split or Replicate")
+    return apart
+
+
+def _agreed(apart: Apart, parts: Parts[Any], subject: Subject, index: int, batch: _Batch) -> Apart:
+    sizes = sizes_of(parts)
+    found = Apart(len(parts), apart.sizes if sizes is None else sizes)
+    if apart.count not in (None, found.count) or apart.sizes not in (None, found.sizes) or not parts:
+        wanted = "at least one part" if not parts else f"{apart.count} parts of sizes {apart.sizes}"
+        raise SizeError(
+            subject.paths()[index],
+            f"must hold {wanted}, like what comes before it, but holds {len(parts)} of sizes {sizes}; divide both alike",
+        )
+    if sizes is not None:
+        batch.agree(sum(sizes), index)
+    return found
+
+
+def sizes_of(parts: Parts[Any]) -> tuple[int, ...] | None:
+    """The sizes of parts, as they say themselves or as their tensors show."""
+    if parts.sizes is not None:
+        return parts.sizes
+    found = [_size_of(part) for part in parts]
+    return None if None in found else tuple(cast("list[int]", found))
+
+
+def _size_of(part: Any) -> int | None:
+    """The batch size of one part, where its tensors leave no doubt."""
+    leaves, _ = tree.flatten(part)
+    found = {size for item in leaves if (size := _leading(item)) is not None}
+    certain = found - {1} or found
+    return certain.pop() if len(certain) == 1 else None
+
+
+# --- what the spec says -----------------------------------------------------------------------------------------
+
+
+def _measure(subject: Subject, rules: Rules, batch: _Batch) -> None:
+    """Let the leaves that the spec splits fix the batch size."""
+    for index, rule in enumerate(rules):
+        if isinstance(rule, Split):
+            batch.agree(_length(subject, rule, index), index)
+
+
+def _length(subject: Subject, rule: Split, index: int) -> int:
+    value = subject.leaves[index]
+    if not isinstance(value, torch.Tensor):
+        raise SpecError(
+            subject.paths()[index],
+            f"must be a tensor for {rule}, but is a {type(value).__name__}; replicate it instead",
+        )
+    if not -value.dim() <= rule.dim < value.dim():
+        raise SpecError(
+            subject.paths()[index],
+            f"must have the dimension of {rule}, but its shape is {tuple(value.shape)}; correct the dimension",
+        )
+    return value.shape[rule.dim]
+
+
+# --- the default rules ------------------------------------------------------------------------------------------
+
+
+def _vote(subject: Subject, rules: Rules, batch: _Batch) -> None:
+    """Let the tensors that the spec leaves open fix the batch size: the positional ones, else most of the others."""
+    leading = {
+        index: size
+        for index, rule in enumerate(rules)
+        if rule is None and (size := _leading(subject.leaves[index])) is not None
+    }
+    positional = {index: size for index, size in leading.items() if index < subject.positional}
+    if positional:
+        _agree_all(positional, batch)
+    elif leading:
+        batch.size = _most_shared(subject, leading)
+
+
+def _agree_all(leading: Mapping[int, int], batch: _Batch) -> None:
+    larger = {index: size for index, size in leading.items() if size != 1}
+    for index, size in (larger or leading).items():
+        batch.agree(size, index)
+
+
+def _most_shared(subject: Subject, leading: Mapping[int, int]) -> int:
+    votes = Counter(leading.values())
+    ones = votes.pop(1, 0)
+    if not votes:
+        return 1
+    (size, most), *others = votes.most_common(2)
+    if others and others[0][1] == most:
+        raise _tie(subject, leading, size, others[0][0])
+    if ones >= most and _may_be_length(subject, leading, size):
+        raise _tie(subject, leading, size, 1)
+    return size
+
+
+def _may_be_length(subject: Subject, leading: Mapping[int, int], size: int) -> bool:
+    """Whether a size may be the length of a batch of one: (128,) beside ids of shape (1, 128)."""
+    return any(size in subject.leaves[index].shape[1:] for index, first in leading.items() if first == 1)
+
+
+def _tie(subject: Subject, leading: Mapping[int, int], size: int, other: int) -> SizeError:
+    paths = subject.paths()
+    first, second = (next(index for index in leading if leading[index] == found) for found in (size, other))
+    return SizeError(
+        paths[first],
+        f"the batch size may be {size}, as its shape {tuple(subject.leaves[first].shape)} has it, or {other}, as "
+        f"{paths[second]} of shape {tuple(subject.leaves[second].shape)} has it, and nothing decides; give a spec "
+        "(split_input): Split(0) for what has the batch, Replicate() for what has not",
+    )
+
+
+_SPLIT = Split(0)
+_REPLICATE = Replicate()
+
+
+def _judge(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitRule, Why]:
+    """The rule of one leaf, and why."""
+    value = batch.subject.leaves[index]
+    if rule is not None:
+        return rule, Why.APART if rule is Parts else Why.SPEC
+    size = _leading(value)
+    if size is None:
+        return _REPLICATE, Why.SCALAR if isinstance(value, torch.Tensor) else Why.OBJECT
+    if size == batch.size:
+        return _SPLIT, Why.BATCH
+    if size == 1:
+        return _REPLICATE, Why.BROADCAST
+    if index < batch.subject.positional:
+        batch.agree(size, index)
+    return _REPLICATE, Why.OTHER
+
+
+def _leading(value: Any) -> int | None:
+    """The leading dimension of a tensor that has one."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return value.shape[0]
+    return None

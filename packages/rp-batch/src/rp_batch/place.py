@@ -1,0 +1,82 @@
+"""Where a spec stands: laying a tree of specs over a tree of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from rp_batch import spec as specs
+from rp_batch import tree
+from rp_batch.errors import SpecError
+from rp_batch.spec import Split, SplitRule
+
+__all__ = ["Rules", "place", "spec_for_each"]
+
+# One entry a leaf; None where the default rules decide.
+Rules: TypeAlias = list[SplitRule | None]
+
+
+def place(spec: Any, value: Any, where: str) -> Rules:
+    """Lay a spec for splitting over a value: what it says about each leaf."""
+    if spec is None:
+        return [None] * len(tree.flatten(value)[0])
+    rule = specs.split_rule(spec, where)
+    opened = tree.children(value)
+    if opened is None and rule is not None:
+        return [rule]
+    if opened is None or (rule is None and tree.children(spec) is None):
+        raise specs.unusable(spec, where, merging=False)
+    return _at_each_child(spec, opened, where) if rule is None else _spread(rule, value)
+
+
+def _at_each_child(spec: Any, value: tree.Children, where: str) -> Rules:
+    children = zip(spec_for_each(spec, value, where), value.values, value.steps, strict=True)
+    return [rule for inner, child, step in children for rule in place(inner, child, where + step)]
+
+
+def _spread(rule: SplitRule, value: Any) -> Rules:
+    """A rule over a whole node: it holds for the leaves that can follow it, the default rules for the others."""
+    leaves, _ = tree.flatten(value)
+    if not isinstance(rule, Split):
+        return [rule] * len(leaves)
+    return [rule if isinstance(item, torch.Tensor) and item.dim() > 0 else None for item in leaves]
+
+
+def spec_for_each(spec: Any, value: tree.Children, where: str) -> list[Any]:
+    """The spec for each child of a node: by name where the spec has names, else by position.
+
+    A spec with names may leave some out; None stands for the default rules.
+    """
+    opened = tree.children(spec)
+    if opened is None:
+        raise specs.unusable(spec, where, merging=False)
+    if isinstance(spec, Mapping) or any(isinstance(name, str) for name in opened.names):
+        return _by_name(opened, value, where)
+    return _by_position(opened, value, where)
+
+
+def _by_position(spec: tree.Children, value: tree.Children, where: str) -> list[Any]:
+    if len(spec.values) != len(value.values):
+        raise SpecError(
+            where,
+            f"the spec must have {len(value.values)} entries, one for each value here, but has "
+            f"{len(spec.values)}; write None for what the default rules may decide",
+        )
+    return list(spec.values)
+
+
+def _by_name(spec: tree.Children, value: tree.Children, where: str) -> list[Any]:
+    given = dict(zip(spec.names, spec.values, strict=True))
+    for name in given:
+        if name not in value.names:
+            raise SpecError(
+                where,
+                f"the spec must name what is here, {_listed(value)}, but names {name!r}; correct the name",
+            )
+    return [given.get(name) for name in value.names]
+
+
+def _listed(value: tree.Children) -> str:
+    return ", ".join(map(repr, value.names)) or "nothing"

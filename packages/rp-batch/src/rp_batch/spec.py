@@ -1,0 +1,236 @@
+"""Specs: how each leaf is split into parts, or merged from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
+
+from rp_batch import tree
+from rp_batch.errors import SpecError
+
+__all__ = [
+    "Concat",
+    "Equal",
+    "First",
+    "Mean",
+    "MergeRule",
+    "Parts",
+    "Reduce",
+    "Replicate",
+    "Split",
+    "SplitRule",
+    "Sum",
+]
+
+_Item = TypeVar("_Item")
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Split a tensor along one dimension; for merging, the same as `Concat` along it.
+
+    >>> import torch, rp_batch
+    >>> parts = rp_batch.split(((torch.zeros(3, 8),), {}), 4, spec=((Split(1),), {}))
+    >>> parts[0][0][0].shape
+    torch.Size([3, 2])
+    """
+
+    dim: int = 0
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Give every part the same object; for merging, the same as `Equal`.
+
+    >>> import torch, rp_batch
+    >>> table = torch.zeros(4, 2)
+    >>> parts = rp_batch.split(((torch.zeros(4), table), {}), 2, spec=((Split(0), Replicate()), {}))
+    >>> parts[1][0][1] is table
+    True
+    """
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Join the parts' tensors along one dimension.
+
+    >>> import torch, rp_batch
+    >>> rp_batch.merge([torch.zeros(3, 1), torch.zeros(3, 2)], spec=Concat(1)).shape
+    torch.Size([3, 3])
+    """
+
+    dim: int = 0
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Add the parts' tensors, of any one shape, or numbers.
+
+    >>> import torch, rp_batch
+    >>> rp_batch.merge([torch.tensor(1.0), torch.tensor(2.0)], spec=Sum())
+    tensor(3.)
+    """
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Average the parts' tensors, of any one shape, or numbers, each weighted by the size of its microbatch.
+
+    >>> import torch, rp_batch
+    >>> rp_batch.merge([torch.tensor(1.0), torch.tensor(4.0)], spec=Mean(), sizes=(2, 1))
+    tensor(2.)
+    """
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class First:
+    """Take the first part's value and drop the others.
+
+    >>> import rp_batch
+    >>> rp_batch.merge(["a", "b"], spec=First())
+    'a'
+    """
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Equal:
+    """Take the value that all parts agree on; an error if they do not.
+
+    >>> import rp_batch
+    >>> rp_batch.merge(["a", "a"], spec=Equal())
+    'a'
+    """
+
+
+@tree.leaf
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Fold the parts' values from the left: `function(function(initial, first), second)` and so on.
+
+    >>> import rp_batch
+    >>> rp_batch.merge([3, 5, 2], spec=Reduce(max, 0))
+    5
+
+    `initial` is copied for every merge, so `function` may write into it.
+    """
+
+    function: Callable[[Any, Any], Any]
+    initial: Any
+
+
+class Parts(list[_Item]):
+    """A list of parts, one a microbatch, that stays apart.
+
+    `split` returns one. As a value in a tree it is already apart: part i goes into microbatch i. As a spec for
+    merging, the class itself says that what stands there stays apart.
+
+    >>> import rp_batch
+    >>> rp_batch.split(((Parts(["a", "b"], sizes=(3, 1)), 7), {}), 2)
+    [(('a', 7), {}), (('b', 7), {})]
+    >>> type(rp_batch.merge(["a", "b"], spec=Parts)).__name__
+    'Parts'
+
+    `sizes` are the microbatches' sizes along the batch, or None where they are not known.
+    """
+
+    sizes: tuple[int, ...] | None
+
+    def __init__(self, items: Iterable[_Item] = (), *, sizes: Iterable[int] | None = None) -> None:
+        super().__init__(items)
+        self.sizes = None if sizes is None else tuple(sizes)
+        if self.sizes is not None and len(self.sizes) != len(self):
+            raise ValueError(
+                f"sizes must hold one size for each of the {len(self)} parts, but is {self.sizes}; "
+                "leave it out if the sizes are not known"
+            )
+
+    @property
+    def batch_size(self) -> int | None:
+        """The size of the whole batch, if the sizes of its parts are known."""
+        return None if self.sizes is None else sum(self.sizes)
+
+
+SplitRule: TypeAlias = Split | Replicate | type[Parts[Any]]
+MergeRule: TypeAlias = Concat | Sum | Mean | First | Equal | Reduce | type[Parts[Any]]
+
+_RULES = (Split, Replicate, Concat, Sum, Mean, First, Equal, Reduce)
+_FOR_SPLITTING = "Split(dim), Replicate(), or None for the default rule"
+_FOR_MERGING = (
+    "Concat(dim), Sum(), Mean(), First(), Equal(), Reduce(function, initial), Parts, or None for the default rule"
+)
+
+
+def is_function(spec: object) -> TypeGuard[Callable[..., Any]]:
+    """Tell a user's function from a spec; classes such as `Replicate` are specs."""
+    return callable(spec) and not isinstance(spec, (type, *_RULES))
+
+
+def split_rule(spec: Any, where: str) -> SplitRule | None:
+    """Read a spec for splitting; None if it is a tree of specs, or nothing that can stand for a rule."""
+    rule = _ours(spec)
+    if rule is None or isinstance(rule, (Split, Replicate)):
+        return rule
+    if rule is Parts:
+        return Parts
+    raise SpecError(where, f"must be {_FOR_SPLITTING}, but is {rule!r}, which is for merging")
+
+
+def merge_rule(spec: Any) -> MergeRule | None:
+    """Read a spec for merging; None if it is a tree of specs, or nothing that can stand for a rule."""
+    rule = _ours(spec)
+    if isinstance(rule, Split):
+        return Concat(rule.dim)
+    if isinstance(rule, Replicate):
+        return Equal()
+    return cast("MergeRule | None", rule)
+
+
+def _ours(spec: Any) -> Any:
+    if isinstance(spec, _RULES):
+        return spec
+    if isinstance(spec, type):
+        return _from_class(spec)
+    return _from_torch(spec)
+
+
+def _from_class(spec: type) -> Any:
+    if issubclass(spec, Parts):
+        return Parts
+    if spec in (Split, Replicate, Concat, Sum, Mean, First, Equal):
+        return spec()
+    return Replicate() if spec is _torch_class("_Replicate") else None
+
+
+def _from_torch(spec: Any) -> Any:
+    if _is_torch(spec, "TensorChunkSpec"):
+        return Split(spec.split_dim)
+    if _is_torch(spec, "_Replicate"):
+        return Replicate()
+    if _is_torch(spec, "_CustomReducer"):
+        return Reduce(spec.reduce_fn, spec.init_value)
+    return None
+
+
+def _is_torch(spec: Any, name: str) -> bool:
+    cls = _torch_class(name)
+    return cls is not None and isinstance(spec, cls)
+
+
+def _torch_class(name: str) -> type | None:
+    # Whoever holds an instance has imported the module; importing it here would take a second, for nothing.
+    return getattr(sys.modules.get("torch.distributed.pipelining.microbatch"), name, None)
+
+
+def unusable(spec: Any, where: str, *, merging: bool) -> SpecError:
+    """The error for something that is no spec."""
+    wanted, kind = (_FOR_MERGING, "merging") if merging else (_FOR_SPLITTING, "splitting")
+    return SpecError(where, f"the spec for {kind} must be {wanted}, but is {spec!r} ({type(spec).__name__})")

@@ -1,0 +1,173 @@
+"""Splitting a tree into parts: views of its tensors, the same objects for the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from rp_batch import tree
+from rp_batch.errors import FewerParts, SizeError, SplitError
+from rp_batch.functions import split_call, split_tree
+from rp_batch.infer import Decided, Subject, decide
+from rp_batch.spec import Parts, Split, SplitRule, is_function
+
+__all__ = ["part_sizes", "split"]
+
+
+def part_sizes(batch_size: int, parts: int) -> tuple[int, ...]:
+    """Divide a batch into parts whose sizes differ by at most one, larger ones first.
+
+    >>> part_sizes(8, 3)
+    (3, 3, 2)
+    """
+    small, larger = divmod(batch_size, parts)
+    return (small + 1,) * larger + (small,) * (parts - larger)
+
+
+def split(
+    value: Any,
+    parts: int,
+    spec: Any = None,
+    *,
+    batch_size: int | None = None,
+    sizes: Sequence[int] | None = None,
+    exact: bool = False,
+    name: str | None = None,
+) -> Parts[Any]:
+    """Split the arguments of a call, or a label that goes with them, into microbatches.
+
+    >>> import torch
+    >>> halves = split(((torch.arange(5),), {"scale": 2.0}), 2)
+    >>> halves
+    [((tensor([0, 1, 2]),), {'scale': 2.0}), ((tensor([3, 4]),), {'scale': 2.0})]
+    >>> halves.sizes
+    (3, 2)
+    >>> split({"y": torch.arange(5)}, 2, sizes=halves.sizes)
+    [{'y': tensor([0, 1, 2])}, {'y': tensor([3, 4])}]
+
+    `value`: the pair (args, kwargs), split by the rules of `infer`, or any tree, where all tensors count as
+    positional. `spec`: a tree of specs over the value, or over some of it; or a function that is called with (args,
+    kwargs, parts) or (tree, parts) and returns the list of parts.
+    If the batch is smaller than `parts`, or nothing is split, there are fewer parts, with the warning `FewerParts`;
+    a value of type `Parts` fixes their number. With `exact` it is an error instead.
+    `batch_size`, or the `sizes` of all parts, are those of the call that a label goes with: it must have them, comes
+    in exactly as many parts, and is never taken for a pair (args, kwargs). `name` is what errors call it.
+    """
+    _check_count(parts)
+    if sizes is not None:
+        batch_size = _total(sizes, parts)
+    exact = exact or batch_size is not None
+    is_call = not exact and name is None and _is_call(value)
+    name = name or ("label" if exact else "tree")
+    if is_function(spec):
+        return (
+            split_call(spec, *value, parts) if is_call else split_tree(spec, value, parts, sizes=sizes, name=name)
+        )
+    subject = Subject.call(*value) if is_call else Subject.named(value, name)
+    decided = decide(subject, spec, batch_size=batch_size)
+    chosen = _choose(subject, decided, parts, sizes, exact=exact)
+    return Parts(_cut(subject, decided.rules, chosen), sizes=None if decided.batch_size is None else chosen)
+
+
+def _check_count(parts: int) -> None:
+    if type(parts) is not int or parts < 1:
+        raise ValueError(f"the number of parts must be an integer of at least 1, but is {parts!r}")
+
+
+def _total(sizes: Sequence[int], parts: int) -> int:
+    if len(sizes) != parts:
+        raise ValueError(f"sizes must hold one size for each of the {parts} parts, but is {tuple(sizes)}")
+    return sum(sizes)
+
+
+def _is_call(value: Any) -> bool:
+    if type(value) is not tuple or len(cast("tuple[Any, ...]", value)) != 2:
+        return False
+    args, kwargs = cast("tuple[Any, Any]", value)
+    return type(args) is tuple and type(kwargs) is dict and all(type(key) is str for key in cast("Any", kwargs))
+
+
+# --- the size of every part -------------------------------------------------------------------------------------
+
+
+def _choose(
+    subject: Subject, decided: Decided, parts: int, sizes: Sequence[int] | None, *, exact: bool
+) -> tuple[int, ...]:
+    """The sizes of the parts; what is in parts already comes before the number asked for."""
+    batch_size, apart = decided.batch_size, decided.apart
+    wanted = None if sizes is None else tuple(sizes)
+    count = _count(batch_size, parts, exact=exact) if apart.count is None else apart.count
+    chosen = apart.sizes or wanted or part_sizes(batch_size or 0, count)
+    if (exact and count != parts) or wanted not in (None, chosen) or (batch_size is not None and _starved(chosen)):
+        raise _indivisible(subject, parts, wanted, chosen)
+    return chosen
+
+
+def _count(batch_size: int | None, parts: int, *, exact: bool) -> int:
+    """How many parts there will be; a batch is not divided into more parts than it has items."""
+    fewer = max(1, min(parts, batch_size or 0))
+    if exact and batch_size is None:
+        return parts
+    if fewer < parts and not exact:
+        _warn(batch_size, parts, fewer)
+    return fewer
+
+
+def _starved(sizes: tuple[int, ...]) -> bool:
+    return len(sizes) > 1 and min(sizes) == 0
+
+
+def _indivisible(
+    subject: Subject, parts: int, wanted: tuple[int, ...] | None, chosen: tuple[int, ...]
+) -> SizeError:
+    of_sizes = "" if wanted is None else f" of sizes {wanted}"
+    return SizeError(
+        subject.roots[0],
+        f"must come in {parts} parts{of_sizes}, none of them empty, but comes in {len(chosen)} of sizes {chosen}; "
+        "divide it like the input, with a spec or a function (split_label)",
+    )
+
+
+def _warn(batch_size: int | None, parts: int, fewer: int) -> None:
+    found = "nothing is split" if batch_size is None else f"the batch size is {batch_size}"
+    warnings.warn(
+        f"{parts} parts were asked for, but {found}: there will be {fewer}. Ask for fewer, or give a spec "
+        "(split_input) if another dimension is the batch",
+        FewerParts,
+        stacklevel=5,
+    )
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------
+
+
+def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> list[Any]:
+    # A tensor that stands at two places is one tensor in every part, too.
+    views: dict[tuple[int, int], Sequence[Any]] = {}
+    columns: list[Sequence[Any]] = []
+    for index, (value, rule) in enumerate(zip(subject.leaves, rules, strict=True)):
+        if isinstance(rule, Split):
+            key = (id(value), rule.dim)
+            if key not in views:
+                views[key] = _views(subject, index, rule.dim, sizes)
+            columns.append(views[key])
+        else:
+            columns.append(value if rule is Parts else (value,) * len(sizes))
+    rows = zip(*columns, strict=True) if columns else [()] * len(sizes)
+    return [tree.unflatten(subject.treedef, row) for row in rows]
+
+
+def _views(subject: Subject, index: int, dim: int, sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
+    # Not tensor_split: its backward makes a full-size gradient for every part, this one a single concatenation.
+    value: torch.Tensor = subject.leaves[index]
+    try:
+        return torch.split_with_sizes(value, sizes, dim)
+    except (RuntimeError, TypeError) as error:
+        raise SplitError(
+            subject.paths()[index],
+            f"torch must be able to split it along dimension {dim}, but says of this {type(value).__name__}: {error}; "
+            "replicate it, or give a function as the spec",
+        ) from error

@@ -1,0 +1,42 @@
+"""The `roundpipe` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from roundpipe.cli.arguments import parse
+from roundpipe.cli.options import read_options
+from roundpipe.cli.refusal import Refused
+
+REFUSED = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 2 for what was given wrongly, 130 after Ctrl-C.
+
+    Args:
+        arguments: what follows the command's name; None takes the process's own.
+    """
+    try:
+        _train(sys.argv[1:] if arguments is None else arguments)
+    except Refused as refusal:
+        return _complain(str(refusal), REFUSED)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    return 0
+
+
+def _train(arguments: Sequence[str]) -> None:
+    options = read_options(parse(arguments))
+    # Late, so that help and a mistyped option need not wait for torch.
+    from roundpipe.cli.train import train
+
+    train(options)
+
+
+def _complain(message: str, exit_code: int) -> int:
+    one_line = " ".join(message.split())
+    print(f"roundpipe: {one_line}", file=sys.stderr)
+    return exit_code

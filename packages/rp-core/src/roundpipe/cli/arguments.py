@@ -1,0 +1,83 @@
+"""The command line's syntax; what the words mean is for `options`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from roundpipe import __version__
+from roundpipe.cli import options
+from roundpipe.cli.refusal import Refused
+
+
+def parse(arguments: Sequence[str]) -> options.Given:
+    """Read the arguments that follow the command's name.
+
+    >>> parse(["train", "--steps", "7", "--data", "a", "b", "--data", "c"]).data
+    ['a', 'b', 'c']
+
+    Raises `Refused` for what no option takes, and `SystemExit` after the help or the version was asked for.
+    """
+    return _parser().parse_args(arguments, namespace=options.Given())
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused(f"{message}; `{self.prog} --help` lists what there is")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="roundpipe", description="Train large models on the devices you have.")
+    parser.add_argument("--version", action="version", version=f"roundpipe {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_options(
+        commands.add_parser(
+            "train",
+            help="train a small language model on text",
+            description=(
+                "Train a small Qwen3 model, with random weights and bytes for tokens, on text. With no option the "
+                "text is the Python standard library's own source, and the devices are this machine's GPUs or, "
+                "where there is none, two CPU devices."
+            ),
+            allow_abbrev=False,
+        )
+    )
+    return parser
+
+
+def _add_options(train: argparse.ArgumentParser) -> None:
+    # Values stay words here: `options` can say what was wanted better than argparse.
+    for flag, metavar, text in _VALUES:
+        train.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    train.add_argument(
+        "--data",
+        metavar="PATH",
+        nargs="+",
+        action="extend",
+        default=argparse.SUPPRESS,
+        help="text files, or folders of them (the standard library's source)",
+    )
+    train.add_argument(
+        "--sync",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="wait for each optimizer step, instead of running it beside the next training step",
+    )
+
+
+_DTYPES = "|".join(options.DTYPES)
+_VALUES = (
+    ("--steps", "N", f"training steps ({options.Given.steps})"),
+    ("--batch-size", "N", f"sequences in a step ({options.Given.batch_size})"),
+    ("--seq-len", "N", f"bytes in a sequence ({options.Given.seq_len})"),
+    ("--num-microbatch", "N", f"parts that a batch is split into ({options.Given.num_microbatch})"),
+    ("--lr", "RATE", f"highest learning rate ({options.Given.lr})"),
+    ("--dtype", _DTYPES, "numbers of the model (bfloat16 on GPUs, float32 on CPU devices)"),
+    ("--optim-dtype", _DTYPES, f"numbers of the optimizer ({options.Given.optim_dtype})"),
+    ("--seed", "N", f"seed of the weights and of the order of the data ({options.Given.seed})"),
+    ("--devices", "DEVICES", "such as cuda, cuda:0,2, cpu or cpu:4 (all GPUs, else cpu:2)"),
+    ("--output", "FOLDER", "where to write the model, the metrics and the options used (nowhere)"),
+)

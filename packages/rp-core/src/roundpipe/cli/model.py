@@ -1,0 +1,52 @@
+"""The model that a job trains: Qwen3 over bytes, with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Sizes of a Qwen3 model; the default one learns from about a minute of two cores."""
+
+    layers: int = 4
+    hidden: int = 96
+    intermediate: int = 256
+    heads: int = 3
+    key_value_heads: int = 1
+    head_numbers: int = 32
+
+
+def make_model(size: ModelSize, *, dtype: torch.dtype, seed: int, seq_len: int) -> Qwen3ForCausalLM:
+    """Make the model on the host; its weights depend on the arguments alone.
+
+    Raises nothing of its own. The caller's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # Not `.to(dtype)` afterwards, which would round the rotary frequencies too. Any: transformers types it so.
+        model: Any = Qwen3ForCausalLM._from_config(_config(size, seq_len), dtype=dtype)
+    return cast(Qwen3ForCausalLM, model)
+
+
+def _config(size: ModelSize, seq_len: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=BYTES,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_value_heads,
+        head_dim=size.head_numbers,
+        max_position_embeddings=max(1024, seq_len),
+        tie_word_embeddings=True,
+        # Wider than for a large model: in a few hundred steps the weights cannot grow far from where they begin.
+        initializer_range=0.05,
+        use_cache=False,
+    )

@@ -1,0 +1,129 @@
+"""The options of a training job, checked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from roundpipe.cli.refusal import Refused
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Given(argparse.Namespace):
+    """The words given for each option, or the default; None where the default depends on the machine."""
+
+    data: list[str] | None = None
+    steps: str = "250"
+    batch_size: str = "8"
+    seq_len: str = "128"
+    num_microbatch: str = "4"
+    lr: str = "2e-3"
+    dtype: str | None = None
+    optim_dtype: str = "float32"
+    sync: bool = False
+    seed: str = "0"
+    devices: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A training job. None stands for what depends on the machine; for `output`, for writing nothing."""
+
+    data: tuple[Path, ...] | None
+    steps: int
+    batch_size: int
+    seq_len: int
+    num_microbatch: int
+    lr: float
+    dtype: str | None
+    optim_dtype: str
+    sync: bool
+    seed: int
+    devices: str | None
+    output: Path | None
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens in a training step."""
+        return self.batch_size * self.seq_len
+
+
+def read_options(given: Given) -> Options:
+    """Check every option that can be checked without looking at the data or the devices.
+
+    >>> read_options(Given(lr="1e-3")).lr
+    0.001
+
+    Raises `Refused`.
+    """
+    options = Options(
+        data=None if given.data is None else tuple(_path("--data", text) for text in given.data),
+        steps=_whole("--steps", given.steps, least=1),
+        batch_size=_whole("--batch-size", given.batch_size, least=1),
+        seq_len=_whole("--seq-len", given.seq_len, least=2),
+        num_microbatch=_whole("--num-microbatch", given.num_microbatch, least=1),
+        lr=_positive("--lr", given.lr),
+        dtype=None if given.dtype is None else _dtype("--dtype", given.dtype),
+        optim_dtype=_dtype("--optim-dtype", given.optim_dtype),
+        sync=given.sync,
+        seed=_seed(given.seed),
+        devices=given.devices,
+        output=None if given.output is None else _path("--output", given.output),
+    )
+    _check_microbatches(options)
+    return options
+
+
+def _check_microbatches(options: Options) -> None:
+    if options.batch_size < options.num_microbatch:
+        raise Refused(
+            f"--batch-size must be at least --num-microbatch, but is {options.batch_size} for "
+            f"{options.num_microbatch} microbatches; raise the one or lower the other"
+        )
+
+
+def _whole(flag: str, text: str, *, least: int) -> int:
+    number = _number(text)
+    if number is None or number < least:
+        raise Refused(f"{flag} must be a whole number of at least {least}, but is {text!r}")
+    return number
+
+
+def _seed(text: str) -> int:
+    number = _number(text)
+    if number is None or not 0 <= number < 2**63:
+        raise Refused(f"--seed must be a whole number from 0 to 2**63 - 1, but is {text!r}")
+    return number
+
+
+def _number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def _positive(flag: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise Refused(f"{flag} must be a finite number above 0, but is {text!r}")
+    return number
+
+
+def _dtype(flag: str, text: str) -> str:
+    if text not in DTYPES:
+        raise Refused(f"{flag} must be one of {', '.join(DTYPES)}, but is {text!r}")
+    return text
+
+
+def _path(flag: str, text: str) -> Path:
+    if not text:
+        raise Refused(f"{flag} must name a path, but is empty")
+    return Path(text)

@@ -1,0 +1,77 @@
+"""The gradients of one block on the host: rounded while one task adds to them, fp32 from the second one on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from rp_transfer import Backend, Layout, Turns
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are summed: at least fp32.
+
+    >>> sum_dtype(torch.bfloat16)
+    torch.float32
+    """
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class Gradient:
+    """A gradient block with the layout of its weight block. Whoever holds its turn may use it.
+
+    `written` are the indices of the parameters that have a gradient: a parameter that no loss depends on has none.
+    """
+
+    def __init__(self, backend: Backend, layout: Layout) -> None:
+        self.turns = Turns()
+        self.layout = layout
+        self.written: set[int] = set()
+        self.block: torch.Tensor | None = None
+        self._backend = backend
+        self._dtype = layout.dtype
+
+    def first(self) -> torch.Tensor:
+        """The block for a first task's gradients, which overwrite it."""
+        if self.block is None or self.block.dtype != self._dtype:
+            self.block = self._backend.host_empty((self.layout.numel,), self._dtype)
+        return self.block
+
+    def add(self, more: torch.Tensor) -> None:
+        """Add a further task's gradients: (numel,), in the summing dtype, on the host."""
+        block = self.widen()
+        self._backend.host_touch(read=(more,), write=(block,), what="adding gradients")
+        block.add_(more)
+
+    def widen(self) -> torch.Tensor:
+        """The block in the summing dtype, which it keeps from now on."""
+        self._dtype = sum_dtype(self.layout.dtype)
+        old = self.first_or_none()
+        if old is not None and old.dtype == self._dtype:
+            return old
+        wide = self._backend.host_empty((self.layout.numel,), self._dtype)
+        self._backend.host_touch(read=() if old is None else (old,), write=(wide,), what="widening gradients")
+        wide.zero_() if old is None else wide.copy_(old)
+        self.block = wide
+        return wide
+
+    def first_or_none(self) -> torch.Tensor | None:
+        """The block if it holds gradients."""
+        return self.block if self.written else None
+
+    def view(self, index: int) -> torch.Tensor:
+        """One parameter's gradient, in the block's dtype."""
+        if self.block is None:
+            raise AssertionError("a gradient that was never written has no view")
+        return self.layout.spans[index].of(self.block)
+
+    def put(self, index: int, value: torch.Tensor) -> None:
+        """Replace one parameter's gradient."""
+        self.widen()
+        self.view(index).copy_(value)
+        self.written.add(index)
+
+    def drop(self, indices: Iterable[int] | None = None) -> None:
+        """Forget the gradients of some parameters, or of all."""
+        for index in list(self.written if indices is None else indices):
+            self.written.discard(index)

@@ -1,0 +1,126 @@
+"""Random numbers that do not depend on the devices: one seed a call, layer and microbatch.
+
+A device's own generator is seeded before each layer. The CPU's generator belongs to the whole process, so a
+layer that draws from it runs alone; which layers do is found out by looking.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+_Result = TypeVar("_Result")
+_MASK = (1 << 64) - 1
+
+
+def draw_seed() -> int:
+    """One number from the caller's CPU generator."""
+    return int(torch.randint(1 << 62, ()).item())
+
+
+def mix(seed: int, layer: int, microbatch: int) -> int:
+    """A seed of its own for each layer and microbatch (SplitMix64; Steele, Lea and Flood, 2014)."""
+    value = (seed + 0x9E3779B97F4A7C15 * (1 + (layer << 20) + microbatch)) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (value ^ (value >> 31)) >> 1
+
+
+class _Gate:
+    """Any number of threads that leave the CPU generator alone, or one that uses it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sharers = 0
+        self._alone = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            self._sharers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._sharers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone and not self._sharers)
+            self._alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone = False
+                self._changed.notify_all()
+
+
+_GATE = _Gate()
+
+
+class Randomness:
+    """The random numbers of one call.
+
+    `quiet` is the model's memory of the layers that were seen to leave the CPU generator alone; `drew` this
+    call's record of the (layer, microbatch) that did not.
+    """
+
+    def __init__(self, seed: int, quiet: set[int]) -> None:
+        self._seed = seed
+        self._quiet = quiet
+        self.drew: set[tuple[int, int]] = set()
+
+    def forward(
+        self, generator: torch.Generator, layer: int, microbatch: int, body: Callable[[], _Result]
+    ) -> _Result:
+        """Run a layer for the first time, seeded; again and alone if it turns out to need that."""
+        seed = self._seed_device(generator, layer, microbatch)
+        if layer in self._quiet:
+            with _GATE.shared():
+                before = torch.default_generator.get_state()
+                result = body()
+                if torch.equal(before, torch.default_generator.get_state()):
+                    return result
+            self._quiet.discard(layer)
+        result, drew = self._alone(seed, body)
+        if drew:
+            self.drew.add((layer, microbatch))
+        else:
+            self._quiet.add(layer)
+        return result
+
+    def again(
+        self, generator: torch.Generator, layer: int, microbatch: int, body: Callable[[], _Result]
+    ) -> _Result:
+        """Recompute a layer with the numbers it drew before."""
+        seed = self._seed_device(generator, layer, microbatch)
+        if (layer, microbatch) in self.drew:
+            return self._alone(seed, body)[0]
+        return body()
+
+    def _seed_device(self, generator: torch.Generator, layer: int, microbatch: int) -> int:
+        seed = mix(self._seed, layer, microbatch)
+        if generator is not torch.default_generator:
+            generator.manual_seed(seed)
+        return seed
+
+    @staticmethod
+    def _alone(seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:
+        with _GATE.alone():
+            generator = torch.default_generator
+            callers = generator.get_state()
+            try:
+                generator.manual_seed(seed)
+                before = generator.get_state()
+                result = body()
+                return result, not torch.equal(before, generator.get_state())
+            finally:
+                generator.set_state(callers)

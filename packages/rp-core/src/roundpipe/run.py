@@ -1,0 +1,289 @@
+"""One call under way: its tasks on their lanes, what they hand to each other, and its end, good or bad.
+
+The calling thread takes every ticket and makes every slot here, before any task runs; workers only fill and take.
+Errors go the same way as results: the first one is kept, whoever waits for a slot wakes up, and the tasks that have
+not run step aside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Literal
+
+import rp_batch
+import torch
+from rp_sched import Task
+
+from roundpipe.call import Call
+from roundpipe.runtime import Lane, Runtime
+from roundpipe.saved import Packet
+from roundpipe.stage import Stage
+from roundpipe.twin import Twins
+from roundpipe.weights import Weights
+
+Key = tuple[Literal["input", "grad", "label", "loss"], int, int]
+
+
+class Aborted(Exception):
+    """Another task of the same run failed; never seen by users."""
+
+
+class _Slot:
+    """A place for one packet, filled once and taken by a known number of readers."""
+
+    def __init__(self, readers: int) -> None:
+        self.packet: Future[Packet] = Future()
+        self.readers = readers
+
+
+class _TaskJob:
+    """A task in its lane's queue."""
+
+    def __init__(self, run: Run, stage: Stage, weights: Weights, lane: Lane) -> None:
+        self._run = run
+        self._stage = stage
+        self._weights = weights
+        self._lane = lane
+
+    def prefetch(self) -> None:
+        if self._run.error is None:
+            self._guard(self._weights.prefetch)
+
+    def run(self) -> None:
+        if self._run.error is None:
+            self._guard(self._stage.run)
+        if self._run.error is not None:
+            self._guard(self._step_aside)
+        for ticket in self._weights.tickets():
+            ticket.leave()
+
+    def _step_aside(self) -> None:
+        # Work on the streams may still use what this task holds.
+        self._lane.device.synchronize()
+        with self._lane.device.computing():
+            self._weights.release()
+        self._lane.device.synchronize()
+        self._lane.retainer.flush()
+
+    def _guard(self, body: Any) -> None:
+        try:
+            body()
+        except Aborted:
+            pass
+        except BaseException as error:
+            self._run.abort(error, self._stage.where())
+
+
+class Run:
+    """A call's tasks and what they exchange; the `Exchange` of its stages."""
+
+    def __init__(self, call: Call, runtime: Runtime, twins: Sequence[Twins]) -> None:
+        self.call = call
+        self.error: BaseException | None = None
+        self.raised = False
+        self._runtime = runtime
+        self._twins = twins
+        self._slots: dict[Key, _Slot] = {}
+        self._buffers: dict[tuple[int, int], Packet] = {}
+        self._lock = threading.Lock()
+        self._futures: list[Future[None]] = []
+        self._adds_gradients = call.loss_fn is not None
+
+    # Launch, on the calling thread
+
+    def expect(self, tasks: Iterable[Task]) -> None:
+        """Make the slots that these tasks take their inputs, labels and gradients from."""
+        for task in tasks:
+            for microbatch in task.microbatches:
+                for boundary in self._boundaries(task):
+                    self.reserve(("input", boundary, microbatch))
+                if task.kind == "B":
+                    self.reserve(("grad", task.layers.stop, microbatch))
+                if task.kind == "FB":
+                    self.reserve(("label", 0, microbatch))
+                    self.reserve(("loss", 0, microbatch))
+
+    def _boundaries(self, task: Task) -> Sequence[int]:
+        by_layer = task.kind == "B" and self.call.grain == "layer"
+        return task.layers if by_layer else (task.layers.start,)
+
+    def reserve(self, key: Key) -> None:
+        """One more reader for a slot."""
+        slot = self._slots.setdefault(key, _Slot(0))
+        slot.readers += 1
+
+    def launch(self, tasks: Sequence[Task]) -> None:
+        """Take all turns in the order of the tasks, then queue them. Never blocks."""
+        jobs = [self._prepare(task) for task in tasks]
+        self._futures += [lane.submit(job) for lane, job in jobs]
+
+    def _prepare(self, task: Task) -> tuple[Lane, _TaskJob]:
+        lane = self._runtime.lanes[task.device]
+        twins = self._twins[task.device]
+        twins.ensure(task.layers)
+        blocks = dict.fromkeys(block for layer in task.layers for block in self.call.state.layers[layer].blocks)
+        turns = {
+            block: block.turns.write() if block.kind == "buffer" and task.kind != "B" else block.turns.read()
+            for block in blocks
+        }
+        gradient_turns = {
+            block: block.gradient.turns.write()
+            for block in blocks
+            if block.gradient is not None and task.kind != "F"
+        }
+        backend = self._runtime.backend
+        weights = Weights(backend, lane.device, lane.retainer, twins, turns, gradient_turns)
+        stage = Stage(self.call, task, lane, backend, twins, weights, self)
+        return lane, _TaskJob(self, stage, weights, lane)
+
+    # The exchange
+
+    def take_input(self, boundary: int, microbatch: int) -> Packet:
+        """See `Exchange`."""
+        return self.take(("input", boundary, microbatch))
+
+    def take_grad(self, boundary: int, microbatch: int) -> Packet:
+        """See `Exchange`."""
+        return self.take(("grad", boundary, microbatch))
+
+    def take_label(self, microbatch: int) -> Packet:
+        """See `Exchange`."""
+        return self.take(("label", 0, microbatch))
+
+    def take_buffers(self, layer: int, microbatch: int) -> Packet | None:
+        """See `Exchange`."""
+        with self._lock:
+            return self._buffers.pop((layer, microbatch), None)
+
+    def wants_input(self, boundary: int, microbatch: int) -> bool:
+        """See `Exchange`."""
+        return ("input", boundary, microbatch) in self._slots
+
+    def wants_grad(self, boundary: int, microbatch: int) -> bool:
+        """See `Exchange`."""
+        return ("grad", boundary, microbatch) in self._slots
+
+    def put_input(self, boundary: int, microbatch: int, packet: Packet) -> None:
+        """See `Exchange`."""
+        self.put(("input", boundary, microbatch), packet)
+
+    def put_grad(self, boundary: int, microbatch: int, packet: Packet) -> None:
+        """See `Exchange`."""
+        self.put(("grad", boundary, microbatch), packet)
+
+    def put_buffers(self, layer: int, microbatch: int, packet: Packet) -> None:
+        """See `Exchange`."""
+        with self._lock:
+            self._buffers[layer, microbatch] = packet
+
+    def put_loss(self, microbatch: int, packet: Packet) -> None:
+        """See `Exchange`."""
+        self.put(("loss", 0, microbatch), packet)
+
+    def put(self, key: Key, packet: Packet) -> None:
+        """Fill a slot."""
+        with self._lock:
+            if self.error is None:
+                self._slots[key].packet.set_result(packet)
+
+    def take(self, key: Key) -> Packet:
+        """What is in a slot; blocks until it is filled. The last reader empties it."""
+        with self._lock:
+            if self.error is not None:
+                raise Aborted
+            slot = self._slots[key]
+        packet = slot.packet.result()
+        with self._lock:
+            slot.readers -= 1
+            if slot.readers == 0:
+                self._slots.pop(key, None)
+        return packet
+
+    # The end
+
+    def abort(self, error: BaseException, where: str) -> None:
+        """Keep the first error with a note of where it happened, and wake everyone who waits for a slot."""
+        with self._lock:
+            if self.error is not None:
+                return
+            error.add_note(f"RoundPipe: in model {self.call.name!r}, {where}")
+            self.error = error
+            waiting = [slot.packet for slot in self._slots.values() if not slot.packet.done()]
+        if self._adds_gradients:
+            self.call.state.broken = error
+        for packet in waiting:
+            packet.set_exception(Aborted())
+
+    def collect(self, keys: Iterable[Key]) -> list[Packet]:
+        """Take slots on the calling thread; their memory may be read afterwards.
+
+        Raises the run's first error, once all its tasks have stepped aside.
+        """
+        try:
+            packets = [self.take(key) for key in keys]
+            for packet in packets:
+                if packet.event is not None:
+                    packet.event.synchronize()
+                self._runtime.backend.host_touch(read=packet.tensors(), what="results")
+            if self.call.randomness is not None and self.call.randomness.drew:
+                # The caller's generator is the process's own: nothing may use it once the call has returned.
+                self.wait()
+        except Aborted:
+            self.finish()
+        except BaseException as error:
+            self.abort(error, "while the caller waited")
+            self.finish()
+        else:
+            return packets
+        raise AssertionError("an aborted run has an error")
+
+    def settle(self) -> None:
+        """Block until all that was handed over so far has reached the host."""
+        self.wait()
+        for slot in self._slots.values():
+            if slot.packet.done() and (event := slot.packet.result().event) is not None:
+                event.synchronize()
+
+    def begin_backward(self) -> None:
+        """The run's backward tasks come next, for the first and only time."""
+        if self._adds_gradients:
+            raise RuntimeError(
+                "backward() was called a second time through the same forward; its saved activations are gone"
+            )
+        self._adds_gradients = True
+
+    def wait(self) -> None:
+        """Block until all tasks are over."""
+        wait(self._futures)
+
+    def finish(self) -> None:
+        """Block until all tasks are over and raise the run's error, once."""
+        self.wait()
+        if self.error is not None and not self.raised:
+            self.raised = True
+            self._slots.clear()
+            self._buffers.clear()
+            raise self.error
+
+    def done(self) -> bool:
+        """Whether all tasks are over."""
+        return all(future.done() for future in self._futures)
+
+
+def sum_losses(packets: Sequence[Packet]) -> torch.Tensor | list[torch.Tensor]:
+    """The sums over the microbatches, in their order: one tensor, or a list where the loss function gave several."""
+    columns = zip(*(packet.leaves for packet in packets), strict=True)
+    sums = [_sum(column) for column in columns]
+    found = rp_batch.unflatten(packets[0].treedef, sums)
+    return found if isinstance(found, torch.Tensor) else sums
+
+
+def _sum(column: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = column[0].clone()
+    for loss in column[1:]:
+        total = total + loss
+    return total
+
+

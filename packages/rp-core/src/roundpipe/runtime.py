@@ -1,0 +1,152 @@
+"""The runtime: the devices, one worker thread for each, and the optimizer's thread."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from rp_optim import OptimizerThread
+from rp_transfer import Backend, Closed, Device, MemoryUse, Retainer, open_backend
+
+from roundpipe.errors import Busy
+
+
+class Job(Protocol):
+    """What a lane carries out. Neither method raises: errors go where the job's results go."""
+
+    def prefetch(self) -> None:
+        """Start what can be started now without waiting for anything; the job before is still running."""
+        ...
+
+    def run(self) -> None:
+        """Do the work."""
+        ...
+
+
+class Lane:
+    """One device and the thread that alone puts work on its streams, job by job in the order of launch."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.retainer = Retainer()
+        self._waiting: deque[Job] = deque()
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix=f"roundpipe-{device.name}", initializer=device.attach_thread
+        )
+        self._thread = self._executor.submit(threading.get_ident)
+
+    def is_current(self) -> bool:
+        """Whether the calling thread is this lane's."""
+        return threading.get_ident() == self._thread.result()
+
+    def submit(self, job: Job) -> Future[None]:
+        """Queue a job."""
+        self._waiting.append(job)
+        return self._executor.submit(self._run_next)
+
+    def _run_next(self) -> None:
+        self._waiting.popleft().run()
+
+    def prefetch_next(self) -> None:
+        """Let the next job, if it is known already, start what it can."""
+        try:
+            job = self._waiting[0]
+        except IndexError:
+            return
+        job.prefetch()
+
+    def close(self) -> None:
+        """Finish the jobs and end the thread."""
+        self._executor.shutdown(wait=True)
+        self.retainer.drain()
+
+
+class Runtime:
+    """Owns devices and threads; models run on one. Several may live side by side.
+
+    Args:
+        devices: ``"cuda"``, ``"cuda:0,2"``, ``"cpu"``, ``"cpu:4"``; None asks ``ROUNDPIPE_DEVICES``, then takes
+            all CUDA devices, else one CPU device.
+        strict: whether CPU devices check the order of every memory access; False for benchmarks.
+
+    >>> with Runtime("cpu:2") as runtime:
+    ...     [use.name for use in runtime.memory()]
+    ['cpu:0', 'cpu:1']
+
+    Raises `rp_transfer.DeviceStringError` and `rp_transfer.BackendUnavailable`.
+    """
+
+    def __init__(self, devices: str | None = None, *, strict: bool = True) -> None:
+        threads = torch.get_num_threads()
+        self.backend: Backend = open_backend(devices, strict=strict)
+        self.lanes = tuple(Lane(device) for device in self.backend.devices)
+        self.optimizer = OptimizerThread()
+        self.next_device = 0
+        self._launch = threading.Lock()
+        self._closed = False
+        # Workers of CPU devices take one core each; a thread that the user starts must not inherit that.
+        any(lane.is_current() for lane in self.lanes)
+        torch.set_num_threads(threads)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """The right to decide orders, held by one thread at a time and never by the engine's own threads."""
+        self._refuse_own_threads()
+        if not self._launch.acquire(blocking=False):
+            raise Busy("another thread is inside a call on this runtime; call its models from one thread at a time")
+        try:
+            if self._closed:
+                raise Closed("the runtime was closed; open another one and wrap the model again")
+            yield
+        finally:
+            self._launch.release()
+
+    def _refuse_own_threads(self) -> None:
+        if self.optimizer.is_current():
+            raise Busy("a model was called from inside a step function; call it from the training loop")
+        if any(lane.is_current() for lane in self.lanes):
+            raise Busy("a model was called from inside a layer or loss function of another one")
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Used, peak and total bytes of each device."""
+        return tuple(lane.device.memory() for lane in self.lanes)
+
+    def host_memory(self) -> MemoryUse:
+        """Bytes that blocks and activations take on the host."""
+        return self.backend.host_memory()
+
+    def close(self) -> None:
+        """Finish what was launched, end the threads, give the devices back. May be called twice."""
+        self._closed = True
+        for lane in self.lanes:
+            lane.close()
+        self.optimizer.close()
+        self.backend.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_default_lock = threading.Lock()
+_default: list[Runtime] = []
+
+
+def default_runtime() -> Runtime:
+    """The runtime of models that were given none; opened by the first of them and closed at exit."""
+    with _default_lock:
+        if not _default:
+            _default.append(Runtime())
+            atexit.register(_default[0].close)
+        return _default[0]

@@ -1,0 +1,176 @@
+"""Packets: trees of tensors on the host that one task hands to another, and the trip to a device and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import rp_batch
+import torch
+from rp_transfer import Backend, Device, Event, Retainer
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A tree on the host. `leaves` are host tensors or plain objects; `grads` says which leaves require grad.
+
+    The tensors may be read once `event` has happened (at once if it is None).
+    """
+
+    treedef: Any  # rp_batch's opaque description of the tree
+    leaves: tuple[Any, ...]
+    grads: tuple[bool, ...]
+    event: Event | None = None
+
+    @classmethod
+    def of(cls, backend: Backend, tree: Any, *, with_grads: bool) -> Packet:
+        """Copy a tree of the user's into memory that devices copy from, so that the user may change theirs."""
+        leaves, treedef = rp_batch.flatten(tree)
+        held = tuple(_to_host(backend, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        grads = tuple(with_grads and isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        return cls(treedef, held, grads)
+
+    def tree(self) -> Any:
+        """The tree, of host tensors; only after `event`."""
+        return rp_batch.unflatten(self.treedef, self.leaves)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _to_host(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"inputs must be dense tensors, but one has layout {tensor.layout}; convert it first")
+    held = backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)
+    with torch.no_grad():
+        return held.copy_(tensor)
+
+
+class _Entry(torch.autograd.Function):
+    """The door of a stage: a leaf goes in, and what comes out may be changed in place, as between any two layers."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        del ctx
+        alias = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        return alias.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return grads[0]
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A packet on a device: `inside` are the leaves that a layer takes, `doors` the grad leaves behind them."""
+
+    treedef: Any
+    inside: list[Any]
+    doors: list[torch.Tensor | None]
+
+    def tree(self) -> Any:
+        """What a layer takes."""
+        return rp_batch.unflatten(self.treedef, self.inside)
+
+
+@dataclass(slots=True)
+class Origins:
+    """Where the device tensors that may come out of a layer unchanged lie on the host already."""
+
+    of: dict[int, tuple[torch.Tensor, int, torch.Tensor, Event | None]] = field(
+        default_factory=dict[int, tuple[torch.Tensor, int, torch.Tensor, Event | None]]
+    )
+
+    def add(self, tensor: torch.Tensor, host: torch.Tensor, event: Event | None) -> None:
+        """`tensor` is a copy of `host`."""
+        self.of[id(tensor)] = (tensor, tensor._version, host, event)
+
+    def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None] | None:
+        """The host copy of exactly this tensor, unless it was written since."""
+        found = self.of.get(id(tensor))
+        if found is None or found[0] is not tensor or found[1] != tensor._version:
+            return None
+        return found[2], found[3]
+
+
+def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list[torch.Tensor | None]]:
+    """New grad leaves over the same device memory, behind doors; other leaves as they are."""
+    inside: list[Any] = []
+    doors: list[torch.Tensor | None] = []
+    for leaf, requires_grad in zip(leaves, grads, strict=True):
+        door = leaf.detach().requires_grad_() if requires_grad else None
+        doors.append(door)
+        inside.append(leaf if door is None else _Entry.apply(door))
+    return inside, doors
+
+
+class Courier:
+    """Carries packets between the host and one device; used by that device's thread."""
+
+    def __init__(self, backend: Backend, device: Device, retainer: Retainer) -> None:
+        self._backend = backend
+        self._device = device
+        self._retainer = retainer
+        self._visiting: list[torch.Tensor] = []
+
+    def bring(self, packet: Packet) -> list[Any]:
+        """The packet's leaves on the device, ready for the compute stream."""
+        device = self._device
+        if packet.event is not None:
+            device.activations_in.wait(packet.event)
+        leaves = [self._upload(leaf) for leaf in packet.leaves]
+        arrived = device.activations_in.record()
+        self._retainer.keep(arrived, packet.leaves)
+        device.compute.wait(arrived)
+        device.compute.touch(read=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], what="activations")
+        return leaves
+
+    def _upload(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        device = self._device
+        there = device.empty(leaf.shape, leaf.dtype, stream=device.activations_in)
+        device.activations_in.copy(there, leaf)
+        self._visiting.append(there)
+        return there
+
+    def send(self, treedef: Any, leaves: Sequence[Any], grads: Sequence[bool], origins: Origins) -> Packet:
+        """The leaves on the host, once the packet's event has happened; what is there already stays."""
+        known = [origins.find(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        plain = [
+            leaf.detach().resolve_conj().resolve_neg().contiguous()
+            if isinstance(leaf, torch.Tensor) and there is None
+            else None
+            for leaf, there in zip(leaves, known, strict=True)
+        ]
+        self._depart_after_compute([leaf for leaf in plain if leaf is not None], known)
+        held = [
+            there[0] if there is not None else leaf if out is None else self._download(out)
+            for leaf, there, out in zip(leaves, known, plain, strict=True)
+        ]
+        event = self._device.results_out.record()
+        self._retainer.keep(event, plain, held)
+        return Packet(treedef, tuple(held), tuple(grads), event)
+
+    def _depart_after_compute(
+        self, tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, Event | None] | None]
+    ) -> None:
+        device = self._device
+        device.compute.touch(write=tensors, what="results")
+        device.results_out.wait(device.compute.record())
+        for there in known:
+            if there is not None and there[1] is not None:
+                device.results_out.wait(there[1])
+
+    def _download(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = self._backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)
+        self._device.results_out.copy(host, tensor)
+        return host
+
+    def let_go(self, done: Event) -> None:
+        """What was brought is needed until `done`."""
+        self._retainer.keep(done, self._visiting)
+        self._visiting = []

@@ -1,0 +1,306 @@
+"""The bodies of tasks: a range of layers, forward, backward, or both with the loss between, on one device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import rp_batch
+import torch
+from rp_sched import Task
+from rp_transfer import Backend, Event
+
+from roundpipe.call import Call
+from roundpipe.runtime import Lane
+from roundpipe.saved import Arrived, Courier, Origins, Packet, enter
+from roundpipe.twin import Twins
+from roundpipe.weights import Weights
+
+# A worker may put this many microbatches on its device before it waits for the oldest one.
+_AHEAD = 2
+
+
+class Exchange(Protocol):
+    """Where a task takes what earlier tasks left, and leaves what later ones take. Boundary i lies before layer i."""
+
+    def take_input(self, boundary: int, microbatch: int) -> Packet:
+        """The activations at a boundary; blocks until they are handed over."""
+        ...
+
+    def take_grad(self, boundary: int, microbatch: int) -> Packet:
+        """The gradients of the activations at a boundary; a leaf without gradient is None."""
+        ...
+
+    def take_label(self, microbatch: int) -> Packet:
+        """The labels."""
+        ...
+
+    def take_buffers(self, layer: int, microbatch: int) -> Packet | None:
+        """The buffers that the layer started from, if it wrote them."""
+        ...
+
+    def wants_input(self, boundary: int, microbatch: int) -> bool:
+        """Whether a later task takes the activations at a boundary."""
+        ...
+
+    def wants_grad(self, boundary: int, microbatch: int) -> bool:
+        """Whether someone takes the gradients at a boundary."""
+        ...
+
+    def put_input(self, boundary: int, microbatch: int, packet: Packet) -> None:
+        """Hand activations over."""
+        ...
+
+    def put_grad(self, boundary: int, microbatch: int, packet: Packet) -> None:
+        """Hand gradients over."""
+        ...
+
+    def put_buffers(self, layer: int, microbatch: int, packet: Packet) -> None:
+        """Keep the buffers that a layer started from."""
+        ...
+
+    def put_loss(self, microbatch: int, packet: Packet) -> None:
+        """Hand the losses over."""
+        ...
+
+
+class Stage:
+    """Carries out one task on its lane's device."""
+
+    def __init__(
+        self, call: Call, task: Task, lane: Lane, backend: Backend, twins: Twins, weights: Weights, exchange: Exchange
+    ) -> None:
+        self._call = call
+        self._task = task
+        self._lane = lane
+        self._device = lane.device
+        self._twins = twins
+        self._weights = weights
+        self._exchange = exchange
+        self._courier = Courier(backend, lane.device, lane.retainer)
+        self._pace: deque[Event] = deque()
+        self._place = ""
+
+    def where(self) -> str:
+        """What was being done last, in words."""
+        return f"{self._place or f'{self._task!r}'}, on {self._device.name}"
+
+    def run(self) -> None:
+        """All microbatches, then the gradients and buffers home."""
+        body = {"F": self._forward, "B": self._backward, "FB": self._fused}[self._task.kind]
+        with self._device.computing(), self._call.ambience(), self._callers_generator():
+            self._weights.upload()
+            for microbatch in self._task.microbatches:
+                body(microbatch)
+                self._end_of_microbatch()
+            self._weights.return_buffers()
+            self._weights.deliver()
+            self._weights.release()
+
+    @contextmanager
+    def _callers_generator(self) -> Any:
+        generator = self._device.generator()
+        if self._call.randomness is None or generator is torch.default_generator:
+            yield
+            return
+        state = generator.get_state()
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+    def _end_of_microbatch(self) -> None:
+        done = self._device.compute.record()
+        self._courier.let_go(done)
+        self._pace.append(done)
+        if len(self._pace) > _AHEAD:
+            self._pace.popleft().synchronize()
+        self._lane.retainer.flush()
+        self._lane.prefetch_next()
+
+    # Forward: each layer's graph is dropped at once; it only tells which results require grad.
+
+    def _forward(self, microbatch: int) -> None:
+        arrived, origins = self._arrive(self._task.layers.start, microbatch)
+        for layer in self._task.layers:
+            self._weights.bind(self._call.state.layers[layer], training=False)
+            output = self._layer(layer, microbatch, arrived.tree(), again=False)
+            arrived = self._cut(output, origins)
+            self._hand_over(layer + 1, microbatch, arrived, origins)
+
+    def _cut(self, output: Any, origins: Origins) -> Arrived:
+        leaves, treedef = rp_batch.flatten(output)
+        grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        inside, doors = enter(leaves, grads)
+        for leaf, new in zip(leaves, inside, strict=True):
+            known = origins.find(leaf) if isinstance(leaf, torch.Tensor) else None
+            if known is not None and new is not leaf:
+                origins.add(new, *known)
+        return Arrived(treedef, inside, doors)
+
+    def _hand_over(self, boundary: int, microbatch: int, arrived: Arrived, origins: Origins) -> None:
+        if self._exchange.wants_input(boundary, microbatch):
+            grads = [door is not None for door in arrived.doors]
+            packet = self._courier.send(arrived.treedef, arrived.inside, grads, origins)
+            self._exchange.put_input(boundary, microbatch, packet)
+
+    def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
+        self._place = f"before {self._call.where(boundary)}, microbatch {microbatch}"
+        packet = self._exchange.take_input(boundary, microbatch)
+        grads = packet.grads if self._call.with_grad else [False] * len(packet.grads)
+        inside, doors = enter(self._courier.bring(packet), grads)
+        origins = Origins()
+        for leaf, host in zip(inside, packet.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                origins.add(leaf, host, packet.event)
+        return Arrived(packet.treedef, inside, doors), origins
+
+    # One layer
+
+    def _layer(self, layer: int, microbatch: int, tree: Any, *, again: bool) -> Any:
+        phase = "recomputation" if again else "forward"
+        self._place = f"in {self._call.where(layer)}, {phase}, microbatch {microbatch}"
+        twin = self._twins.module(layer, self._call.flags[layer])
+
+        def body() -> Any:
+            if layer == 0:
+                args, kwargs = tree
+                return twin(*args, **kwargs)
+            return twin(tree)
+
+        if self._call.state.layers[layer].has_buffers:
+            return self._with_buffers(layer, microbatch, body, again=again)
+        return self._seeded(layer, microbatch, body, again=again)
+
+    def _seeded(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
+        randomness = self._call.randomness
+        if randomness is None:
+            return body()
+        run = randomness.again if again else randomness.forward
+        return run(self._device.generator(), layer, microbatch, body)
+
+    def _with_buffers(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
+        state = self._call.state.layers[layer]
+        memories = self._weights.buffers(state)
+        if again:
+            self._restore_buffers(memories, self._exchange.take_buffers(layer, microbatch))
+            return self._seeded(layer, microbatch, body, again=True)
+        before = [memory.clone() for memory in memories]
+        versions = self._weights.buffer_versions(state)
+
+        def from_the_start() -> Any:
+            # A layer that turns out to need random numbers of its own is run a second time.
+            for memory, old in zip(memories, before, strict=True):
+                memory.copy_(old)
+            return body()
+
+        output = self._seeded(layer, microbatch, from_the_start, again=False)
+        if self._call.with_grad and self._weights.buffers_written(state, versions):
+            packet = self._courier.send(None, before, [False] * len(before), Origins())
+            self._exchange.put_buffers(layer, microbatch, packet)
+        return output
+
+    def _restore_buffers(self, memories: Sequence[torch.Tensor], packet: Packet | None) -> None:
+        if packet is not None:
+            with torch.no_grad():
+                for memory, old in zip(memories, self._courier.bring(packet), strict=True):
+                    memory.copy_(old)
+
+    def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
+        for layer in layers:
+            self._weights.bind(self._call.state.layers[layer], training=True)
+            tree = self._layer(layer, microbatch, tree, again=again)
+            self._mark_backward(layer, microbatch, tree)
+        return tree
+
+    def _mark_backward(self, layer: int, microbatch: int, output: Any) -> None:
+        place = f"in {self._call.where(layer)}, backward, microbatch {microbatch}"
+
+        def enter_layer(grad: torch.Tensor) -> None:
+            del grad
+            self._place = place
+
+        for leaf in rp_batch.flatten(output)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(enter_layer)
+
+    # Forward, loss and backward
+
+    def _fused(self, microbatch: int) -> None:
+        layers = self._task.layers
+        arrived, origins = self._arrive(layers.start, microbatch)
+        output = self._through(layers, microbatch, arrived.tree(), again=False)
+        if self._call.keep_outputs:
+            leaves, treedef = rp_batch.flatten(output)
+            packet = self._courier.send(treedef, leaves, [False] * len(leaves), origins)
+            self._exchange.put_input(layers.stop, microbatch, packet)
+        losses = self._loss(output, microbatch)
+        del output
+        torch.autograd.backward(losses)
+        self._return_grads(layers.start, microbatch, [None if d is None else d.grad for d in arrived.doors])
+
+    def _loss(self, output: Any, microbatch: int) -> list[torch.Tensor]:
+        labels = self._exchange.take_label(microbatch)
+        label = rp_batch.unflatten(labels.treedef, self._courier.bring(labels))
+        self._place = f"in the loss function, forward, microbatch {microbatch}"
+        loss_fn = self._call.loss_fn
+        assert loss_fn is not None
+        found = self._seeded(self._call.num_layers, microbatch, lambda: loss_fn(output, label), again=False)
+        losses, treedef = _check_losses(found)
+        packet = self._courier.send(treedef, losses, [False] * len(losses), Origins())
+        self._exchange.put_loss(microbatch, packet)
+        self._place = f"in the loss function, backward, microbatch {microbatch}"
+        return losses
+
+    # Backward
+
+    def _backward(self, microbatch: int) -> None:
+        layers = self._task.layers
+        grads = self._arriving_grads(layers.stop, microbatch)
+        whole = self._call.grain == "stage"
+        for part in [layers] if whole else [range(layer, layer + 1) for layer in reversed(layers)]:
+            grads = self._backward_through(part, microbatch, grads)
+        self._return_grads(layers.start, microbatch, grads)
+
+    def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
+        self._place = f"after layer {boundary - 1}, backward, microbatch {microbatch}"
+        return self._courier.bring(self._exchange.take_grad(boundary, microbatch))
+
+    def _backward_through(self, layers: range, microbatch: int, grads: Sequence[Any]) -> Sequence[Any]:
+        arrived, _ = self._arrive(layers.start, microbatch)
+        output = self._through(layers, microbatch, arrived.tree(), again=True)
+        leaves = rp_batch.flatten(output)[0]
+        pairs = [
+            (leaf, grad)
+            for leaf, grad in zip(leaves, grads, strict=True)
+            if grad is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        del output, leaves
+        if pairs:
+            torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+        return [None if door is None else door.grad for door in arrived.doors]
+
+    def _return_grads(self, boundary: int, microbatch: int, grads: Sequence[torch.Tensor | None]) -> None:
+        if self._exchange.wants_grad(boundary, microbatch):
+            packet = self._courier.send(None, grads, [False] * len(grads), Origins())
+            self._exchange.put_grad(boundary, microbatch, packet)
+
+
+def _check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:
+    leaves, treedef = rp_batch.flatten(found)
+    if isinstance(found, torch.Tensor) or isinstance(found, list | tuple):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if tensors and len(tensors) == len(leaves) and all(tensor.numel() == 1 for tensor in tensors):
+            return tensors, treedef
+    raise TypeError(
+        "loss_fn must return a tensor of one element or a sequence of such tensors, but returned "
+        f"{_described(found)} instead; reduce it with .sum() or .mean()"
+    )
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, torch.Tensor):
+        return f"a tensor of shape {tuple(found.shape)}"
+    return repr(type(found).__name__)

@@ -1,0 +1,205 @@
+"""What a model keeps on the host: blocks of weights, gradients and buffers, masters, and the lines for them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from rp_transfer import Backend, Layout, Turns
+
+from roundpipe.gradient import Gradient
+
+Kind = Literal["trainable", "frozen", "buffer"]
+PinMode = Literal["alloc", "register", "off"]
+
+
+class Block:
+    """Tensors of one kind and dtype that the same layers use, with one line for whoever reads or writes them.
+
+    `memory` is their one contiguous block, (numel,), or None where they stay in the storages they came in.
+    """
+
+    def __init__(self, backend: Backend, kind: Kind, tensors: Sequence[torch.Tensor], pin: PinMode) -> None:
+        self.kind: Kind = kind
+        self.tensors = tuple(tensors)
+        self.layout = Layout.of(self.tensors)
+        self.turns = Turns()
+        self.gradient = Gradient(backend, self.layout) if kind == "trainable" else None
+        self.memory: torch.Tensor | None = None
+        if pin == "alloc" or kind == "buffer" or not all(tensor.is_contiguous() for tensor in tensors):
+            self._move_in(backend)
+        elif pin == "register":
+            for tensor in self.tensors:
+                backend.register(tensor)
+        # Written by the engine without a trace in the parameters' version counters, which tell of other writers.
+        self.values = [tensor.data for tensor in self.tensors]
+        self.seen = [tensor._version for tensor in self.tensors]
+
+    def _move_in(self, backend: Backend) -> None:
+        self.memory = backend.host_empty((self.layout.numel,), self.layout.dtype)
+        self.layout.fill(self.memory, [tensor.detach() for tensor in self.tensors])
+        for tensor, own in zip(self.tensors, self.layout.storages(self.memory), strict=True):
+            tensor.data = own
+
+    @property
+    def nbytes(self) -> int:
+        """Size on a device."""
+        return self.layout.nbytes
+
+    def pieces(self, target: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (part of a device block, host tensor) that together are the block: one pair if it is contiguous."""
+        if self.memory is not None:
+            yield target, self.memory
+            return
+        for span, value in zip(self.layout.spans, self.values, strict=True):
+            yield target[span.offset : span.offset + span.numel], value.view(-1)
+
+    def host_tensors(self) -> Sequence[torch.Tensor]:
+        """The host memory that `pieces` reads."""
+        return self.values if self.memory is None else (self.memory,)
+
+    def changed_outside(self) -> list[int]:
+        """Indices of the tensors that code outside the engine has written since this was last asked."""
+        changed = [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
+        for index in changed:
+            self.seen[index] = self.tensors[index]._version
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """One layer on the host, and the blocks it uses."""
+
+    index: int
+    module: torch.nn.Module
+    blocks: tuple[Block, ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(block.kind == "trainable" for block in self.blocks)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether it has buffers, which running it may write."""
+        return any(block.kind == "buffer" for block in self.blocks)
+
+    def nbytes(self, *kinds: Kind) -> int:
+        """Bytes of its blocks of these kinds, or of all."""
+        return sum(block.nbytes for block in self.blocks if not kinds or block.kind in kinds)
+
+
+Signature = tuple[tuple[int, bool, int], ...]
+
+
+def signature(layers: Sequence[torch.nn.Module]) -> Signature:
+    """What blocks were built from: each tensor's identity, whether it is trained, and where it lies."""
+    return tuple(
+        (id(tensor), tensor.requires_grad, tensor.data_ptr()) for layer in layers for _, tensor in _tensors(layer)
+    )
+
+
+def training_flags(layers: Sequence[torch.nn.Module]) -> tuple[tuple[bool, ...], ...]:
+    """The training flag of every module of every layer, in the order of ``modules()``."""
+    return tuple(tuple(module.training for module in layer.modules()) for layer in layers)
+
+
+def _tensors(layer: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
+    for parameter in layer.parameters():
+        yield ("trainable" if parameter.requires_grad else "frozen"), parameter
+    for buffer in layer.buffers():
+        yield "buffer", buffer
+
+
+def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode) -> tuple[LayerState, ...]:
+    """Lay the layers' tensors out in blocks.
+
+    A block holds what exactly the same layers use: so a tied parameter gets one of its own, and a module that
+    stands twice in the row one for both.
+
+    Raises `ValueError` for tensors that are not on the host, and for buffers that require grad.
+    """
+    users: defaultdict[torch.Tensor, list[int]] = defaultdict(list)
+    kinds: dict[torch.Tensor, Kind] = {}
+    for index, module in enumerate(modules):
+        for kind, tensor in _tensors(module):
+            _check_tensor(index, module, kind, tensor)
+            users[tensor].append(index)
+            kinds[tensor] = kind
+    groups: defaultdict[tuple[tuple[int, ...], Kind, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor, indices in users.items():
+        groups[tuple(indices), kinds[tensor], tensor.dtype].append(tensor)
+    blocks = {key: Block(backend, key[1], tensors, pin) for key, tensors in groups.items()}
+    return tuple(
+        LayerState(index, module, tuple(block for key, block in blocks.items() if index in key[0]))
+        for index, module in enumerate(modules)
+    )
+
+
+def _check_tensor(index: int, module: torch.nn.Module, kind: Kind, tensor: torch.Tensor) -> None:
+    where = f"layer {index} ({type(module).__name__})"
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{where} has a tensor on {tensor.device}, but the model must be on the CPU; call .cpu()")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{where} has a {tensor.layout} tensor, but weights must be dense (torch.strided)")
+    if kind == "buffer" and tensor.requires_grad:
+        raise ValueError(f"{where} has a buffer that requires grad; register it as a parameter")
+
+
+class ModelState:
+    """All of one model on the host. The calling thread changes it under the runtime's launch lock.
+
+    `version` counts the publications of new weights that have been launched; `unpublished` says that the
+    optimizer has a result that no call reads yet. `quiet` are the layers that were seen to draw no CPU random
+    numbers. `broken` is the error of a call that left part of its gradients, `failed` that of a step that left
+    part of its update.
+    """
+
+    def __init__(
+        self, backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode, optim_dtype: torch.dtype | None
+    ) -> None:
+        self.backend = backend
+        self.modules = tuple(modules)
+        self.pin: PinMode = pin
+        self.optim_dtype = optim_dtype
+        self.version = 0
+        self.unpublished = False
+        self.quiet: set[int] = set()
+        self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self.broken: BaseException | None = None
+        self.failed: BaseException | None = None
+        self.build()
+
+    def build(self) -> None:
+        """Make the blocks anew from the layers as they are; nothing may be running."""
+        self.layers = build_layers(self.backend, self.modules, self.pin)
+        self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
+        self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
+        self.signature = signature(self.modules)
+        self.flags = training_flags(self.modules)
+
+    def changed(self) -> bool:
+        """Whether parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`."""
+        return signature(self.modules) != self.signature
+
+    def note_flags(self) -> None:
+        """Take over the layers' training flags; other flags may mean other random numbers."""
+        flags = training_flags(self.modules)
+        if flags != self.flags:
+            self.flags = flags
+            self.quiet = set()
+
+    def make_masters(self) -> None:
+        """A master, in the optimizer's dtype, for each trainable parameter that has none."""
+        for block in self.trainable:
+            for parameter, value in zip(block.tensors, block.values, strict=True):
+                if parameter not in self.masters:
+                    dtype = self.optim_dtype or parameter.dtype
+                    self.masters[parameter] = torch.nn.Parameter(value.to(dtype, copy=True))
+
+    def first_trainable(self) -> int:
+        """The lowest layer that is trained; the number of layers if none is."""
+        return next((layer.index for layer in self.layers if layer.trainable), len(self.layers))

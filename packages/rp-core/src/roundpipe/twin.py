@@ -1,0 +1,108 @@
+"""Twins: the layers as they are on one device, the same modules over other tensors.
+
+A twin is a deep copy whose memo maps the host's tensors to the device's, so bound methods and partials point at
+the twin, and whose hook tables are the host layer's own. It is built once; before a task its tensors are pointed
+at that task's blocks, so no module tree is walked then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from roundpipe.gradient import sum_dtype
+from roundpipe.state import Block, LayerState
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class Twins:
+    """One model's layers on one device. The calling thread builds them, the device's thread uses them."""
+
+    def __init__(self, device: torch.device, layers: Sequence[LayerState]) -> None:
+        self._device = device
+        self._layers = layers
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._flags: dict[int, tuple[bool, ...]] = {}
+
+    def ensure(self, indices: range) -> None:
+        """Build the twins of these layers that do not exist yet."""
+        for index in indices:
+            if index not in self._modules:
+                self._modules[index] = self._build(self._layers[index])
+
+    def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
+        """A layer's twin, with these training flags in the order of ``modules()``."""
+        twin = self._modules[index]
+        if self._flags.get(index) != training:
+            for module, flag in zip(twin.modules(), training, strict=True):
+                module.training = flag
+            self._flags[index] = training
+        return twin
+
+    def bind(self, block: Block, memory: torch.Tensor) -> None:
+        """Point the block's twins at device memory: (numel,)."""
+        for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
+            self._tensors[id(tensor)].data = view
+
+    def bind_gradients(self, block: Block, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Let gradients be added up in device memory: (numel,), in the summing dtype. Returns the ``.grad``s.
+
+        Each has a version counter of its own, which tells whether anything was added.
+        """
+        gradients = [view.data for view in block.layout.views(memory)]
+        for tensor, gradient in zip(block.tensors, gradients, strict=True):
+            self._tensors[id(tensor)].grad = gradient
+        return gradients
+
+    def tensors(self, block: Block) -> list[torch.Tensor]:
+        """The block's twins."""
+        return [self._tensors[id(tensor)] for tensor in block.tensors]
+
+    def release(self, block: Block) -> None:
+        """Let go of the device memory."""
+        for twin in self.tensors(block):
+            twin.grad = None
+            twin.data = _nothing(twin.dtype, self._device)
+
+    def _build(self, layer: LayerState) -> torch.nn.Module:
+        memo: dict[int, object] = {}
+        for block in layer.blocks:
+            for tensor in block.tensors:
+                memo[id(tensor)] = self._twin_tensor(tensor)
+        for module in layer.module.modules():
+            for name in _HOOK_TABLES:
+                table: object = getattr(module, name)
+                memo[id(table)] = table
+        return copy.deepcopy(layer.module, memo)
+
+    def _twin_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = _empty_like(tensor, self._device)
+        return self._tensors[id(tensor)]
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = _nothing(tensor.dtype, device)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return empty
+    twin = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    if tensor.requires_grad:
+        twin.grad_dtype = sum_dtype(tensor.dtype)
+    twin.__dict__.update(tensor.__dict__)
+    return twin

@@ -1,0 +1,155 @@
+"""The next-token loss of a causal language model, without a whole copy of the logits in fp32."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+Reduction = Literal["sum", "mean"]
+
+
+class HasLogits(Protocol):
+    """An output object of a language model."""
+
+    @property
+    def logits(self) -> Tensor | None:
+        """(batch, positions, vocabulary), or None if the model made none."""
+        ...
+
+
+def causal_lm_loss(
+    outputs: HasLogits | Tensor,
+    labels: Tensor,
+    *,
+    reduction: Reduction,
+    aligned: bool = False,
+    ignore_index: int = -100,
+    chunk_positions: int = 256,
+) -> Tensor:
+    """Cross entropy of the next tokens.
+
+    >>> import torch
+    >>> tokens = torch.tensor([[3, 1, 2], [1, 0, -100]])
+    >>> logits = torch.zeros(2, 3, 4, requires_grad=True)
+    >>> causal_lm_loss(logits, tokens, reduction="sum") / 3  # three tokens are predicted, each 1 in 4
+    tensor(1.3863, grad_fn=<DivBackward0>)
+
+    By default labels are the input tokens, as transformers takes them: position t is scored against the label of
+    t + 1, the last position of a sequence against none. With `aligned` they are shifted already: position t is
+    scored against its own label.
+
+    The reduction has no default, since both are right in different places. "mean" divides by the labels counted in
+    *these* logits: with microbatches of unlike counts, the mean of those means is not the mean over all tokens.
+    For that, take "sum" and divide by the count of the whole batch. As with torch, the mean over no label is NaN.
+
+    Shapes:
+        outputs: (..., positions, vocabulary), floating point; or an object with such `logits`.
+        labels: (..., positions), integers; `ignore_index` where nothing is to be predicted.
+        returns: a scalar, fp32 (fp64 for fp64 logits).
+
+    Memory: fp32 is used for `chunk_positions` positions at a time, forward and backward: two buffers of
+    `chunk_positions * vocabulary * 4` bytes. Backward makes the gradient of the logits in their own dtype; beside
+    the logits themselves it needs one number a position, the logarithm of the sum of exponentials.
+
+    Raises:
+        TypeError: logits are missing or not floating point, or labels are not integers.
+        ValueError: shapes do not match, or reduction or chunk_positions is none of the values allowed.
+    """
+    _check_options(reduction, chunk_positions)
+    logits = _logits_of(outputs)
+    _check_tensors(logits, labels)
+    targets = (labels if aligned else _next(labels, ignore_index)).reshape(-1).to(logits.device, torch.int64)
+    counted = targets != ignore_index
+    rows = logits.reshape(-1, logits.shape[-1])
+    # `apply` is untyped in torch.
+    total = cast(Tensor, _SumOfChunks.apply(rows, targets, counted, chunk_positions))
+    return total if reduction == "sum" else total / counted.sum()
+
+
+class _Context(Protocol):
+    """What `_SumOfChunks` keeps between forward and backward."""
+
+    chunk_positions: int
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _SumOfChunks(torch.autograd.Function):
+    """Sum of `logsumexp(logits) - logits[target]` over counted positions; its gradient is `softmax - one_hot`."""
+
+    @staticmethod
+    def forward(ctx: _Context, logits: Tensor, targets: Tensor, counted: Tensor, chunk_positions: int) -> Tensor:
+        # A target that is not counted may be any number, but gather wants an index.
+        targets = targets.where(counted, 0)[:, None]
+        log_sums = _log_sums(logits, chunk_positions)
+        ctx.save_for_backward(logits, targets, counted, log_sums)
+        ctx.chunk_positions = chunk_positions
+        losses = log_sums - logits.gather(-1, targets)
+        return losses.squeeze(-1).where(counted, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the names
+        ctx: _Context, grad_total: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        logits, targets, counted, log_sums = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for part in _parts(len(logits), ctx.chunk_positions):
+            chunk = _gradient(logits[part], targets[part], counted[part], log_sums[part])
+            grad[part] = chunk.mul_(grad_total)
+        return grad, None, None, None
+
+
+def _parts(positions: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, positions, size)]
+
+
+def _log_sums(logits: Tensor, chunk_positions: int) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_sums = logits.new_empty((len(logits), 1), dtype=dtype)
+    for part in _parts(len(logits), chunk_positions):
+        log_sums[part] = logits[part].to(dtype).logsumexp(-1, keepdim=True)
+    return log_sums
+
+
+def _gradient(logits: Tensor, targets: Tensor, counted: Tensor, log_sums: Tensor) -> Tensor:
+    # The subtraction upcasts as it goes: one fp32 buffer, changed in place from here on.
+    gradient = (logits - log_sums).exp_()
+    gradient.scatter_add_(-1, targets, gradient.new_full((), -1).expand_as(targets))
+    return gradient.masked_fill_(~counted[:, None], 0)
+
+
+def _next(labels: Tensor, ignore_index: int) -> Tensor:
+    # Shifting labels, not logits, leaves the logits in one piece: no copy of them is made.
+    return functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+
+
+def _logits_of(outputs: HasLogits | Tensor) -> Tensor:
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"outputs must be logits or an object with logits, but is a {type(outputs).__name__}")
+    return logits
+
+
+def _check_tensors(logits: Tensor, labels: Tensor) -> None:
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point, but are {logits.dtype}")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels must be integers, but are {labels.dtype}")
+    if logits.ndim < 2 or labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels must have the shape of the logits without the vocabulary, {tuple(logits.shape[:-1])}, "
+            f"but have {tuple(labels.shape)}"
+        )
+
+
+def _check_options(reduction: str, chunk_positions: int) -> None:
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be 'sum' or 'mean', but is {reduction!r}")
+    if chunk_positions < 1:
+        raise ValueError(f"chunk_positions must be at least 1, but is {chunk_positions}")

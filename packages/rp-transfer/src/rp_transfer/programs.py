@@ -1,0 +1,168 @@
+"""Programs: rows of steps that use memory of the host and of devices, as data that prints readably.
+
+A program has no loops and no threads. Run in order on plain tensors it has one meaning; a backend runs its steps
+on streams, and must give the same results because its waits order whatever conflicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+STREAMS = ("compute", "weights_in", "activations_in", "results_out")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Lane:
+    """One stream of one device.
+
+    >>> print(Lane(1, "weights_in"))
+    1/weights_in
+    """
+
+    device: int
+    stream: str
+
+    def __str__(self) -> str:
+        return f"{self.device}/{self.stream}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements ``[start, stop)`` of the memory called `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+    def overlaps(self, other: Piece) -> bool:
+        """Whether both have an element in common."""
+        return self.name == other.name and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Allocate memory: the host's, or a device's that belongs to stream `owner`."""
+
+    name: str
+    numel: int
+    owner: Lane | None
+
+    def __str__(self) -> str:
+        return f"{self.name} = {'host' if self.owner is None else self.owner} takes {self.numel}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Let go of the memory called `name`."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"free {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """The host itself writes ``first, first + 1, ...`` (modulo `MODULUS`)."""
+
+    piece: Piece
+    first: int
+
+    def __str__(self) -> str:
+        return f"host: {self.piece} = {self.first}, ..."
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The host itself reads: one entry of the program's results."""
+
+    piece: Piece
+
+    def __str__(self) -> str:
+        return f"host: read {self.piece}"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy on a stream, between host and device."""
+
+    lane: Lane
+    destination: Piece
+    source: Piece
+
+    def __str__(self) -> str:
+        return f"{self.lane}: {self.destination} <- {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Torch operations on the compute stream: ``destination = (sum of sources + constant) % MODULUS``."""
+
+    lane: Lane
+    destination: Piece
+    sources: tuple[Piece, ...]
+    constant: int
+
+    def __str__(self) -> str:
+        return f"{self.lane}: {self.destination} = {' + '.join(map(str, (*self.sources, self.constant)))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An event after everything put on the stream so far."""
+
+    lane: Lane
+    event: str
+
+    def __str__(self) -> str:
+        return f"{self.event} = {self.lane}: record"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Later work of stream `lane`, or of the host where it is None, comes after `event`."""
+
+    lane: Lane | None
+    event: str
+
+    def __str__(self) -> str:
+        return f"{'host' if self.lane is None else self.lane}: wait {self.event}"
+
+
+Step = Take | Free | Write | Read | Copy | Compute | Record | Wait
+
+# Two values and a constant add up to at most 250: exact in every dtype down to bfloat16 and unsigned bytes.
+MODULUS = 101
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Steps for a number of devices, all of their memory in one dtype.
+
+    >>> print(Program(1, torch.int64, (Take("h0", 4, None), Write(Piece("h0", 0, 4), 7))))
+    program for 1 device(s) in torch.int64
+      0  h0 = host takes 4
+      1  host: h0[0:4] = 7, ...
+    """
+
+    devices: int
+    dtype: torch.dtype
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{index:>3}  {step}" for index, step in enumerate(self.steps)]
+        return "\n".join([f"program for {self.devices} device(s) in {self.dtype}", *lines])
+
+
+def without(program: Program, index: int) -> Program:
+    """The same program with the step at `index` taken away.
+
+    >>> len(without(Program(1, torch.int64, (Free("a"), Free("b"))), 0).steps)
+    1
+    """
+    return replace(program, steps=program.steps[:index] + program.steps[index + 1 :])

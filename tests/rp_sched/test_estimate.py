@@ -1,0 +1,106 @@
+"""Estimates follow the measurements, and bytes until there are any."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rp_sched import Estimator, LayerCost
+
+# Other work shares the machine, so no example has a deadline.
+patient = settings(deadline=None)
+
+ONE = [LayerCost(0)]
+sample_lists = st.lists(st.floats(0, 1e4), min_size=1, max_size=30)
+
+
+def measured(samples: list[float]) -> LayerCost:
+    estimator = Estimator(1)
+    for ms in samples:
+        estimator.add(0, forward_ms=ms, backward_ms=2 * ms)
+    return estimator.costs(ONE)[0]
+
+
+@patient
+@given(st.floats(0, 1e6), sample_lists)
+def test_the_average_is_the_weighted_mean_of_all_samples_but_the_first(first: float, samples: list[float]):
+    weights = [0.9**age for age in range(len(samples))][::-1]
+    mean = math.fsum(w * ms for w, ms in zip(weights, samples, strict=True)) / math.fsum(weights)
+    cost = measured([first, *samples])
+    assert cost.forward_ms == pytest.approx(mean, rel=1e-9, abs=1e-9)
+    assert cost.backward_ms == pytest.approx(2 * mean, rel=1e-9, abs=1e-9)
+
+
+def test_before_samples_times_are_in_proportion_to_bytes():
+    costs = Estimator(3).costs([LayerCost(0, weight_bytes=size) for size in (10, 30, 0)])
+    assert costs[1].forward_ms == pytest.approx(3 * costs[0].forward_ms)
+    assert all(cost.backward_ms == pytest.approx(2 * cost.forward_ms) for cost in costs)
+    assert costs[2].forward_ms > 0
+
+
+def test_a_layer_without_samples_is_as_fast_by_byte_as_those_with_them():
+    estimator = Estimator(3)
+    for layer, ms in ((0, 1.0), (1, 5.0)):
+        estimator.add(layer, forward_ms=100.0)
+        estimator.add(layer, forward_ms=ms)
+    costs = estimator.costs([LayerCost(0, weight_bytes=size) for size in (10, 20, 40)])
+    assert [cost.forward_ms for cost in costs] == pytest.approx([1.0, 5.0, 8.0])
+
+
+def test_other_fields_are_left_as_they_are():
+    given_cost = LayerCost(0, weight_bytes=9, trainable_bytes=3, boundary_bytes=2, kept_bytes=1)
+    (cost,) = Estimator(1).costs([given_cost])
+    assert (cost.weight_bytes, cost.trainable_bytes, cost.boundary_bytes, cost.kept_bytes) == (9, 3, 2, 1)
+
+
+def test_samples_counts_what_every_layer_has():
+    estimator = Estimator(2)
+    for layer in (0, 0, 0, 1):
+        estimator.add(layer, forward_ms=1.0)
+    assert estimator.samples == 0
+    estimator.add(1, forward_ms=1.0)
+    assert estimator.samples == 1
+
+
+def test_replanning_pays_first_then_once_times_move():
+    estimator = Estimator(2)
+    layers = [LayerCost(0, weight_bytes=10**8)] * 2
+    assert estimator.moved(0.1)
+    estimator.costs(layers)
+    for ms in (900.0, 4.0):
+        assert not estimator.moved(0.1), "the guess stands until a sample counts"
+        for layer in (0, 1):
+            estimator.add(layer, forward_ms=ms, backward_ms=3 * ms)
+    assert estimator.moved(0.1)
+    estimator.costs(layers)
+    assert not estimator.moved(0.1)
+    estimator.add(1, backward_ms=12.0 * 1.1)
+    assert not estimator.moved(0.1), "one sample moves an average of two by about half"
+    estimator.add(1, backward_ms=12.0 * 1.6)
+    assert estimator.moved(0.1)
+    assert not estimator.moved(0.5)
+
+
+def test_noise_in_a_small_layer_is_measured_against_the_mean():
+    estimator = Estimator(2)
+    for ms in ((1.0, 100.0), (1.0, 100.0)):
+        for layer in (0, 1):
+            estimator.add(layer, forward_ms=ms[layer])
+    estimator.costs([LayerCost(0)] * 2)
+    for _ in range(20):
+        estimator.add(0, forward_ms=2.0)
+    assert not estimator.moved(0.1)
+
+
+def test_bad_arguments_are_refused_in_words():
+    with pytest.raises(ValueError, match="num_layers must be at least 1"):
+        Estimator(0)
+    estimator = Estimator(2)
+    with pytest.raises(ValueError, match="layer must be below 2, but is 2"):
+        estimator.add(2, forward_ms=1.0)
+    with pytest.raises(ValueError, match="backward_ms must be a finite time"):
+        estimator.add(0, backward_ms=-1.0)
+    with pytest.raises(ValueError, match="layers must have 2 entries, but has 1"):
+        estimator.costs(ONE)
+    with pytest.raises(ValueError, match="threshold must be"):
+        estimator.moved(math.nan)
