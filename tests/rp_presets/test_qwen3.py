@@ -165,6 +165,16 @@ def test_bfloat16_equals_the_models(attention, name):
         {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 3},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ from rp_sched import InvalidPlan, Plan
 
 # Other work shares the machine, so no example has a deadline.
 patient = settings(deadline=None)
-thorough = settings(max_examples=300, deadline=None)
+thorough = settings(max_examples=200, deadline=None)
 
 MODES = ("infer", "train", "fused")
 

@@ -12,7 +12,7 @@ from rp_sched import Infeasible, LayerCost, Limits, Plan, check_order, order, pl
 
 # Other work shares the machine, so no example has a deadline.
 patient = settings(deadline=None)
-thorough = settings(max_examples=300, deadline=None)
+thorough = settings(max_examples=200, deadline=None)
 
 MODES = ("infer", "train", "fused")
 ALMOST = 1 + 1e-6

@@ -31,8 +31,8 @@ def matched(opened: tree.Children, first: Any, part: Any, where: str, index: int
     if not isinstance(first, dict) and opened.treedef != other.treedef:
         raise MergeError(
             where,
-            f"the parts must agree in what they hold beside tensors, but the {type(first).__name__} of part {index} "
-            "differs from that of part 0; make it the same for every microbatch",
+            f"the parts must agree in what they hold beside leaves, but the {type(first).__name__} "
+            f"of part {index} differs from that of part 0; make it the same for every microbatch",
         )
     children = dict(zip(other.names, other.values, strict=True))
     return [children[name] for name in opened.names]

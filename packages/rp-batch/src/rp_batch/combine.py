@@ -18,6 +18,7 @@ __all__ = ["Misfit", "brief", "combine", "default_rule", "suits"]
 # How long a value may be in a message.
 _MESSAGE_CHARACTERS = 80
 _MESSAGE_ELEMENTS = 8
+_ELSE = "give another spec (merge_output)"
 
 
 class Misfit(Exception):
@@ -72,10 +73,20 @@ def _concatenate(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
         return torch.cat(tuple(values), rule.dim)
     except (RuntimeError, IndexError, TypeError) as error:
         _all_tensors(rule, values)
+        if _fit(rule, values):
+            raise  # for example out of memory
         raise Misfit(
-            f"{rule} wants parts that agree in dtype, device and every other dimension, but found {_shapes(values)}; "
+            f"{rule} wants parts that agree in device and every other dimension, but found {_shapes(values)}; "
             "give a spec or a function (merge_output), or keep the parts apart with Parts"
         ) from error
+
+
+def _fit(rule: Concat, values: Sequence[torch.Tensor]) -> bool:
+    first = values[0]
+    if not -first.dim() <= rule.dim < first.dim() or any(value.dim() != first.dim() for value in values):
+        return False
+    dim = rule.dim % first.dim()
+    return len({(value.device, value.shape[:dim], value.shape[dim + 1 :]) for value in values}) == 1
 
 
 def _sum(rule: Sum, values: Sequence[Any]) -> Any:
@@ -111,8 +122,8 @@ def _equal(values: Sequence[Any]) -> Any:
     for index, value in enumerate(values):
         if value is not first and not same(first, value):
             raise Misfit(
-                f"the parts must be equal here, but part 0 has {brief(first)} and part {index} has {brief(value)}; "
-                "give a spec (merge_output) for this leaf, for example First() or Parts"
+                f"the parts must be equal here, but part 0 has {brief(first)} and part {index} has {brief(value)}"
+                "; give a spec (merge_output) for this leaf, for example First() or Parts"
             )
     return first
 
@@ -144,17 +155,14 @@ def _all_alike(rule: MergeRule, values: Sequence[Any]) -> None:
     _all_tensors(rule, values)
     first = values[0]
     if any((value.shape, value.dtype) != (first.shape, first.dtype) for value in values):
-        raise Misfit(
-            f"{rule} wants parts of one shape and dtype, but found {_shapes(values)}; give another spec (merge_output)"
-        )
+        raise Misfit(f"{rule} wants parts of one shape and dtype, but found {_shapes(values)}; {_ELSE}")
 
 
 def _all_numbers(rule: MergeRule, values: Sequence[Any]) -> Sequence[Any]:
     for index, value in enumerate(values):
         if not _is_number(value):
             raise Misfit(
-                f"{rule} wants tensors in all parts, or numbers in all, but part {index} has {brief(value)}; "
-                "give another spec (merge_output)"
+                f"{rule} wants tensors everywhere, or numbers, but part {index} has {brief(value)}; {_ELSE}"
             )
     return values
 

@@ -208,7 +208,7 @@ def _agreed(apart: Apart, parts: Parts[Any], subject: Subject, index: int, batch
         wanted = "at least one part" if not parts else f"{apart.count} parts of sizes {apart.sizes}"
         raise SizeError(
             subject.paths()[index],
-            f"must hold {wanted}, like what comes before it, but holds {len(parts)} of sizes {sizes}; divide both alike",
+            f"must hold {wanted}, like what comes before it, but holds {len(parts)} of sizes {sizes}",
         )
     if sizes is not None:
         batch.agree(sum(sizes), index)
@@ -260,7 +260,7 @@ def _length(subject: Subject, rule: Split, index: int) -> int:
 
 
 def _vote(subject: Subject, rules: Rules, batch: _Batch) -> None:
-    """Let the tensors that the spec leaves open fix the batch size: the positional ones, else most of the others."""
+    """Let the tensors that the spec leaves open fix the batch size: the positional ones, else the others."""
     leading = {
         index: size
         for index, rule in enumerate(rules)

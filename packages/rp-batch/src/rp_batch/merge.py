@@ -30,9 +30,9 @@ def merge(
 
     By default tensors are concatenated along dimension 0, tensors without dimensions averaged, and everything else
     must be equal. `spec`: one spec for all, or a tree of specs over the output, or over some of it; or a function
-    that is called with the list of parts and returns the whole. The spec that `infer` finds undoes that split.
-    `sizes`: those of the microbatches, weights for averages; by default those that `parts` know, else all the same.
-    `name` is what errors call the whole. A single part is returned as it is, without a copy.
+    that is called with the list of parts and returns the whole. What `infer` found for a split undoes that split.
+    `sizes`: those of the microbatches, weights for averages; by default those that `parts` know, else all one.
+    `name` is what errors call the whole. A single part's tensors are not copied.
     """
     if not parts:
         raise MergeError(name, "wants at least one part, but there is none; merge what the microbatches returned")

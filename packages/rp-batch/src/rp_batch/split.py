@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,12 +49,12 @@ def split(
     [{'y': tensor([0, 1, 2])}, {'y': tensor([3, 4])}]
 
     `value`: the pair (args, kwargs), split by the rules of `infer`, or any tree, where all tensors count as
-    positional. `spec`: a tree of specs over the value, or over some of it; or a function that is called with (args,
-    kwargs, parts) or (tree, parts) and returns the list of parts.
-    If the batch is smaller than `parts`, or nothing is split, there are fewer parts, with the warning `FewerParts`;
-    a value of type `Parts` fixes their number. With `exact` it is an error instead.
-    `batch_size`, or the `sizes` of all parts, are those of the call that a label goes with: it must have them, comes
-    in exactly as many parts, and is never taken for a pair (args, kwargs). `name` is what errors call it.
+    positional. `spec`: a tree of specs over the value, or over some of it; or a function that is called with
+    (args, kwargs, parts) or (tree, parts) and returns the list of parts.
+    If the batch is smaller than `parts`, or nothing is split, there are fewer parts, with the warning
+    `FewerParts`; a value of type `Parts` fixes their number. With `exact` it is an error instead.
+    `batch_size`, or the `sizes` of all parts, are those of the call that a label goes with: it must have them,
+    comes in exactly as many parts, and is never taken for a pair (args, kwargs). `name` is what errors call it.
     """
     _check_count(parts)
     if sizes is not None:
@@ -63,13 +63,20 @@ def split(
     is_call = not exact and name is None and _is_call(value)
     name = name or ("label" if exact else "tree")
     if is_function(spec):
-        return (
-            split_call(spec, *value, parts) if is_call else split_tree(spec, value, parts, sizes=sizes, name=name)
-        )
+        return _by_function(spec, value, parts, sizes, is_call=is_call, name=name)
     subject = Subject.call(*value) if is_call else Subject.named(value, name)
     decided = decide(subject, spec, batch_size=batch_size)
     chosen = _choose(subject, decided, parts, sizes, exact=exact)
     return Parts(_cut(subject, decided.rules, chosen), sizes=None if decided.batch_size is None else chosen)
+
+
+def _by_function(
+    function: Callable[..., Any], value: Any, parts: int, sizes: Sequence[int] | None, *, is_call: bool, name: str
+) -> Parts[Any]:
+    if not is_call:
+        return split_tree(function, value, parts, sizes=sizes, name=name)
+    args, kwargs = value
+    return split_call(function, args, kwargs, parts)
 
 
 def _check_count(parts: int) -> None:
@@ -101,7 +108,8 @@ def _choose(
     wanted = None if sizes is None else tuple(sizes)
     count = _count(batch_size, parts, exact=exact) if apart.count is None else apart.count
     chosen = apart.sizes or wanted or part_sizes(batch_size or 0, count)
-    if (exact and count != parts) or wanted not in (None, chosen) or (batch_size is not None and _starved(chosen)):
+    starved = batch_size is not None and wanted is None and len(chosen) > 1 and 0 in chosen
+    if starved or (exact and count != parts) or wanted not in (None, chosen):
         raise _indivisible(subject, parts, wanted, chosen)
     return chosen
 
@@ -114,10 +122,6 @@ def _count(batch_size: int | None, parts: int, *, exact: bool) -> int:
     if fewer < parts and not exact:
         _warn(batch_size, parts, fewer)
     return fewer
-
-
-def _starved(sizes: tuple[int, ...]) -> bool:
-    return len(sizes) > 1 and min(sizes) == 0
 
 
 def _indivisible(
@@ -168,6 +172,6 @@ def _views(subject: Subject, index: int, dim: int, sizes: tuple[int, ...]) -> Se
     except (RuntimeError, TypeError) as error:
         raise SplitError(
             subject.paths()[index],
-            f"torch must be able to split it along dimension {dim}, but says of this {type(value).__name__}: {error}; "
-            "replicate it, or give a function as the spec",
+            f"torch must be able to split it along dimension {dim}, but says of this {type(value).__name__}: "
+            f"{error}; replicate it, or give a function as the spec",
         ) from error

@@ -48,9 +48,9 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
 
     Nodes are tuples, lists, dicts (in insertion order), named tuples, dataclasses, deques, what is registered with
     optree for every namespace, and what is registered with torch's pytree, even after this package was imported.
-    `None` is a leaf, as it is for torch: it has a path, a spec may stand at its place, and a part that holds `None`
-    where another holds a tensor is reported there. Everything else is a leaf too, and so are other subclasses of
-    list and dict.
+    `None` is a leaf, as it is for torch: it has a path, a spec may stand at its place, and a part that holds
+    `None` where another holds a tensor is reported there. Everything else is a leaf too, and so are other
+    subclasses of list and dict.
     """
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
     if _register_nodes(leaves):

@@ -19,7 +19,10 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, backward: Callable[[Gradients], Gradients], outputs: Sequence[torch.Tensor], *inputs: torch.Tensor
+        ctx: Any,
+        backward: Callable[[Gradients], Gradients],
+        outputs: Sequence[torch.Tensor],
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         del inputs
         ctx.launch_backward = backward
@@ -28,7 +31,9 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         return (None, None, None, *ctx.launch_backward(grads))
 
 
@@ -44,9 +49,7 @@ def connect(
         inputs: the user's input tensors that require grad, of all microbatches.
         backward: from gradients of all outputs that require grad to those of `inputs`.
     """
-    tracked = [
-        leaf for packet in packets for leaf, grad in zip(packet.leaves, packet.grads, strict=True) if grad
-    ]
+    tracked = [leaf for packet in packets for leaf, grad in zip(packet.leaves, packet.grads, strict=True) if grad]
     anchor = torch.empty(0, requires_grad=True)
     with torch.enable_grad():
         joined = iter(_Node.apply(backward, tracked, anchor, *inputs)) if tracked else iter(())

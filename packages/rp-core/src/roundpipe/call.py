@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,7 @@ class Call:
         return len(self.state.layers)
 
     @contextmanager
-    def ambience(self) -> Iterator[None]:
+    def ambience(self) -> Generator[None]:
         """The caller's grad mode and autocast, in a worker's thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.with_grad))

@@ -52,7 +52,9 @@ class RoundPipeRunConfig:
             object.__setattr__(self, "output_device", torch.device(self.output_device))
         _check_type("output_device", self.output_device, torch.device)
         if self.merge_output is False:
-            raise ValueError("merge_output=False (outputs left in microbatches) is not supported yet; leave it None")
+            raise ValueError(
+                "merge_output=False (outputs left in microbatches) is not supported yet; leave it None"
+            )
 
     def over(self, below: RoundPipeRunConfig) -> RoundPipeRunConfig:
         """These settings, with those of the level below where these are None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,9 +39,11 @@ def _loss_is_output(outputs: Any, labels: Any) -> Any:
 
 def _caller() -> str:
     here = str(Path(__file__).parent)
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(here):
         frame = frame.f_back
+    if frame is None:
+        return "unnamed"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
@@ -99,9 +101,7 @@ class RoundPipe(nn.Module):
 
     # Calls
 
-    def forward(
-        self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the model like the one it wraps; the result is on the host and can be backpropagated through.
 
         Raises `RuntimeError` if gradients are asked for while torch's grad mode is off, and what a layer raises.
@@ -109,7 +109,9 @@ class RoundPipe(nn.Module):
         config = (roundpipe_run_config or RoundPipeRunConfig()).over(self.model_run_config)
         wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
         if wants_grad and not torch.is_grad_enabled():
-            raise RuntimeError("requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()")
+            raise RuntimeError(
+                "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
+            )
         with self.runtime.launching():
             self._ready(training=False)
             parts = self._split(args, kwargs, config)
@@ -141,8 +143,7 @@ class RoundPipe(nn.Module):
 
         Raises `RuntimeError` while torch's grad mode is off; what a layer or `loss_fn` raises, with a note of where.
         """
-        if not isinstance(input_args, tuple):
-            raise TypeError(f"input_args must be a tuple, but is a {type(input_args).__name__}; write (x,)")
+        _check_arguments(input_args)
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
         config = (run_config or RoundPipeRunConfig()).over(self.model_run_config)
@@ -163,9 +164,7 @@ class RoundPipe(nn.Module):
             return total
         return total, self._merge([packet.tree() for packet in outputs], parts, config)
 
-    def step(
-        self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any
-    ) -> None:
+    def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
         """Run ``step_fn(*args, **kwargs)`` on the optimizer's thread, over the gradients of all calls so far.
 
         An asynchronous step returns at once, and calls read its result after the next step (or `synchronize`). A
@@ -479,7 +478,9 @@ class RoundPipe(nn.Module):
         for m, part in enumerate(parts):
             run.put(("input", 0, m), Packet.of(self.runtime.backend, tuple(part), with_grads=with_grad))
 
-    def _tasks(self, config: RoundPipeRunConfig, mode: Mode, microbatches: int, *, input_grads: bool) -> list[Task]:
+    def _tasks(
+        self, config: RoundPipeRunConfig, mode: Mode, microbatches: int, *, input_grads: bool
+    ) -> list[Task]:
         plan = self._plan(config, mode, microbatches)
         count = len(self.runtime.lanes)
         tasks = rp_sched.order(
@@ -538,7 +539,14 @@ def _check_model(model: object, pin_model: object, optim_dtype: object) -> None:
     if pin_model not in get_args(PinMode):
         raise ValueError(f"pin_model must be 'alloc', 'register' or 'off', but is {pin_model!r} instead")
     if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
-        raise TypeError(f"optim_dtype must be a floating-point torch.dtype or None, but is {optim_dtype!r} instead")
+        raise TypeError(
+            f"optim_dtype must be a floating-point torch.dtype or None, but is {optim_dtype!r} instead"
+        )
+
+
+def _check_arguments(input_args: object) -> None:
+    if not isinstance(input_args, tuple):
+        raise TypeError(f"input_args must be a tuple, but is a {type(input_args).__name__}; write (x,)")
 
 
 def _requiring_grad(parts: Sequence[Any]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ layer that draws from it runs alone; which layers do is found out by looking.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -39,7 +39,7 @@ class _Gate:
         self._alone = False
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> Generator[None]:
         with self._changed:
             self._changed.wait_for(lambda: not self._alone)
             self._sharers += 1
@@ -51,7 +51,7 @@ class _Gate:
                 self._changed.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Generator[None]:
         with self._changed:
             self._changed.wait_for(lambda: not self._alone and not self._sharers)
             self._alone = True

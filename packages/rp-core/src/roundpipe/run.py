@@ -285,5 +285,3 @@ def _sum(column: Sequence[torch.Tensor]) -> torch.Tensor:
     for loss in column[1:]:
         total = total + loss
     return total
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
@@ -96,11 +96,13 @@ class Runtime:
         torch.set_num_threads(threads)
 
     @contextmanager
-    def launching(self) -> Iterator[None]:
+    def launching(self) -> Generator[None]:
         """The right to decide orders, held by one thread at a time and never by the engine's own threads."""
         self._refuse_own_threads()
         if not self._launch.acquire(blocking=False):
-            raise Busy("another thread is inside a call on this runtime; call its models from one thread at a time")
+            raise Busy(
+                "another thread is inside a call on this runtime; call its models from one thread at a time"
+            )
         try:
             if self._closed:
                 raise Closed("the runtime was closed; open another one and wrap the model again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -70,7 +70,14 @@ class Stage:
     """Carries out one task on its lane's device."""
 
     def __init__(
-        self, call: Call, task: Task, lane: Lane, backend: Backend, twins: Twins, weights: Weights, exchange: Exchange
+        self,
+        call: Call,
+        task: Task,
+        lane: Lane,
+        backend: Backend,
+        twins: Twins,
+        weights: Weights,
+        exchange: Exchange,
     ) -> None:
         self._call = call
         self._task = task
@@ -100,7 +107,7 @@ class Stage:
             self._weights.release()
 
     @contextmanager
-    def _callers_generator(self) -> Any:
+    def _callers_generator(self) -> Generator[None]:
         generator = self._device.generator()
         if self._call.randomness is None or generator is torch.default_generator:
             yield
@@ -224,7 +231,7 @@ class Stage:
 
         for leaf in rp_batch.flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(enter_layer)
+                leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
 
     # Forward, loss and backward
 

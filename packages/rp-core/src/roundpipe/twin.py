@@ -104,5 +104,5 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     twin = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
     if tensor.requires_grad:
         twin.grad_dtype = sum_dtype(tensor.dtype)
-    twin.__dict__.update(tensor.__dict__)
+    vars(twin).update(vars(tensor))
     return twin

@@ -71,7 +71,9 @@ class Weights:
                 continue
             memory, arrived = self._arriving[block]
             self._device.compute.wait(arrived)
-            self._device.compute.touch(read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights")
+            self._device.compute.touch(
+                read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights"
+            )
             self._twins.bind(block, memory)
             self._bound[block] = memory
             if block.kind == "buffer":

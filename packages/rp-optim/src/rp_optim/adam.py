@@ -51,9 +51,7 @@ class Adam(torch.optim.Adam):
         _refuse(type(self).__name__, capturable, differentiable)
         del foreach, fused
         options: dict[str, Any] = {"decoupled_weight_decay": decoupled_weight_decay}
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True, **options
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True, **options)
 
 
 class AdamW(Adam):

@@ -25,7 +25,10 @@ class OptimizerThread:
     def __init__(self) -> None:
         self._ident: int | None = None
         self._executor = ThreadPoolExecutor(
-            1, thread_name_prefix="roundpipe-optimizer", initializer=self._start, initargs=(torch.get_num_threads(),)
+            1,
+            thread_name_prefix="roundpipe-optimizer",
+            initializer=self._start,
+            initargs=(torch.get_num_threads(),),
         )
 
     def _start(self, num_threads: int) -> None:

@@ -1,7 +1,7 @@
 """The error of a model that no preset can convert."""
 
 
-class UnsupportedModel(NotImplementedError):  # noqa: N818 - the name is part of the public API
+class UnsupportedModel(NotImplementedError):
     """No preset makes a row of layers from this model.
 
     The message names the model type, the class of the model, and the types and classes that are supported.

@@ -99,17 +99,15 @@ class Estimator:
 class _Average:
     """A moving average that starts from zero, beside the weight that its samples have in it."""
 
-    __slots__ = ("_sum", "_warm", "_weight", "samples")
+    __slots__ = ("_sum", "_warm", "_weight", "samples", "value")
 
     def __init__(self) -> None:
         self.samples = 0
         self._warm = False
         self._sum = 0.0
         self._weight = 0.0
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight
+        # Kept rather than computed when asked: `moved` asks before every call.
+        self.value = 0.0
 
     def add(self, sample: float) -> None:
         if not self._warm:
@@ -118,6 +116,7 @@ class _Average:
         self.samples += 1
         self._sum += (1 - SMOOTHING) * (sample - self._sum)
         self._weight += (1 - SMOOTHING) * (1 - self._weight)
+        self.value = self._sum / self._weight
 
 
 def _guessed(sizes: Sequence[int], averages: Sequence[_Average]) -> list[float]:
@@ -134,8 +133,8 @@ def _filled(averages: Sequence[_Average], guesses: Iterable[float]) -> list[floa
 
 def _has_moved(averages: Sequence[_Average], given: Sequence[float], threshold: float) -> bool:
     mean = sum(given) / len(given)
-    return any(
-        abs(average.value - before) > threshold * max(before, mean)
-        for average, before in zip(averages, given, strict=True)
-        if average.samples
-    )
+    for average, before in zip(averages, given, strict=True):
+        near = threshold * max(mean, before)
+        if average.samples and not -near <= average.value - before <= near:
+            return True
+    return False

@@ -95,6 +95,13 @@ class Ledger:
         self._starts: list[int] = []
         self._at: dict[int, Allocation] = {}
 
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def num_uses(self) -> int:
+        """How many uses are remembered."""
+        return sum(len(allocation.uses) for allocation in self._at.values())
+
     def open(self, start: int, nbytes: int, born: Birth | None = None) -> Allocation:
         """Memory that its maker closes again."""
         allocation = Allocation(start, start + nbytes, born=born)

@@ -6,15 +6,17 @@ import sys
 from collections.abc import Sequence
 
 from roundpipe.cli.arguments import parse
+from roundpipe.cli.errors import Diverged, Refused
 from roundpipe.cli.options import read_options
-from roundpipe.cli.refusal import Refused
 
+FAILED = 1
 REFUSED = 2
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 2 for what was given wrongly, 130 after Ctrl-C.
+    """Run the command and return its exit code: 0, 1 if training came to nothing, 2 for what was given wrongly,
+    130 after Ctrl-C.
 
     Args:
         arguments: what follows the command's name; None takes the process's own.
@@ -23,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _train(sys.argv[1:] if arguments is None else arguments)
     except Refused as refusal:
         return _complain(str(refusal), REFUSED)
+    except Diverged as failure:
+        return _complain(str(failure), FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     return 0

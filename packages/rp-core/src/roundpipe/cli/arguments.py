@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from roundpipe import __version__
 from roundpipe.cli import options
-from roundpipe.cli.refusal import Refused
+from roundpipe.cli.errors import Refused
 
 
 def parse(arguments: Sequence[str]) -> options.Given:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roundpipe.cli.refusal import Refused
+from roundpipe.cli.errors import Refused
 
 HELD_OUT_LEAST = 0.05
 HELD_OUT_MOST = 0.10

@@ -9,8 +9,8 @@ import torch
 from rp_transfer import BackendUnavailable, parse_devices
 
 from roundpipe import Runtime
+from roundpipe.cli.errors import Refused
 from roundpipe.cli.options import Options
-from roundpipe.cli.refusal import Refused
 
 
 def fitted(options: Options) -> Options:

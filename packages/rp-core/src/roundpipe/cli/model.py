@@ -1,12 +1,15 @@
 """The model that a job trains: Qwen3 over bytes, with random weights."""
+# torch types its generators, and transformers its models, by half: pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import cast
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 BYTES = 256
 
@@ -26,13 +29,20 @@ class ModelSize:
 def make_model(size: ModelSize, *, dtype: torch.dtype, seed: int, seq_len: int) -> Qwen3ForCausalLM:
     """Make the model on the host; its weights depend on the arguments alone.
 
-    Raises nothing of its own. The caller's random state is left as it was.
+    The caller's random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Not `.to(dtype)` afterwards, which would round the rotary frequencies too. Any: transformers types it so.
-        model: Any = Qwen3ForCausalLM._from_config(_config(size, seq_len), dtype=dtype)
+        # Not `.to(dtype)` afterwards, which would round the rotary frequencies too.
+        model = AutoModelForCausalLM.from_config(_config(size, seq_len), dtype=dtype)
     return cast(Qwen3ForCausalLM, model)
+
+
+def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """Write what ``AutoModelForCausalLM.from_pretrained`` reads."""
+    # The bar over one small file would follow the one that matters.
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
 
 
 def _config(size: ModelSize, seq_len: int) -> Qwen3Config:

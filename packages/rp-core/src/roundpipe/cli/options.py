@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from roundpipe.cli.refusal import Refused
+from roundpipe.cli.errors import Refused
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from roundpipe import __version__
-from roundpipe.cli.refusal import Refused
+from roundpipe.cli.errors import Refused
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"

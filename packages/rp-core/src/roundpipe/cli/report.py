@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One training step. `loss` is in nats a byte, `seconds` the step's own, `device_bytes` one number a device."""
+    """One training step; `loss` is in nats a byte, and bytes of devices are one number a device."""
 
     step: int
     loss: float
@@ -27,41 +27,57 @@ class StepFigures:
     seconds: float
 
 
-class Report:
-    """The progress bar on stderr, and the metrics as JSON lines in a file where one is wanted.
+class Metrics:
+    """JSON lines in a file, or nothing where none is wanted; each line is on disk before the next is made.
 
-    A step is a line with the names of `StepFigures`; an evaluation is a line with `step`, the number of steps done,
-    and `held_out_loss`. Each line is on disk before the next step begins.
+    A step is a line with the names of `StepFigures`; an evaluation is a line with `step`, the number of steps
+    done so far, and `held_out_loss`.
     """
 
-    def __init__(self, steps: int, metrics: Path | None) -> None:
-        self._bar = tqdm(total=steps, desc="train", unit="step", file=sys.stderr, dynamic_ncols=True)
-        self._metrics = None if metrics is None else metrics.open("w", encoding="utf-8")
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("w", encoding="utf-8")
 
     def step(self, figures: StepFigures) -> None:
-        """Show and record one training step."""
-        self._record(asdict(figures))
-        self._bar.set_postfix_str(_postfix(figures), refresh=False)
-        self._bar.update()
+        """Record one training step."""
+        self._write(asdict(figures))
 
     def held_out(self, step: int, loss: float) -> None:
         """Record the held-out loss after so many steps."""
-        self._record({"step": step, "held_out_loss": loss})
+        self._write({"step": step, "held_out_loss": loss})
 
-    def _record(self, line: Mapping[str, object]) -> None:
-        if self._metrics is not None:
-            self._metrics.write(json.dumps(line) + "\n")
-            self._metrics.flush()
+    def _write(self, line: Mapping[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Progress:
+    """The progress bar, on stderr."""
+
+    def __init__(self, steps: int) -> None:
+        self._bar = tqdm(total=steps, desc="train", unit="step", file=sys.stderr, dynamic_ncols=True)
+
+    def step(self, figures: StepFigures) -> None:
+        """Show one training step as done."""
+        self._bar.set_postfix_str(_postfix(figures), refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
-        if self._metrics is not None:
-            self._metrics.close()
 
 
 def resident_bytes() -> int:
@@ -81,11 +97,10 @@ def _peak_resident_bytes() -> int:
 
 
 def _postfix(figures: StepFigures) -> str:
-    return (
-        f"loss {figures.loss:.3f}, {figures.tokens_per_s:,.0f} tokens/s, "
-        f"host {readable_bytes(figures.host_bytes)}, "
-        f"device {readable_bytes(max(figures.device_peak_bytes))}"
-    )
+    host = readable_bytes(figures.host_bytes)
+    device = readable_bytes(max(figures.device_peak_bytes))
+    speed = f"{figures.tokens_per_s:,.0f} tokens/s"
+    return f"loss {figures.loss:.3f}, {speed}, host {host}, device {device}"
 
 
 def readable_bytes(count: int) -> str:

@@ -1,147 +1,83 @@
-"""The training job."""
+"""The command `roundpipe train`."""
 
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
 
-import torch
-from rp_presets import causal_lm_loss
-from torch import Tensor
-
-from roundpipe import RoundPipeRunConfig, Runtime, optim, wrap_model_to_roundpipe
-from roundpipe.cli import data, output
+from roundpipe.cli import output
+from roundpipe.cli.data import Corpus, check_size, read_corpus
+from roundpipe.cli.errors import Diverged
+from roundpipe.cli.job import Job
 from roundpipe.cli.machine import fitted, open_runtime
-from roundpipe.cli.model import ModelSize, make_model
+from roundpipe.cli.model import ModelSize
 from roundpipe.cli.options import Options
-from roundpipe.cli.refusal import Refused
-from roundpipe.cli.report import Report, StepFigures, readable_bytes, resident_bytes
-from roundpipe.cli.windows import Windows
-
-HELD_OUT_BYTES = 64 * 1024
-WARM_UP = 0.1
-LAST_RATE = 0.1
-
-# A step that runs beside the next one reads gradients of older weights; less momentum makes up for it.
-BETAS = (0.5, 0.95)
-WEIGHT_DECAY = 0.1
-
-# Small gradients vanish in 16 bits with a narrow exponent, so the loss is scaled up and the gradients down again.
-LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 1024.0}
+from roundpipe.cli.report import Metrics, Progress
 
 
 def train(given: Options, size: ModelSize | None = None) -> None:
     """Train a model as the options say, print what came of it, and write it to the output folder.
 
-    Raises `Refused`, before a model is made, for what cannot be done as given.
+    Raises `Refused`, before a model is made, for what cannot be done as given; `Diverged` if the loss does not
+    stay finite.
     """
-    corpus = _checked_corpus(given)
+    if given.output is not None:
+        output.check_output(given.output)
+    corpus = _read(given)
     options = fitted(given)
     with open_runtime(options.devices) as runtime:
         if options.output is not None:
-            output.create_output(options.output, _as_json(options))
+            output.create_output(options.output, _jsonable(options))
         print(_introduction(options, corpus), flush=True)
         _run(Job(options, corpus, size or ModelSize(), runtime))
 
 
-class Job:
-    """One model, its optimizer and its data on one runtime."""
+def _read(options: Options) -> Corpus:
+    corpus = read_corpus(options.data)
+    check_size(corpus, batch_size=options.batch_size, seq_len=options.seq_len)
+    return corpus
 
-    def __init__(self, options: Options, corpus: data.Corpus, size: ModelSize, runtime: Runtime) -> None:
-        self.options = options
-        self.runtime = runtime
-        self.scale = LOSS_SCALES[str(options.dtype)]
-        self.training = Windows(corpus.training, options.seq_len)
-        self.held_out = Windows(corpus.held_out, options.seq_len)
-        self.source = make_model(size, dtype=_dtype(options.dtype), seed=options.seed, seq_len=options.seq_len)
-        self.model = wrap_model_to_roundpipe(
-            self.source,
-            optim_dtype=_dtype(options.optim_dtype),
-            model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
-            runtime=runtime,
-        )
-        self.optimizer = optim.AdamW(
-            self.model.optim_parameters(), lr=options.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
-        )
 
-    def step(self, step: int) -> StepFigures:
-        """Do the training step of this number, counted from 1; its update may still be under way afterwards."""
-        began = time.perf_counter()
-        rate = learning_rate(step, steps=self.options.steps, highest=self.options.lr)
-        inputs, labels = self.training.at(self._starts(step))
-        loss = self.model.forward_backward(input_kwargs={"input_ids": inputs}, label=labels, loss_fn=self._loss)
-        self.model.step(partial(self._update, rate), is_async=not self.options.sync)
-        return self._figures(step, loss.item() / self.scale, rate, time.perf_counter() - began)
+def _run(job: Job) -> None:
+    folder = job.options.output
+    with Metrics(None if folder is None else folder / output.METRICS) as metrics:
+        before = _evaluated(job, metrics, 0)
+        _steps(job, metrics)
+        after = _evaluated(job, metrics, job.options.steps)
+    print(f"held-out loss {before:.2f} -> {after:.2f}", flush=True)
+    if folder is not None:
+        job.save(folder)
+        print(f"the model, {output.METRICS} and {output.OPTIONS} are in {folder}", flush=True)
 
-    def held_out_loss(self) -> float:
-        """Nats a byte on the held-out windows, with every step done so far."""
-        self.model.synchronize()
-        self.model.eval()
-        with torch.no_grad():
-            losses = [self._summed_loss(starts) for starts in self._held_out_batches()]
-        self.model.train()
-        return sum(losses) / (len(losses) * self.options.batch_tokens)
 
-    def save(self, folder: Path) -> None:
-        """Write the model as it is after every step done so far."""
-        self.model.synchronize()
-        self.source.save_pretrained(folder)
+def _steps(job: Job, metrics: Metrics) -> None:
+    with Progress(job.options.steps) as progress:
+        for step in range(1, job.options.steps + 1):
+            figures = job.step(step)
+            metrics.step(figures)
+            progress.step(figures)
+            _check_finite(figures.loss, step)
 
-    def _starts(self, step: int) -> list[int]:
-        options = self.options
-        return data.training_starts(
-            len(self.training),
-            seed=options.seed,
-            step=step,
-            batch_size=options.batch_size,
-            seq_len=options.seq_len,
-        )
 
-    def _held_out_batches(self) -> list[list[int]]:
-        size = self.options.batch_size
-        batches = max(1, HELD_OUT_BYTES // self.options.batch_tokens)
-        starts = data.held_out_starts(len(self.held_out), count=batches * size, seq_len=self.options.seq_len)
-        return [starts[first : first + size] for first in range(0, len(starts), size)]
+def _evaluated(job: Job, metrics: Metrics, step: int) -> float:
+    loss = job.held_out_loss()
+    metrics.held_out(step, loss)
+    return loss
 
-    def _summed_loss(self, starts: list[int]) -> float:
-        inputs, labels = self.held_out.at(starts)
-        outputs: Any = self.model(input_ids=inputs)  # Any: the output object of the Hugging Face model
-        return causal_lm_loss(outputs, labels, reduction="sum", aligned=True).item()
 
-    def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        """A microbatch's share of the mean over the batch, since the engine sums over microbatches."""
-        total = causal_lm_loss(outputs, labels, reduction="sum", aligned=True)
-        return total * (self.scale / self.options.batch_tokens)
+def _check_finite(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise Diverged(f"the loss must stay finite, but is {loss} at step {step}; try a lower --lr")
 
-    def _update(self, rate: float) -> None:
-        """Runs on the optimizer's thread."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if self.scale == 1 or self._unscale():
-            self.optimizer.step()
-        self.optimizer.zero_grad()
 
-    def _unscale(self) -> bool:
-        """Divide the gradients by the loss scale; whether all of them are finite."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        grads: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for grad in grads:
-            grad.div_(self.scale)
-        return all(bool(grad.isfinite().all()) for grad in grads)
+def _introduction(options: Options, corpus: Corpus) -> str:
+    source = "the standard library's source" if options.data is None else "the given text"
+    return (
+        f"{options.steps} steps on {options.devices} in {options.dtype}, over {source}: "
+        f"{len(corpus.training):,} bytes, and {len(corpus.held_out):,} held out"
+    )
 
-    def _figures(self, step: int, loss: float, rate: float, seconds: float) -> StepFigures:
-        memory = self.runtime.memory()
-        return StepFigures(
-            step=step,
-            loss=loss,
-            tokens_per_s=self.options.batch_tokens / seconds,
-            learning_rate=rate,
-            host_bytes=resident_bytes(),
-            device_bytes=[use.used_bytes for use in memory],
-            device_peak_bytes=[use.peak_bytes for use in memory],
-            seconds=seconds,
-        )
+
+def _jsonable(options: Options) -> dict[str, object]:
+    paths = None if options.data is None else [str(path) for path in options.data]
+    return {**asdict(options), "data": paths, "output": str(options.output)}

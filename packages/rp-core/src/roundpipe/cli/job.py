@@ -1,0 +1,147 @@
+"""One training job: a model, its optimizer and its text on one runtime."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rp_presets import causal_lm_loss
+from torch import Tensor
+
+from roundpipe import RoundPipeRunConfig, Runtime, optim, wrap_model_to_roundpipe
+from roundpipe.cli import data
+from roundpipe.cli.model import ModelSize, make_model, save_model
+from roundpipe.cli.options import Options
+from roundpipe.cli.report import StepFigures, resident_bytes
+from roundpipe.cli.windows import Windows
+
+HELD_OUT_BYTES = 64 * 1024
+WARM_UP = 0.1
+LAST_RATE = 0.1
+
+# A step that runs beside the next one reads gradients of older weights; less momentum makes up for it.
+BETAS = (0.5, 0.95)
+WEIGHT_DECAY = 0.1
+
+# Small gradients vanish in 16 bits with a narrow exponent, so the loss is scaled up and the gradients down again.
+LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 1024.0}
+
+
+class Job:
+    """Trains on the windows that the seed chooses; `options` have their devices and dtype filled in."""
+
+    def __init__(self, options: Options, corpus: data.Corpus, size: ModelSize, runtime: Runtime) -> None:
+        self.options = options
+        self.runtime = runtime
+        self.scale = LOSS_SCALES[str(options.dtype)]
+        self.training = Windows(corpus.training, options.seq_len)
+        self.held_out = Windows(corpus.held_out, options.seq_len)
+        self.source = make_model(size, dtype=_dtype(options.dtype), seed=options.seed, seq_len=options.seq_len)
+        self.model = wrap_model_to_roundpipe(
+            self.source,
+            optim_dtype=_dtype(options.optim_dtype),
+            model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
+            runtime=runtime,
+        )
+        self.optimizer = optim.AdamW(
+            self.model.optim_parameters(), lr=options.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+        )
+
+    def step(self, step: int) -> StepFigures:
+        """Do the training step of this number, counted from 1; its update may still be under way afterwards."""
+        began = time.perf_counter()
+        rate = learning_rate(step, steps=self.options.steps, highest=self.options.lr)
+        inputs, labels = self.training.at(self._starts(step))
+        loss = self.model.forward_backward(input_kwargs={"input_ids": inputs}, label=labels, loss_fn=self._loss)
+        self.model.step(partial(self._update, rate), is_async=not self.options.sync)
+        return self._figures(step, loss.item() / self.scale, rate, time.perf_counter() - began)
+
+    def held_out_loss(self) -> float:
+        """Nats a byte on the held-out windows, with every step done so far."""
+        self.model.synchronize()
+        self.model.eval()
+        with torch.no_grad():
+            losses = [self._summed_loss(starts) for starts in self._held_out_batches()]
+        self.model.train()
+        return sum(losses) / (len(losses) * self.options.batch_tokens)
+
+    def save(self, folder: Path) -> None:
+        """Write the model as it is after every step done so far."""
+        self.model.synchronize()
+        save_model(self.source, folder)
+
+    def _starts(self, step: int) -> list[int]:
+        options = self.options
+        return data.training_starts(
+            len(self.training),
+            seed=options.seed,
+            step=step,
+            batch_size=options.batch_size,
+            seq_len=options.seq_len,
+        )
+
+    def _held_out_batches(self) -> list[list[int]]:
+        size = self.options.batch_size
+        batches = max(1, HELD_OUT_BYTES // self.options.batch_tokens)
+        starts = data.held_out_starts(len(self.held_out), count=batches * size, seq_len=self.options.seq_len)
+        return [starts[first : first + size] for first in range(0, len(starts), size)]
+
+    def _summed_loss(self, starts: list[int]) -> float:
+        inputs, labels = self.held_out.at(starts)
+        outputs: Any = self.model(input_ids=inputs)  # Any: the output object of the Hugging Face model
+        return causal_lm_loss(outputs, labels, reduction="sum", aligned=True).item()
+
+    def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        """A microbatch's share of the mean over the batch, since the engine sums over microbatches."""
+        total = causal_lm_loss(outputs, labels, reduction="sum", aligned=True)
+        return total * (self.scale / self.options.batch_tokens)
+
+    def _update(self, rate: float) -> None:
+        """Runs on the optimizer's thread."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.scale == 1 or self._unscale():
+            self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - torch leaves the closure untyped
+        self.optimizer.zero_grad()
+
+    def _unscale(self) -> bool:
+        """Divide the gradients by the loss scale; whether all of them are finite."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        grads: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for grad in grads:
+            grad.div_(self.scale)
+        return all(bool(grad.isfinite().all()) for grad in grads)
+
+    def _figures(self, step: int, loss: float, rate: float, seconds: float) -> StepFigures:
+        memory = self.runtime.memory()
+        return StepFigures(
+            step=step,
+            loss=loss,
+            tokens_per_s=self.options.batch_tokens / seconds,
+            learning_rate=rate,
+            host_bytes=resident_bytes(),
+            device_bytes=[use.used_bytes for use in memory],
+            device_peak_bytes=[use.peak_bytes for use in memory],
+            seconds=seconds,
+        )
+
+
+def learning_rate(step: int, *, steps: int, highest: float) -> float:
+    """The rate of a step, counted from 1: a linear rise over the first tenth, then half a cosine down.
+
+    >>> [round(learning_rate(step, steps=20, highest=1.0), 2) for step in (1, 2, 11, 20)]
+    [0.5, 1.0, 0.55, 0.1]
+    """
+    rise = max(1, round(WARM_UP * steps))
+    if step <= rise:
+        return highest * step / rise
+    done = (step - rise) / (steps - rise)
+    return highest * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def _dtype(name: str | None) -> torch.dtype:
+    return getattr(torch, str(name))

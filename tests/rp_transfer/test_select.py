@@ -1,0 +1,149 @@
+"""Device strings, and the backends that they open."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rp_transfer import BackendUnavailable, CpuBackend, DeviceStringError, open_backend, parse_devices
+
+
+@given(indices=st.lists(st.integers(0, 99), min_size=1, unique=True))
+def test_cuda_devices_are_read_in_the_order_given(indices: list[int]) -> None:
+    assert parse_devices("cuda:" + ",".join(map(str, indices))).indices == tuple(indices)
+
+
+@given(count=st.integers(1, 1000))
+def test_cpu_devices_are_counted(count: int) -> None:
+    assert parse_devices(f" cpu:{count} ").count == count
+
+
+def test_without_numbers_all_cuda_devices_or_one_cpu_device_are_meant() -> None:
+    assert parse_devices("cuda").indices is None
+    assert (parse_devices("cpu").kind, parse_devices("cpu").count) == ("cpu", 1)
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "cpu:", "cpu:x", "cuda:", "cuda:-1", "cuda:0,", "cpu;2", "CPU", "cuda 0"])
+def test_what_nobody_can_read_is_refused_with_the_four_forms(text: str) -> None:
+    with pytest.raises(DeviceStringError, match="must read 'cuda', 'cuda:0,2', 'cpu' or 'cpu:4', but are"):
+        parse_devices(text)
+
+
+@pytest.mark.parametrize("text", ["cpu:0", "cpu:1,2"])
+def test_a_count_of_cpu_devices_is_one_positive_number(text: str) -> None:
+    with pytest.raises(DeviceStringError, match="one number of virtual devices, at least 1"):
+        parse_devices(text)
+
+
+def test_a_cuda_device_is_named_once() -> None:
+    with pytest.raises(DeviceStringError, match="may be named once, but devices are 'cuda:1,0,1'"):
+        parse_devices("cuda:1,0,1")
+
+
+def test_a_device_string_error_is_a_value_error() -> None:
+    assert issubclass(DeviceStringError, ValueError)
+
+
+@given(text=st.text(max_size=12))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        assert parse_devices(text).kind in ("cpu", "cuda")
+    except DeviceStringError as error:
+        assert repr(text) in str(error)
+
+
+def test_cpu_devices_open() -> None:
+    backend = open_backend("cpu:3", strict=False)
+    assert [device.name for device in backend.devices] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert isinstance(backend, CpuBackend)
+    assert not backend.strict
+
+
+def test_the_environment_chooses_when_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_DEVICES", "cpu:2")
+    assert len(open_backend().devices) == 2
+    assert len(open_backend("cpu").devices) == 1
+
+
+def test_a_wrong_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_DEVICES", "tpu")
+    with pytest.raises(DeviceStringError, match="'tpu'"):
+        open_backend()
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_cuda_and_environment_one_cpu_device_opens(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv("ROUNDPIPE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ROUNDPIPE_DEVICES", value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [device.name for device in open_backend().devices] == ["cpu:0"]
+
+
+def test_cuda_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailable, match="torch sees none here .*ask for 'cpu' devices"):
+        open_backend("cuda")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A torch that claims to see two CUDA devices, for CUDA 13."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delitem(sys.modules, "rp_transfer.cuda", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_cuda_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(BackendUnavailable, match="cuda:2 was asked for, but 2 CUDA devices are visible"):
+        open_backend("cuda:0,2")
+
+
+def test_without_cupy_the_command_that_installs_it_is_given(two_gpus: pytest.MonkeyPatch) -> None:
+    two_gpus.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'rp-transfer\[cuda13\]'"):
+        open_backend("cuda")
+
+
+def cupy_whose_version_is(call: object) -> types.ModuleType:
+    cupy = types.ModuleType("cupy")
+    runtime = types.SimpleNamespace(runtimeGetVersion=call)
+    cupy.cuda = types.SimpleNamespace(runtime=runtime)  # type: ignore[attr-defined]
+    return cupy
+
+
+def forget_the_cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The one imported beside a CuPy made up here must not outlive this test, nor hide in the package.
+    import rp_transfer
+
+    monkeypatch.setitem(sys.modules, "rp_transfer.cuda", types.ModuleType("placeholder"))
+    monkeypatch.delitem(sys.modules, "rp_transfer.cuda")
+    monkeypatch.setattr(rp_transfer, "cuda", None, raising=False)
+
+
+def test_cupy_for_another_cuda_is_refused_with_the_right_one(two_gpus: pytest.MonkeyPatch) -> None:
+    two_gpus.setitem(sys.modules, "cupy", cupy_whose_version_is(lambda: 12080))
+    forget_the_cuda_module(two_gpus)
+    with pytest.raises(BackendUnavailable, match=r"CUDA 13 but CuPy for CUDA 12.*rp-transfer\[cuda13\]"):
+        open_backend("cuda")
+
+
+def test_a_driver_that_cupy_cannot_use_is_an_error_with_its_cause(two_gpus: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise OSError("no libcudart")
+
+    two_gpus.setitem(sys.modules, "cupy", cupy_whose_version_is(fail))
+    forget_the_cuda_module(two_gpus)
+    with pytest.raises(BackendUnavailable, match="cannot use the CUDA driver: no libcudart") as caught:
+        open_backend("cuda")
+    assert isinstance(caught.value.__cause__, OSError)
