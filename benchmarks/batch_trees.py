@@ -61,9 +61,13 @@ def with_no_tree(call: Any, parts: int) -> Any:
     leaves: list[torch.Tensor] = rp_batch.flatten(call)[0]
     sizes = rp_batch.part_sizes(leaves[0].shape[0], parts)
     started = time.perf_counter()
-    for leaf in leaves:
-        torch.cat(torch.split_with_sizes(leaf, sizes))
+    _ = split_and_merge(leaves, sizes)
     return time.perf_counter() - started
+
+
+def split_and_merge(leaves: list[torch.Tensor], sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    columns = [torch.split_with_sizes(leaf, sizes) for leaf in leaves]
+    return [torch.cat(column) for column in columns]
 
 
 def seconds(job: Job, call: Any, parts: int) -> float:
@@ -73,7 +77,7 @@ def seconds(job: Job, call: Any, parts: int) -> float:
 
 
 def measure(jobs: dict[str, Job], call: Any, parts: int, rounds: int) -> dict[str, float]:
-    """The middle of many times of each job, in milliseconds; the jobs take turns, so that all meet the same noise."""
+    """The middle of many times of each job, in milliseconds; the jobs take turns and meet the same noise."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds):
         for name, job in jobs.items():

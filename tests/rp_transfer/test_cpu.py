@@ -6,12 +6,11 @@ import gc
 import math
 import threading
 import tracemalloc
-import weakref
 
 import pytest
 import torch
 
-from rp_transfer import Closed, CpuBackend, Retainer, Unordered
+from rp_transfer import Closed, CpuBackend, Retainer, Unordered, cpu
 from rp_transfer.bounded import bounded
 from rp_transfer.cpu import CpuDevice
 from rp_transfer.testing import check
@@ -25,6 +24,7 @@ SMALLEST = {
     torch.uint16: 0,
     torch.bool: False,
 }
+ONES = torch.ones(3)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 
 
@@ -45,7 +45,7 @@ def uploaded(device: CpuDevice, source: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_copy_does_not_run_before_somebody_waits_for_it(device: CpuDevice) -> None:
-    there = uploaded(device, torch.ones(3))
+    there = uploaded(device, ONES)
     event = device.weights_in.record()
     assert not event.query()
     assert there.isnan().all()
@@ -55,12 +55,12 @@ def test_a_copy_does_not_run_before_somebody_waits_for_it(device: CpuDevice) -> 
 
 
 def test_only_the_copies_that_an_event_needs_are_run(device: CpuDevice) -> None:
-    first = uploaded(device, torch.ones(3))
+    first = uploaded(device, ONES)
     event = device.weights_in.record()
-    second = uploaded(device, torch.ones(3))
+    second = uploaded(device, ONES)
     later = device.weights_in.record()
     aside = device.empty((3,), torch.float32, stream=device.activations_in)
-    device.activations_in.copy(aside, torch.ones(3).mul_(1))
+    device.activations_in.copy(aside, ONES)
     event.synchronize()
     assert not first.isnan().any()
     assert second.isnan().all()
@@ -104,7 +104,7 @@ def test_a_destination_is_poisoned_again_by_each_queued_copy(device: CpuDevice) 
 
 
 def test_poison_waits_for_queued_copies_that_still_need_the_old_bytes(device: CpuDevice) -> None:
-    there, result = uploaded(device, torch.ones(3)), torch.zeros(3)
+    there, result = uploaded(device, ONES), torch.zeros(3)
     device.synchronize()
     device.results_out.copy(result, there)
     out = device.results_out.record()
@@ -118,50 +118,50 @@ def test_poison_waits_for_queued_copies_that_still_need_the_old_bytes(device: Cp
     assert torch.equal(there, twos)
 
 
-def test_freed_device_memory_is_poisoned(device: CpuDevice) -> None:
-    there = uploaded(device, torch.ones(3))
-    device.synchronize()
-    # An alias that torch does not know of, as a stale pointer would be.
-    import ctypes
+def test_freed_memory_is_poisoned(backend: CpuBackend, device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Seen at the moment itself: afterwards the address is the allocator's.
+    there, host = device.empty((3,), torch.float32, stream=device.compute), backend.host_empty((2,), torch.int64)
+    ends = {(there.data_ptr(), 12), (host.data_ptr(), 16)}
+    seen: set[tuple[int, int]] = set()
+    original = cpu.poison
 
-    alias = (ctypes.c_float * 3).from_address(there.data_ptr())
-    stale: list[float] = []
-    original = device.count
-    device.count = lambda nbytes: (original(nbytes), stale.append(alias[0]))  # type: ignore[method-assign]
-    ended = weakref.ref(there)
-    del there
-    assert ended() is None
-    assert stale == [1.0]
-    assert device.memory().used_bytes == 0
+    def poison(address: int, nbytes: int, dtype: torch.dtype) -> None:
+        original(address, nbytes, dtype)
+        seen.add((address, nbytes))
+
+    monkeypatch.setattr(cpu, "poison", poison)
+    del there, host
+    assert seen == ends
 
 
 # Unordered, in every direction
 
 
 def test_reading_before_the_copy_is_unordered_and_names_both_uses(device: CpuDevice) -> None:
-    there = uploaded(device, torch.ones(3))
-    with pytest.raises(Unordered, match=r"layer 3 on cpu:0/compute \(read\) .*copy of 12 bytes on cpu:0/weights_in"):
+    there = uploaded(device, ONES)
+    with pytest.raises(
+        Unordered, match=r"layer 3 on cpu:0/compute \(read\) .*copy of 12 bytes on cpu:0/weights_in"
+    ):
         device.compute.touch(read=[there], what="layer 3")
     device.compute.wait(device.weights_in.record())
     device.compute.touch(read=[there], what="layer 3")
 
 
 def test_writing_over_a_pending_read_is_unordered(device: CpuDevice) -> None:
-    there, result = uploaded(device, torch.ones(3)), torch.zeros(3)
+    there, result = uploaded(device, ONES), torch.zeros(3)
     device.synchronize()
     device.results_out.copy(result, there)
     with pytest.raises(Unordered, match=r"weights_in \(write\) is not ordered after .*results_out \(read\)"):
-        device.weights_in.copy(there, torch.ones(3))
+        device.weights_in.copy(there, ONES)
     device.weights_in.wait(device.results_out.record())
-    device.weights_in.copy(there, kept := torch.ones(3))
+    device.weights_in.copy(there, ONES)
     device.synchronize()
-    del kept
 
 
 def test_two_streams_that_write_one_place_are_unordered(device: CpuDevice) -> None:
-    there = uploaded(device, torch.ones(3))
+    there = uploaded(device, ONES)
     with pytest.raises(Unordered, match=r"\(write\) is not ordered after .*\(write\)"):
-        device.activations_in.copy(there, torch.ones(3))
+        device.activations_in.copy(there, ONES)
 
 
 def test_two_streams_may_read_one_place_and_write_different_ones(device: CpuDevice) -> None:
@@ -176,7 +176,9 @@ def test_two_streams_may_read_one_place_and_write_different_ones(device: CpuDevi
 def test_the_host_must_wait_before_it_reads_or_writes(backend: CpuBackend, device: CpuDevice) -> None:
     source, result = backend.host_empty((3,), torch.float32).fill_(1), backend.host_empty((3,), torch.float32)
     there = uploaded(device, source)
-    with pytest.raises(Unordered, match=r"refill \(write\) on the host is not ordered after .*weights_in \(read\)"):
+    with pytest.raises(
+        Unordered, match=r"refill \(write\) on the host is not ordered after .*weights_in \(read\)"
+    ):
         backend.host_touch(write=[source], what="refill")
     backend.host_touch(read=[source])
     device.results_out.wait(device.weights_in.record())
@@ -188,7 +190,7 @@ def test_the_host_must_wait_before_it_reads_or_writes(backend: CpuBackend, devic
 
 
 def test_a_query_that_says_yes_is_a_wait_of_the_host(backend: CpuBackend, device: CpuDevice) -> None:
-    there, result = uploaded(device, torch.ones(3)), backend.host_empty((3,), torch.float32)
+    there, result = uploaded(device, ONES), backend.host_empty((3,), torch.float32)
     device.compute.wait(device.weights_in.record())
     device.compute.copy(result, there)
     event = device.compute.record()
@@ -203,7 +205,7 @@ def test_a_query_that_says_yes_is_a_wait_of_the_host(backend: CpuBackend, device
 def test_the_order_of_other_devices_must_be_waited_for_as_well(backend: CpuBackend) -> None:
     one, two = backend.devices
     between = backend.host_empty((3,), torch.float32)
-    there = uploaded(one, torch.ones(3))
+    there = uploaded(one, ONES)
     one.results_out.wait(one.weights_in.record())
     one.results_out.copy(between, there)
     away = two.empty((3,), torch.float32, stream=two.activations_in)
@@ -212,19 +214,20 @@ def test_the_order_of_other_devices_must_be_waited_for_as_well(backend: CpuBacke
     one.synchronize()
 
 
-def test_freeing_device_memory_in_use_is_unordered_at_the_next_call(backend: CpuBackend, device: CpuDevice) -> None:
-    there = uploaded(device, kept := torch.ones(3))
+def test_freeing_device_memory_in_use_is_unordered_at_the_next_call(
+    backend: CpuBackend, device: CpuDevice
+) -> None:
+    there = uploaded(device, ONES)
     device.compute.wait(device.weights_in.record())
     device.compute.touch(read=[there], what="layer 3")
     del there
     with pytest.raises(Unordered, match=r"freeing 12 bytes of cpu:0/weights_in .*layer 3 on cpu:0/compute"):
         backend.host_empty((1,), torch.float32)
     backend.host_empty((1,), torch.float32)
-    del kept
 
 
 def test_freeing_device_memory_that_its_stream_waited_for_is_fine(backend: CpuBackend, device: CpuDevice) -> None:
-    there = uploaded(device, torch.ones(3))
+    there = uploaded(device, ONES)
     device.compute.wait(device.weights_in.record())
     device.compute.touch(read=[there])
     device.weights_in.wait(device.compute.record())
@@ -298,7 +301,7 @@ def test_a_backend_needs_a_device() -> None:
 
 
 def test_a_closed_backend_refuses_work_and_drops_what_was_queued(backend: CpuBackend, device: CpuDevice) -> None:
-    there = uploaded(device, torch.ones(3))
+    there = uploaded(device, ONES)
     event = device.weights_in.record()
     backend.close()
     backend.close()
@@ -306,7 +309,7 @@ def test_a_closed_backend_refuses_work_and_drops_what_was_queued(backend: CpuBac
         event.synchronize,
         device.compute.record,
         device.synchronize,
-        lambda: uploaded(device, torch.ones(3)),
+        lambda: uploaded(device, ONES),
         lambda: backend.host_empty((1,), torch.int8),
         lambda: backend.host_touch(read=[there]),
     ):
@@ -332,7 +335,9 @@ def test_attached_threads_compute_on_one_core(device: CpuDevice) -> None:
     assert bounded(threads) == 1
 
 
-def test_memory_freed_inside_the_backend_is_written_down_afterwards(backend: CpuBackend, device: CpuDevice) -> None:
+def test_memory_freed_inside_the_backend_is_written_down_afterwards(
+    backend: CpuBackend, device: CpuDevice
+) -> None:
     # As the garbage collector does it, which may run in the middle of the backend's own work.
     there = device.empty((16,), torch.float32, stream=device.compute)
     with backend.lock:
@@ -392,14 +397,15 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
     device = backend.devices[0]
     source = backend.host_empty((64,), torch.float32).fill_(1)
     result = backend.host_empty((64,), torch.float32)
+    doubled = torch.empty(64)
 
     def rounds(count: int) -> int:
         for _ in range(count):
             there = uploaded(device, source)
             device.compute.wait(device.weights_in.record())
             device.compute.touch(read=[there])
-            doubled = there * 2
             device.compute.touch(write=[doubled])
+            torch.mul(there, 2, out=doubled)
             device.results_out.wait(device.compute.record())
             device.results_out.copy(result, doubled)
             event = device.results_out.record()
@@ -409,12 +415,11 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
 
     tracemalloc.start()
     try:
-        # Of torch's own temporaries the ledger forgets the freed ones at intervals, so it is full by then.
-        before = rounds(400)
+        before = rounds(200)
         after = rounds(1000)
     finally:
         tracemalloc.stop()
-    assert after - before < 50_000
+    assert after - before < 20_000
     assert math.isclose(float(result.sum()), 128)
     assert all(not stream.queue for stream in (device.weights_in, device.activations_in, device.results_out))
     assert backend.host_memory().used_bytes == 512
@@ -427,8 +432,9 @@ def test_the_ledger_stays_small_over_thousands_of_copies() -> None:
     for index in range(3000):
         part = slice(index % 8 * 8, index % 8 * 8 + 8)
         device.weights_in.copy(there[part], block[part])
-        device.weights_in.copy(torch.empty(8), torch.ones(8))
-        with pytest.raises(Unordered) if index == 0 else pytest.MonkeyPatch.context():
-            device.weights_in.record().synchronize()
+        # Torch's own memory, here and there, whose end nobody tells the ledger.
+        source, destination = torch.ones(8 + index % 99), torch.empty(8 + index % 99)
+        device.weights_in.copy(destination, source)
+        device.weights_in.record().synchronize()
     assert len(backend.ledger) < 300
     assert backend.ledger.num_uses() < 320

@@ -51,7 +51,7 @@ def test_a_short_lived_buffer_is_used_again_only_when_its_last_tensor_is_gone() 
 def test_clearing_gives_back_what_nobody_uses() -> None:
     host = HostMemory(Source().allocate, 1 << 20)
     kept = host.empty((8,), torch.float32, short_lived=True)
-    del host.empty((8,), torch.int8, short_lived=True).data
+    host.empty((8,), torch.int8, short_lived=True)
     host.clear()
     assert host.memory().used_bytes == 32
     del kept

@@ -154,14 +154,18 @@ def test_a_program_for_more_devices_than_there_are_is_refused() -> None:
         run_on(CpuBackend(1), random_program(0, 2))
 
 
+def nothing(*_: object) -> None:
+    """What a backend does that forgot."""
+
+
 def test_a_backend_that_forgets_waits_is_found_by_running_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuStream, "wait", lambda self, event: None)
+    monkeypatch.setattr(CpuStream, "wait", nothing)
     with pytest.raises(NotConforming):
         check(CpuBackend(2, strict=False), range(20))
 
 
 def test_a_backend_whose_events_end_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuEvent, "synchronize", lambda self: None)
+    monkeypatch.setattr(CpuEvent, "synchronize", nothing)
     with pytest.raises(NotConforming):
         check_promises(CpuBackend(1))
 
@@ -172,7 +176,7 @@ def test_a_backend_that_checks_nothing_does_not_catch_everything() -> None:
 
 
 def test_a_backend_that_stays_open_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuBackend, "close", lambda self: None)
+    monkeypatch.setattr(CpuBackend, "close", nothing)
     with pytest.raises(NotConforming, match="must raise Closed, but raised nothing"):
         check_closing(CpuBackend(1))
 

@@ -28,7 +28,9 @@ def test_without_numbers_all_cuda_devices_or_one_cpu_device_are_meant() -> None:
     assert (parse_devices("cpu").kind, parse_devices("cpu").count) == ("cpu", 1)
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "cpu:", "cpu:x", "cuda:", "cuda:-1", "cuda:0,", "cpu;2", "CPU", "cuda 0"])
+@pytest.mark.parametrize(
+    "text", ["", "gpu", "cpu:", "cpu:x", "cuda:", "cuda:-1", "cuda:0,", "cpu;2", "CPU", "cuda 0"]
+)
 def test_what_nobody_can_read_is_refused_with_the_four_forms(text: str) -> None:
     with pytest.raises(DeviceStringError, match="must read 'cuda', 'cuda:0,2', 'cpu' or 'cpu:4', but are"):
         parse_devices(text)

@@ -86,6 +86,7 @@ class Subject:
 
     value: Any
     leaves: list[Any]
+    leading: list[int | None]
     treedef: tree.TreeDef
     positional: int
     roots: tuple[str, ...]
@@ -94,13 +95,13 @@ class Subject:
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
         """The arguments of a call."""
         leaves, treedef = tree.flatten((args, kwargs))
-        return Subject((args, kwargs), leaves, treedef, tree.leaf_count(treedef, 0), ("args", "kwargs"))
+        return Subject((args, kwargs), leaves, list(map(_leading, leaves)), treedef, tree.leaf_count(treedef, 0), ("args", "kwargs"))
 
     @staticmethod
     def named(value: Any, name: str) -> Subject:
         """Any tree; all of its leaves count as positional."""
         leaves, treedef = tree.flatten(value)
-        return Subject(value, leaves, treedef, len(leaves), (name,))
+        return Subject(value, leaves, list(map(_leading, leaves)), treedef, len(leaves), (name,))
 
     def paths(self) -> list[str]:
         """The path of every leaf, as the caller would write it."""
@@ -110,7 +111,9 @@ class Subject:
 
     def place(self, spec: Any) -> Rules:
         """Lay a spec over the tree."""
-        if len(self.roots) == 1 or spec is None:
+        if spec is None:
+            return [None] * len(self.leaves)
+        if len(self.roots) == 1:
             return place(spec, self.value, self.roots[0])
         halves = zip(_pair(spec), self.value, self.roots, strict=True)
         return [rule for half, value, root in halves for rule in place(half, value, root)]
@@ -226,7 +229,7 @@ def sizes_of(parts: Parts[Any]) -> tuple[int, ...] | None:
 def _size_of(part: Any) -> int | None:
     """The batch size of one part, where its tensors leave no doubt."""
     leaves, _ = tree.flatten(part)
-    found = {size for item in leaves if (size := _leading(item)) is not None}
+    found = {size for size in map(_leading, leaves) if size is not None}
     certain = found - {1} or found
     return certain.pop() if len(certain) == 1 else None
 
@@ -263,8 +266,8 @@ def _vote(subject: Subject, rules: Rules, batch: _Batch) -> None:
     """Let the tensors that the spec leaves open fix the batch size: the positional ones, else the others."""
     leading = {
         index: size
-        for index, rule in enumerate(rules)
-        if rule is None and (size := _leading(subject.leaves[index])) is not None
+        for index, (rule, size) in enumerate(zip(rules, subject.leading, strict=True))
+        if rule is None and size is not None
     }
     positional = {index: size for index, size in leading.items() if index < subject.positional}
     if positional:
@@ -314,12 +317,12 @@ _REPLICATE = Replicate()
 
 def _judge(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitRule, Why]:
     """The rule of one leaf, and why."""
-    value = batch.subject.leaves[index]
     if rule is not None:
         return rule, Why.APART if rule is Parts else Why.SPEC
-    size = _leading(value)
+    size = batch.subject.leading[index]
     if size is None:
-        return _REPLICATE, Why.SCALAR if isinstance(value, torch.Tensor) else Why.OBJECT
+        is_tensor = isinstance(batch.subject.leaves[index], torch.Tensor)
+        return _REPLICATE, Why.SCALAR if is_tensor else Why.OBJECT
     if size == batch.size:
         return _SPLIT, Why.BATCH
     if size == 1:

@@ -85,8 +85,7 @@ class _Merge:
         first, treedef = tree.flatten(parts[0])
         rows = [first]
         for index, part in enumerate(parts[1:], 1):
-            leaves, structure = tree.flatten(part)
-            rows.append(leaves if structure == treedef else aligned(parts[0], part, where, index))
+            rows.append(tree.flatten_like(treedef, first, part) or aligned(parts[0], part, where, index))
         chosen = _rules(rule, first, alone=treedef.is_leaf())
         return treedef.unflatten(self._columns(chosen, rows, treedef, where))
 

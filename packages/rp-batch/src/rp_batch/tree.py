@@ -67,6 +67,19 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
     return treedef.unflatten(leaves)
 
 
+def flatten_like(treedef: TreeDef, leaves: list[Any], tree: Tree) -> list[Any] | None:
+    """The leaves of a tree that has the structure of another, whose `leaves` these are; None if it has not.
+
+    Several times faster than to flatten it: nothing asks of each leaf whether it is one. Leaves of the same types in
+    the same places are leaves; where a type differs, `None` is returned although the structure may be the same.
+    """
+    try:
+        found = treedef.flatten_up_to(tree)
+    except ValueError:
+        return None
+    return found if list(map(type, found)) == list(map(type, leaves)) else None
+
+
 def paths(tree: Tree) -> list[str]:
     """Tell how Python reaches each leaf of a tree, in the order of `flatten`.
 

@@ -1,8 +1,8 @@
 """One call under way: its tasks on their lanes, what they hand to each other, and its end, good or bad.
 
 The calling thread takes every ticket and makes every slot here, before any task runs; workers only fill and take.
-Errors go the same way as results: the first one is kept, whoever waits for a slot wakes up, and the tasks that have
-not run step aside.
+Errors go the same way as results: the first one is kept, whoever waits for a slot wakes up, and the tasks that
+have not run step aside.
 """
 
 from __future__ import annotations
@@ -113,6 +113,11 @@ class Run:
         """One more reader for a slot."""
         slot = self._slots.setdefault(key, _Slot(0))
         slot.readers += 1
+
+    def reserve_all(self, keys: Iterable[Key]) -> None:
+        """`reserve` each."""
+        for key in keys:
+            self.reserve(key)
 
     def launch(self, tasks: Sequence[Task]) -> None:
         """Take all turns in the order of the tasks, then queue them. Never blocks."""
@@ -273,7 +278,7 @@ class Run:
 
 
 def sum_losses(packets: Sequence[Packet]) -> torch.Tensor | list[torch.Tensor]:
-    """The sums over the microbatches, in their order: one tensor, or a list where the loss function gave several."""
+    """The sums over the microbatches, in their order: a tensor, or a list where the loss function gave several."""
     columns = zip(*(packet.leaves for packet in packets), strict=True)
     sums = [_sum(column) for column in columns]
     found = rp_batch.unflatten(packets[0].treedef, sums)

@@ -49,7 +49,7 @@ def _to_host(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Entry(torch.autograd.Function):
-    """The door of a stage: a leaf goes in, and what comes out may be changed in place, as between any two layers."""
+    """The door of a stage: what comes out may be changed in place, as between any two layers; a leaf may not."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:

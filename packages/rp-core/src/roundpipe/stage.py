@@ -23,7 +23,10 @@ _AHEAD = 2
 
 
 class Exchange(Protocol):
-    """Where a task takes what earlier tasks left, and leaves what later ones take. Boundary i lies before layer i."""
+    """Where a task takes what earlier tasks left, and leaves what later ones take.
+
+    Boundary i lies before layer i.
+    """
 
     def take_input(self, boundary: int, microbatch: int) -> Packet:
         """The activations at a boundary; blocks until they are handed over."""
@@ -297,7 +300,7 @@ class Stage:
 
 def _check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:
     leaves, treedef = rp_batch.flatten(found)
-    if isinstance(found, torch.Tensor) or isinstance(found, list | tuple):
+    if isinstance(found, torch.Tensor | list | tuple):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if tensors and len(tensors) == len(leaves) and all(tensor.numel() == 1 for tensor in tensors):
             return tensors, treedef

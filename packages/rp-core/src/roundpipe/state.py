@@ -50,7 +50,7 @@ class Block:
         return self.layout.nbytes
 
     def pieces(self, target: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (part of a device block, host tensor) that together are the block: one pair if it is contiguous."""
+        """Pairs (part of a device block, host tensor) that together are the block."""
         if self.memory is not None:
             yield target, self.memory
             return
@@ -184,6 +184,44 @@ class ModelState:
     def changed(self) -> bool:
         """Whether parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`."""
         return signature(self.modules) != self.signature
+
+    def written_outside(self) -> list[torch.Tensor]:
+        """The trainable parameters that code outside the engine has written since this was last asked."""
+        return [block.tensors[index] for block in self.trainable for index in block.changed_outside()]
+
+    def moved_outside(self) -> list[torch.Tensor]:
+        """The trainable parameters that were given other memory since `build`."""
+        return [
+            tensor
+            for block in self.trainable
+            for tensor, value in zip(block.tensors, block.values, strict=True)
+            if tensor.data_ptr() != value.data_ptr()
+        ]
+
+    def rebuild(self) -> None:
+        """`build` again, and keep the gradients of the parameters that are still trained."""
+        held = {
+            tensor: block.gradient.view(index).clone()
+            for block in self.trainable
+            if block.gradient is not None
+            for index, tensor in enumerate(block.tensors)
+            if index in block.gradient.written
+        }
+        self.build()
+        for block in self.trainable:
+            for index, tensor in enumerate(block.tensors):
+                if block.gradient is not None and tensor in held:
+                    block.gradient.put(index, held[tensor])
+
+    def trainable_tensors(self) -> list[torch.Tensor]:
+        """All trainable parameters."""
+        return [tensor for block in self.trainable for tensor in block.tensors]
+
+    def lines(self) -> list[Turns]:
+        """The lines for all blocks and gradients."""
+        return [block.turns for block in self.blocks] + [
+            block.gradient.turns for block in self.trainable if block.gradient is not None
+        ]
 
     def note_flags(self) -> None:
         """Take over the layers' training flags; other flags may mean other random numbers."""

@@ -65,7 +65,7 @@ class Weights:
         self._arriving[block] = (memory, event)
 
     def bind(self, layer: LayerState, *, training: bool) -> None:
-        """Make a layer ready to run: its weights have arrived, and its gradients have a place if it is `training`."""
+        """Make a layer ready to run: its weights have arrived; `training`, its gradients have a place."""
         for block in layer.blocks:
             if block in self._bound:
                 continue

@@ -55,7 +55,7 @@ def run_in_order(program: Program) -> Results:
     >>> import torch
     >>> piece = Piece("h", 0, 2)
     >>> run_in_order(Program(1, torch.int64, (Take("h", 2, None), Write(piece, 7), Read(piece))))
-    [[7, 8]]
+    [[7.0, 8.0]]
     """
     return in_order(program)
 

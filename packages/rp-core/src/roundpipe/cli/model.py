@@ -1,5 +1,6 @@
 """The model that a job trains: Qwen3 over bytes, with random weights."""
-# torch types its generators, and transformers its models, by half: pyright: reportUnknownMemberType=false
+# torch types its generators, and transformers its models, by half:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 

@@ -1,0 +1,328 @@
+"""The engine of one model: every call and step is launched here, under the runtime's launch lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import rp_batch
+import torch
+from rp_sched import Mode, Task
+from torch import nn
+
+from roundpipe.autograd import Gradients, connect
+from roundpipe.call import Autocast, Call, LossFn
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
+from roundpipe.exposure import Exposure
+from roundpipe.planning import Planner
+from roundpipe.randomness import Randomness, draw_seed
+from roundpipe.run import Key, Run, sum_losses
+from roundpipe.runtime import Runtime
+from roundpipe.saved import Packet
+from roundpipe.state import ModelState, PinMode
+from roundpipe.twin import Twins
+from roundpipe.update import Updates
+
+Losses = torch.Tensor | list[torch.Tensor]
+
+
+class Engine:
+    """Runs one model's calls and steps in the order in which they are made."""
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        runtime: Runtime,
+        pin: PinMode,
+        optim_dtype: torch.dtype | None,
+    ) -> None:
+        self._name = name
+        self._runtime = runtime
+        self._state = ModelState(runtime.backend, modules, pin, optim_dtype)
+        self._planner = Planner(self._state, runtime)
+        self._twins = self._new_twins()
+        self._updates = Updates(name, self._state, runtime)
+        self._exposure = Exposure()
+        self._runs: list[Run] = []
+
+    # What the model's methods do
+
+    def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
+        """The optimizer's parameter of each trainable one."""
+        self._state.make_masters()
+        return self._state.masters
+
+    def forward(self, parts: Sequence[Any], config: RoundPipeRunConfig, *, wants_grad: bool) -> list[Any]:
+        """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
+        with self._runtime.launching():
+            self._ready(training=False)
+            inputs = _requiring_grad(parts) if wants_grad else []
+            with_grad = bool(inputs) or (wants_grad and bool(self._state.trainable))
+            run, backward_tasks = self._launch_forward(
+                parts, config, with_grad=with_grad, input_grads=bool(inputs)
+            )
+            packets = run.collect(self._outputs(len(parts)))
+            run.settle()
+            version = self._state.version
+        if not with_grad:
+            return [packet.tree() for packet in packets]
+
+        def run_backward(grads: Gradients) -> Gradients:
+            with self._runtime.launching():
+                self._ready(training=True)
+                self._check_version(version)
+                self._launch_backward(run, backward_tasks, packets, grads)
+                returned = run.collect(_keys("grad", 0, len(parts))) if inputs else []
+                run.finish()
+            return _grads_of_inputs(parts, returned) if inputs else []
+
+        return connect(packets, inputs, run_backward)
+
+    def forward_backward(
+        self,
+        parts: Sequence[Any],
+        labels: Sequence[Any],
+        loss_fn: LossFn,
+        config: RoundPipeRunConfig,
+        *,
+        keep: bool,
+    ) -> tuple[Losses, list[Any]]:
+        """The sums of the losses, and the outputs of all microbatches if they are to be kept."""
+        inputs = _requiring_grad(parts)
+        with self._runtime.launching():
+            self._ready(training=True)
+            run = self._launch_fused(parts, labels, loss_fn, config, keep=keep)
+            losses = run.collect(_keys("loss", 0, len(parts)))
+            outputs = run.collect(self._outputs(len(parts))) if keep else []
+            grads = run.collect(_keys("grad", 0, len(parts))) if inputs else []
+        if inputs:
+            # Outside the lock: what made the inputs may be a RoundPipe model, too.
+            _backpropagate(inputs, _grads_of_inputs(parts, grads))
+        return sum_losses(losses), [packet.tree() for packet in outputs]
+
+    def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
+        """Run a step function over the gradients of all calls so far."""
+        with self._runtime.launching():
+            self._ready(training=True)
+            future = self._updates.step(step_fn, is_async=is_async)
+            if not is_async:
+                future.exception()
+                self._raise_late_errors()
+
+    def synchronize(self) -> None:
+        """Wait for everything, publish the last result and show the gradients."""
+        with self._runtime.launching():
+            self._drain()
+            self._ready(training=False)
+            self._updates.publish()
+            self._updates.wait()
+            self._raise_late_errors()
+            if self._state.broken is None:
+                self._exposure.show(self._state.trainable)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        with self._runtime.launching():
+            self._drain()
+            self._drop_gradients()
+
+    def reset(self) -> None:
+        """Drop gradients and go back to the published weights."""
+        with self.replacing_weights():
+            self._drop_gradients()
+
+    @contextmanager
+    def replacing_weights(self) -> Generator[None]:
+        """Within it the caller may write the weights; the masters become what is there at its end."""
+        with self._runtime.launching():
+            self._drain()
+            self._updates.error()
+            yield
+            self._state.failed = None
+            self._state.unpublished = False
+            self._refresh()
+            self._masters_from_weights(self._state.trainable_tensors())
+
+    # Getting ready; under the launch lock
+
+    def _ready(self, *, training: bool) -> None:
+        self._raise_late_errors()
+        if training:
+            self._refuse_half_made()
+        self._exposure.take_back()
+        self._refresh()
+        self._state.note_flags()
+
+    def _raise_late_errors(self) -> None:
+        over = [run for run in self._runs if run.done()]
+        self._runs = [run for run in self._runs if not run.done()]
+        error = self._updates.error()
+        for run in over:
+            run.finish()
+        if error is not None:
+            raise error
+
+    def _refuse_half_made(self) -> None:
+        failed, broken = self._state.failed, self._state.broken
+        if failed is not None:
+            raise StepFailed(
+                f"an earlier step of model {self._name!r} failed half-way ({failed!r}); load a state with "
+                "load_state_dict() or go back to the last published weights with reset()"
+            )
+        if broken is not None:
+            raise GradientsIncomplete(
+                f"an earlier call of model {self._name!r} failed ({broken!r}) and left part of its gradients; "
+                "drop them with zero_grad() or reset()"
+            )
+
+    def _check_version(self, version: int) -> None:
+        if version != self._state.version:
+            raise Stale(
+                f"model {self._name!r}: newer weights were published since this forward, so its backward would "
+                "mix two versions; call backward() before the next step, or use forward_backward()"
+            )
+
+    def _refresh(self) -> None:
+        written = self._state.written_outside()
+        if self._state.changed():
+            self._drain()
+            written += self._state.moved_outside()
+            self._state.rebuild()
+            self._twins = self._new_twins()
+            self._planner.forget()
+        if written:
+            self._updates.wait()
+            self._masters_from_weights(written)
+
+    def _masters_from_weights(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                if tensor in self._state.masters:
+                    self._state.masters[tensor].copy_(tensor)
+
+    def _new_twins(self) -> list[Twins]:
+        return [Twins(lane.device.torch_device, self._state.layers) for lane in self._runtime.lanes]
+
+    def _drain(self) -> None:
+        self._updates.wait()
+        for run in self._runs:
+            run.wait()
+        for line in self._state.lines():
+            ticket = line.write()
+            ticket.enter()
+            ticket.leave()
+
+    def _drop_gradients(self) -> None:
+        self._exposure.take_back()
+        self._state.broken = None
+        for block in self._state.trainable:
+            if block.gradient is not None:
+                block.gradient.drop()
+
+    # Launching; under the launch lock
+
+    def _call(
+        self, config: RoundPipeRunConfig, *, with_grad: bool, loss_fn: LossFn | None = None, keep: bool = False
+    ) -> Call:
+        state = self._state
+        random = with_grad or any(flag for flags in state.flags for flag in flags)
+        randomness = None
+        if random and config.preserve_rng_state is not False:
+            randomness = Randomness(draw_seed(), state.quiet)
+        return Call(
+            name=self._name,
+            state=state,
+            flags=state.flags,
+            with_grad=with_grad,
+            grain=config.recompute_grain or "stage",
+            randomness=randomness,
+            autocast=Autocast.current(),
+            loss_fn=loss_fn,
+            keep_outputs=keep,
+        )
+
+    def _new_run(self, call: Call, tasks: Sequence[Task], parts: Sequence[Any], *, outputs: bool) -> Run:
+        run = Run(call, self._runtime, self._twins)
+        run.expect(tasks)
+        if outputs:
+            run.reserve_all(self._outputs(len(parts)))
+        if call.with_grad and _requiring_grad(parts):
+            run.reserve_all(_keys("grad", 0, len(parts)))
+        for m, part in enumerate(parts):
+            run.put(("input", 0, m), Packet.of(self._runtime.backend, tuple(part), with_grads=call.with_grad))
+        return run
+
+    def _launch_fused(
+        self,
+        parts: Sequence[Any],
+        labels: Sequence[Any],
+        loss_fn: LossFn,
+        config: RoundPipeRunConfig,
+        *,
+        keep: bool,
+    ) -> Run:
+        tasks = self._planner.tasks(config, "fused", len(parts), input_grads=bool(_requiring_grad(parts)))
+        call = self._call(config, with_grad=True, loss_fn=loss_fn, keep=keep)
+        run = self._new_run(call, tasks, parts, outputs=keep)
+        for m, label in enumerate(labels):
+            run.put(("label", 0, m), Packet.of(self._runtime.backend, label, with_grads=False))
+        self._launch(run, tasks)
+        return run
+
+    def _launch_forward(
+        self, parts: Sequence[Any], config: RoundPipeRunConfig, *, with_grad: bool, input_grads: bool
+    ) -> tuple[Run, list[Task]]:
+        mode: Mode = "train" if with_grad else "infer"
+        tasks = self._planner.tasks(config, mode, len(parts), input_grads=input_grads)
+        run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, outputs=True)
+        run.launch([task for task in tasks if task.kind == "F"])
+        return run, [task for task in tasks if task.kind == "B"]
+
+    def _launch_backward(
+        self, run: Run, tasks: Sequence[Task], packets: Sequence[Packet], grads: Gradients
+    ) -> None:
+        run.begin_backward()
+        last = len(self._state.layers)
+        remaining = iter(grads)
+        for m, packet in enumerate(packets):
+            found = [next(remaining) if grad else None for grad in packet.grads]
+            if run.wants_grad(last, m):
+                run.put(("grad", last, m), Packet.of(self._runtime.backend, found, with_grads=False))
+        self._launch(run, tasks)
+
+    def _launch(self, run: Run, tasks: Sequence[Task]) -> None:
+        self._runs.append(run)
+        run.launch(tasks)
+
+    def _outputs(self, microbatches: int) -> list[Key]:
+        return _keys("input", len(self._state.layers), microbatches)
+
+
+def _keys(kind: Any, boundary: int, microbatches: int) -> list[Key]:
+    return [(kind, boundary, m) for m in range(microbatches)]
+
+
+def _requiring_grad(parts: Sequence[Any]) -> list[torch.Tensor]:
+    return [
+        leaf
+        for part in parts
+        for leaf in rp_batch.flatten(tuple(part))[0]
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+
+
+def _grads_of_inputs(parts: Sequence[Any], packets: Sequence[Packet]) -> list[torch.Tensor | None]:
+    return [
+        grad
+        for part, packet in zip(parts, packets, strict=True)
+        for leaf, grad in zip(rp_batch.flatten(tuple(part))[0], packet.leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+
+
+def _backpropagate(inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    pairs = [(tensor, grad) for tensor, grad in zip(inputs, grads, strict=True) if grad is not None]
+    torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])

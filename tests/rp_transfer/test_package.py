@@ -1,0 +1,48 @@
+"""The package as a whole: importing it opens nothing, and its examples run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import rp_transfer
+
+MODULES = sorted(module.name for module in pkgutil.iter_modules(rp_transfer.__path__) if module.name != "cuda")
+
+IMPORT = """
+import sys, threading
+import torch
+before = set(sys.modules)
+import rp_transfer, rp_transfer.testing
+assert not torch.cuda.is_initialized(), "a CUDA context is open"
+assert "cupy" not in sys.modules, "CuPy is imported"
+assert threading.active_count() == 1, "a thread runs"
+tools = {name.split(".")[0] for name in set(sys.modules) - before} & {"pytest", "hypothesis", "numpy", "optree"}
+assert not tools, f"{tools} are imported"
+"""
+
+
+def test_importing_opens_no_device_no_thread_and_no_cupy() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["", *MODULES])
+def test_the_examples_run(name: str) -> None:
+    module = importlib.import_module(f"rp_transfer.{name}".rstrip("."))
+    assert doctest.testmod(module).failed == 0
+
+
+def test_there_are_examples() -> None:
+    modules = [importlib.import_module(f"rp_transfer.{name}") for name in MODULES]
+    assert sum(doctest.testmod(module).attempted for module in modules) > 30
+
+
+def test_what_the_package_exports_is_there() -> None:
+    assert all(hasattr(rp_transfer, name) for name in rp_transfer.__all__)
+    assert rp_transfer.__all__ == sorted(rp_transfer.__all__)
