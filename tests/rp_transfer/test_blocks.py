@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from rp_transfer import CpuBackend, Layout, Unordered
 from rp_transfer.blocks import ALIGNMENT
 

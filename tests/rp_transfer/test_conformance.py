@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_transfer import Backend, CpuBackend, open_backend
-from rp_transfer.testing import check, check_caught, check_closing, check_promises
+from rp_transfer.testing import (
+    check,
+    check_caught,
+    check_closing,
+    check_promises,
+    needed_waits,
+    random_program,
+    run_in_order,
+    run_on,
+    without,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 COUNTS = pytest.mark.parametrize("count", [1, 2, 4])
@@ -41,6 +51,12 @@ def test_programs_are_right_without_the_checks_too(seed: int) -> None:
     check(CpuBackend(2, strict=False), [seed])
 
 
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS, unit=st.integers(2, 5))
+def test_programs_are_right_in_larger_units(seed: int, unit: int) -> None:
+    check(CpuBackend(2), [seed], unit=unit)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @COUNTS
 def test_cpu_devices_keep_every_promise(count: int, strict: bool) -> None:
@@ -60,6 +76,18 @@ def cuda() -> Iterator[Backend]:
 def test_random_programs_on_cuda_devices_equal_the_programs_run_in_order(cuda: Backend) -> None:
     check(cuda, range(300))
     check(cuda, range(20), length=200)
+    check(cuda, range(20), unit=1 << 20)
+
+
+@pytest.mark.cuda
+def test_large_units_let_a_gpu_show_that_a_wait_is_missing(cuda: Backend) -> None:
+    # Else a backend that loses waits would pass: small copies are over before anybody looks.
+    seen = 0
+    for seed in range(5):
+        program = random_program(seed, len(cuda.devices))
+        wrong = [without(program, index) for index in needed_waits(program)]
+        seen += sum(run_on(cuda, program, unit=1 << 20) != run_in_order(program) for program in wrong)
+    assert seen > 5
 
 
 @pytest.mark.cuda

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-
 import rp_transfer
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(rp_transfer.__path__) if module.name != "cuda")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 
 import torch
-
 from rp_transfer import CpuBackend, Retainer
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rp_transfer import BackendUnavailable, CpuBackend, DeviceStringError, open_backend, parse_devices
 
 
@@ -28,9 +27,7 @@ def test_without_numbers_all_cuda_devices_or_one_cpu_device_are_meant() -> None:
     assert (parse_devices("cpu").kind, parse_devices("cpu").count) == ("cpu", 1)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "gpu", "cpu:", "cpu:x", "cuda:", "cuda:-1", "cuda:0,", "cpu;2", "CPU", "cuda 0"]
-)
+@pytest.mark.parametrize("text", ["", "gpu", "cpu:", "cpu:x", "cuda:", "cuda:-1", "cuda:0,", "cpu;2", "CPU"])
 def test_what_nobody_can_read_is_refused_with_the_four_forms(text: str) -> None:
     with pytest.raises(DeviceStringError, match="must read 'cuda', 'cuda:0,2', 'cpu' or 'cpu:4', but are"):
         parse_devices(text)
@@ -54,9 +51,11 @@ def test_a_device_string_error_is_a_value_error() -> None:
 @given(text=st.text(max_size=12))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        assert parse_devices(text).kind in ("cpu", "cuda")
+        kind, said = parse_devices(text).kind, repr(text)
     except DeviceStringError as error:
-        assert repr(text) in str(error)
+        kind, said = "", str(error)
+    assert kind in ("", "cpu", "cuda")
+    assert repr(text) in said
 
 
 def test_cpu_devices_open() -> None:
@@ -91,7 +90,7 @@ def test_without_cuda_and_environment_one_cpu_device_opens(
 
 def test_cuda_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BackendUnavailable, match="torch sees none here .*ask for 'cpu' devices"):
+    with pytest.raises(BackendUnavailable, match=r"torch sees none here .*ask for 'cpu' devices"):
         open_backend("cuda")
 
 

@@ -12,7 +12,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
-
 from rp_transfer import CpuBackend, Ticket, Turns
 from rp_transfer.bounded import bounded
 

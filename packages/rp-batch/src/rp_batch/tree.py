@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import threading
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar, cast
@@ -247,16 +247,18 @@ def _torch_keys(node: Any, values: list[Any], registered: torch_pytree.NodeDef) 
         return [torch_pytree.MappingKey(key) for key in cast("Mapping[Any, Any]", node)]
     attributes = _attributes_by_identity(node)
     return [
-        torch_pytree.GetAttrKey(attributes[id(value)]) if id(value) in attributes else _Unnamed(index)
+        torch_pytree.GetAttrKey(attributes[id(value)].popleft()) if attributes[id(value)] else _Unnamed(index)
         for index, value in enumerate(values)
     ]
 
 
-def _attributes_by_identity(node: Any) -> dict[int, str]:
-    """The attributes of a node, by the identity of their value; none that could be one of several."""
+def _attributes_by_identity(node: Any) -> dict[int, deque[str]]:
+    """The names of a node's attributes, in order, by the identity of their value: several if it stands twice."""
     attributes: dict[str, Any] = getattr(node, "__dict__", {})
-    count = Counter(map(id, attributes.values()))
-    return {id(value): name for name, value in attributes.items() if count[id(value)] == 1}
+    names: dict[int, deque[str]] = defaultdict(deque)
+    for name, value in attributes.items():
+        names[id(value)].append(name)
+    return names
 
 
 def _open_dataclass(node: Any) -> tuple[list[Any], _Frame, list[Any]]:

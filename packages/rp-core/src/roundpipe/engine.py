@@ -169,12 +169,12 @@ class Engine:
         failed, broken = self._state.failed, self._state.broken
         if failed is not None:
             raise StepFailed(
-                f"an earlier step of model {self._name!r} failed half-way ({failed!r}); load a state with "
+                f"an earlier step of model {self._name!r} failed half-way ({failed}); load a state with "
                 "load_state_dict() or go back to the last published weights with reset()"
             )
         if broken is not None:
             raise GradientsIncomplete(
-                f"an earlier call of model {self._name!r} failed ({broken!r}) and left part of its gradients; "
+                f"an earlier call of model {self._name!r} failed ({broken}) and left part of its gradients; "
                 "drop them with zero_grad() or reset()"
             )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, Literal
 
 import rp_batch
@@ -48,13 +49,13 @@ class _TaskJob:
         self._lane = lane
 
     def prefetch(self) -> None:
-        if self._run.error is None:
+        if not self._run.aborted:
             self._guard(self._weights.prefetch)
 
     def run(self) -> None:
-        if self._run.error is None:
+        if not self._run.aborted:
             self._guard(self._stage.run)
-        if self._run.error is not None:
+        if self._run.aborted:
             self._guard(self._step_aside)
         for ticket in self._weights.tickets():
             ticket.leave()
@@ -81,12 +82,13 @@ class Run:
 
     def __init__(self, call: Call, runtime: Runtime, twins: Sequence[Twins]) -> None:
         self.call = call
-        self.error: BaseException | None = None
-        self.raised = False
+        self.aborted = False
+        self._error: BaseException | None = None
         self._runtime = runtime
         self._twins = twins
         self._slots: dict[Key, _Slot] = {}
         self._buffers: dict[tuple[int, int], Packet] = {}
+        self._recomputed: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._futures: list[Future[None]] = []
         self._adds_gradients = call.loss_fn is not None
@@ -101,6 +103,7 @@ class Run:
                     self.reserve(("input", boundary, microbatch))
                 if task.kind == "B":
                     self.reserve(("grad", task.layers.stop, microbatch))
+                    self._recomputed.update((layer, microbatch) for layer in task.layers)
                 if task.kind == "FB":
                     self.reserve(("label", 0, microbatch))
                     self.reserve(("loss", 0, microbatch))
@@ -166,6 +169,10 @@ class Run:
         """See `Exchange`."""
         return ("input", boundary, microbatch) in self._slots
 
+    def wants_buffers(self, layer: int, microbatch: int) -> bool:
+        """See `Exchange`."""
+        return (layer, microbatch) in self._recomputed
+
     def wants_grad(self, boundary: int, microbatch: int) -> bool:
         """See `Exchange`."""
         return ("grad", boundary, microbatch) in self._slots
@@ -190,13 +197,13 @@ class Run:
     def put(self, key: Key, packet: Packet) -> None:
         """Fill a slot."""
         with self._lock:
-            if self.error is None:
+            if not self.aborted:
                 self._slots[key].packet.set_result(packet)
 
     def take(self, key: Key) -> Packet:
         """What is in a slot; blocks until it is filled. The last reader empties it."""
         with self._lock:
-            if self.error is not None:
+            if self.aborted:
                 raise Aborted
             slot = self._slots[key]
         packet = slot.packet.result()
@@ -211,13 +218,14 @@ class Run:
     def abort(self, error: BaseException, where: str) -> None:
         """Keep the first error with a note of where it happened, and wake everyone who waits for a slot."""
         with self._lock:
-            if self.error is not None:
+            if self.aborted:
                 return
             error.add_note(f"RoundPipe: in model {self.call.name!r}, {where}")
-            self.error = error
+            self.aborted = True
+            self._error = error
             waiting = [slot.packet for slot in self._slots.values() if not slot.packet.done()]
         if self._adds_gradients:
-            self.call.state.broken = error
+            self.call.state.broken = repr(error)
         for packet in waiting:
             packet.set_exception(Aborted())
 
@@ -247,9 +255,10 @@ class Run:
     def settle(self) -> None:
         """Block until all that was handed over so far has reached the host."""
         self.wait()
-        for slot in self._slots.values():
-            if slot.packet.done() and (event := slot.packet.result().event) is not None:
-                event.synchronize()
+        handed = [slot.packet.result() for slot in self._slots.values() if slot.packet.done()]
+        for packet in [*handed, *self._buffers.values()]:
+            if packet.event is not None:
+                packet.event.synchronize()
 
     def begin_backward(self) -> None:
         """The run's backward tasks come next, for the first and only time."""
@@ -266,11 +275,18 @@ class Run:
     def finish(self) -> None:
         """Block until all tasks are over and raise the run's error, once."""
         self.wait()
-        if self.error is not None and not self.raised:
-            self.raised = True
-            self._slots.clear()
-            self._buffers.clear()
-            raise self.error
+        if self._error is None:
+            return
+        # What the tasks before the failed one handed over may still be on its way; nobody else will wait for it.
+        for lane in self._runtime.lanes:
+            # A device that cannot go on says so here, too; the first error is the one to tell.
+            with suppress(Exception):
+                lane.device.synchronize()
+        self._slots.clear()
+        self._buffers.clear()
+        # The error holds its frames and all that is in them: it is the caller's from here on.
+        error, self._error = self._error, None
+        raise error
 
     def done(self) -> bool:
         """Whether all tasks are over."""

@@ -137,13 +137,22 @@ class Courier:
         self._visiting.append(there)
         return there
 
-    def send(self, treedef: Any, leaves: Sequence[Any], grads: Sequence[bool], origins: Origins) -> Packet:
-        """The leaves on the host, once the packet's event has happened; what is there already stays."""
+    def send(
+        self,
+        treedef: Any,
+        leaves: Sequence[Any],
+        grads: Sequence[bool],
+        origins: Origins,
+        *,
+        in_use: bool = False,
+    ) -> Packet:
+        """The leaves on the host, once the packet's event has happened; what is there already stays.
+
+        Leaves that are still `in_use` may be written in place by the next layer while they travel.
+        """
         known = [origins.find(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         plain = [
-            leaf.detach().resolve_conj().resolve_neg().contiguous()
-            if isinstance(leaf, torch.Tensor) and there is None
-            else None
+            _plain(leaf, copied=in_use) if isinstance(leaf, torch.Tensor) and there is None else None
             for leaf, there in zip(leaves, known, strict=True)
         ]
         self._depart_after_compute([leaf for leaf in plain if leaf is not None], known)
@@ -174,3 +183,8 @@ class Courier:
         """What was brought is needed until `done`."""
         self._retainer.keep(done, self._visiting)
         self._visiting = []
+
+
+def _plain(tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
+    found = tensor.detach().resolve_conj().resolve_neg()
+    return found.clone(memory_format=torch.contiguous_format) if copied else found.contiguous()

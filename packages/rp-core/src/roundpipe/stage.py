@@ -48,6 +48,10 @@ class Exchange(Protocol):
         """Whether a later task takes the activations at a boundary."""
         ...
 
+    def wants_buffers(self, layer: int, microbatch: int) -> bool:
+        """Whether the layer will be recomputed."""
+        ...
+
     def wants_grad(self, boundary: int, microbatch: int) -> bool:
         """Whether someone takes the gradients at a boundary."""
         ...
@@ -153,8 +157,14 @@ class Stage:
     def _hand_over(self, boundary: int, microbatch: int, arrived: Arrived, origins: Origins) -> None:
         if self._exchange.wants_input(boundary, microbatch):
             grads = [door is not None for door in arrived.doors]
-            packet = self._courier.send(arrived.treedef, arrived.inside, grads, origins)
+            goes_on = boundary < self._task.layers.stop
+            # What the caller gets is theirs to write: nothing that a backward task will read.
+            known = origins if boundary < self._call.num_layers else Origins()
+            packet = self._courier.send(arrived.treedef, arrived.inside, grads, known, in_use=goes_on)
             self._exchange.put_input(boundary, microbatch, packet)
+            for leaf, host in zip(arrived.inside, packet.leaves, strict=True):
+                if goes_on and isinstance(leaf, torch.Tensor):
+                    origins.add(leaf, host, packet.event)
 
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         self._place = f"before {self._call.where(boundary)}, microbatch {microbatch}"
@@ -207,7 +217,7 @@ class Stage:
             return body()
 
         output = self._seeded(layer, microbatch, from_the_start, again=False)
-        if self._call.with_grad and self._weights.buffers_written(state, versions):
+        if self._exchange.wants_buffers(layer, microbatch) and self._weights.buffers_written(state, versions):
             packet = self._courier.send(None, before, [False] * len(before), Origins())
             self._exchange.put_buffers(layer, microbatch, packet)
         return output
@@ -240,11 +250,11 @@ class Stage:
 
     def _fused(self, microbatch: int) -> None:
         layers = self._task.layers
-        arrived, origins = self._arrive(layers.start, microbatch)
+        arrived, _ = self._arrive(layers.start, microbatch)
         output = self._through(layers, microbatch, arrived.tree(), again=False)
         if self._call.keep_outputs:
             leaves, treedef = rp_batch.flatten(output)
-            packet = self._courier.send(treedef, leaves, [False] * len(leaves), origins)
+            packet = self._courier.send(treedef, leaves, [False] * len(leaves), Origins(), in_use=True)
             self._exchange.put_input(layers.stop, microbatch, packet)
         losses = self._loss(output, microbatch)
         del output

@@ -92,14 +92,16 @@ class LayerState:
         return sum(block.nbytes for block in self.blocks if not kinds or block.kind in kinds)
 
 
-Signature = tuple[tuple[int, bool, int], ...]
+Signature = tuple[object, ...]
 
 
 def signature(layers: Sequence[torch.nn.Module]) -> Signature:
-    """What blocks were built from: each tensor's identity, whether it is trained, and where it lies."""
-    return tuple(
+    """What blocks and twins were built from: all modules, each tensor, whether it is trained, where it lies."""
+    modules = tuple(module for layer in layers for module in layer.modules())
+    tensors = tuple(
         (id(tensor), tensor.requires_grad, tensor.data_ptr()) for layer in layers for _, tensor in _tensors(layer)
     )
+    return modules, tensors
 
 
 def training_flags(layers: Sequence[torch.nn.Module]) -> tuple[tuple[bool, ...], ...]:
@@ -154,8 +156,8 @@ class ModelState:
 
     `version` counts the publications of new weights that have been launched; `unpublished` says that the
     optimizer has a result that no call reads yet. `quiet` are the layers that were seen to draw no CPU random
-    numbers. `broken` is the error of a call that left part of its gradients, `failed` that of a step that left
-    part of its update.
+    numbers. `broken` tells the error of a call that left part of its gradients, `failed` that of a step that left
+    part of its update; in words, since the errors themselves hold all that their frames hold.
     """
 
     def __init__(
@@ -169,8 +171,8 @@ class ModelState:
         self.unpublished = False
         self.quiet: set[int] = set()
         self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
-        self.broken: BaseException | None = None
-        self.failed: BaseException | None = None
+        self.broken: str | None = None
+        self.failed: str | None = None
         self.build()
 
     def build(self) -> None:
@@ -182,7 +184,7 @@ class ModelState:
         self.flags = training_flags(self.modules)
 
     def changed(self) -> bool:
-        """Whether parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`."""
+        """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`."""
         return signature(self.modules) != self.signature
 
     def written_outside(self) -> list[torch.Tensor]:

@@ -38,9 +38,11 @@ class Twins:
 
     def ensure(self, indices: range) -> None:
         """Build the twins of these layers that do not exist yet."""
-        for index in indices:
-            if index not in self._modules:
-                self._modules[index] = self._build(self._layers[index])
+        # A twin outlives this call: under the caller's inference mode its tensors could never be trained.
+        with torch.inference_mode(False):
+            for index in indices:
+                if index not in self._modules:
+                    self._modules[index] = self._build(self._layers[index])
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
         """A layer's twin, with these training flags in the order of ``modules()``."""

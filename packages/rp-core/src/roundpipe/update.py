@@ -106,7 +106,7 @@ class Updates:
             self._take_gradients_back()
         except BaseException as error:
             error.add_note(f"RoundPipe: in model {self._name!r}, in the step function, on the optimizer's thread")
-            self._state.failed = error
+            self._state.failed = repr(error)
             raise
 
     def _lend_gradients(self) -> None:

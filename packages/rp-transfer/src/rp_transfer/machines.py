@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,19 +30,20 @@ Results = list[list[float]]
 
 
 class Memory:
-    """Tensors by name, each the only reference to its memory."""
+    """Tensors by name, each the only reference to its memory; `unit` elements stand for one of the program's."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: int = 1) -> None:
         self.at: dict[str, torch.Tensor] = {}
+        self._unit = unit
 
     def piece(self, piece: Piece) -> torch.Tensor:
-        """A view: (stop - start,)."""
-        return self.at[piece.name][piece.start : piece.stop]
+        """A view: ((stop - start) * unit,)."""
+        return self.at[piece.name][piece.start * self._unit : piece.stop * self._unit]
 
     def write(self, step: Write) -> None:
         """Carry out a write of the host."""
-        here = self.piece(step.piece)
-        here.copy_((torch.arange(here.numel()) + step.first).remainder(MODULUS))
+        here = self.piece(step.piece).view(-1, self._unit)
+        here.copy_((torch.arange(len(here)) + step.first).remainder(MODULUS).unsqueeze(1))
 
     def compute(self, step: Compute) -> None:
         """Carry out a computation, with temporary memory as any layer has."""
@@ -52,8 +54,10 @@ class Memory:
         there.copy_(total.remainder(MODULUS))
 
     def read(self, step: Read) -> list[float]:
-        """Carry out a read of the host."""
-        return [float(element) for element in self.piece(step.piece)]
+        """Carry out a read of the host: (stop - start), NaN where one unit does not hold the same throughout."""
+        units = self.piece(step.piece).view(-1, self._unit)
+        same = (units == units[:, :1]).all(dim=1)
+        return [float(unit[0]) if whole else math.nan for unit, whole in zip(units, same, strict=True)]
 
 
 def in_order(program: Program) -> Results:
@@ -82,11 +86,12 @@ def in_order(program: Program) -> Results:
 class Machine:
     """Runs steps on a backend, from one thread that plays every worker."""
 
-    def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(self, backend: Backend, dtype: torch.dtype, unit: int) -> None:
         self.results: Results = []
         self._backend = backend
         self._dtype = dtype
-        self._memory = Memory()
+        self._unit = unit
+        self._memory = Memory(unit)
         self._events: dict[str, Event] = {}
         self._attached: int | None = None
 
@@ -123,9 +128,9 @@ class Machine:
 
     def _take(self, step: Take) -> torch.Tensor:
         if step.owner is None:
-            return self._backend.host_empty((step.numel,), self._dtype)
-        stream = self._stream(step.owner)
-        return self._backend.devices[step.owner.device].empty((step.numel,), self._dtype, stream=stream)
+            return self._backend.host_empty((step.numel * self._unit,), self._dtype)
+        stream, device = self._stream(step.owner), self._backend.devices[step.owner.device]
+        return device.empty((step.numel * self._unit,), self._dtype, stream=stream)
 
     def _compute(self, step: Compute) -> None:
         stream = self._stream(step.lane)

@@ -60,8 +60,11 @@ def run_in_order(program: Program) -> Results:
     return in_order(program)
 
 
-def run_on(backend: Backend, program: Program) -> Results:
+def run_on(backend: Backend, program: Program, *, unit: int = 1) -> Results:
     """What the host reads when a backend runs the program, in a thread of its own.
+
+    `unit` elements stand for each of the program's: a million of them keep a real link busy for so long that a lost
+    wait shows.
 
     >>> from rp_transfer.cpu import CpuBackend
     >>> program = random_program(1, devices=1)
@@ -74,30 +77,30 @@ def run_on(backend: Backend, program: Program) -> Results:
         raise ValueError(
             f"the program needs {program.devices} devices, but the backend has {len(backend.devices)}"
         )
-    return bounded(partial(_run, backend, program))
+    return bounded(partial(_run, backend, program, unit))
 
 
-def _run(backend: Backend, program: Program) -> Results:
-    machine = Machine(backend, program.dtype)
+def _run(backend: Backend, program: Program, unit: int) -> Results:
+    machine = Machine(backend, program.dtype, unit)
     machine.run(program.steps)
     return machine.results
 
 
-def check(backend: Backend, seeds: Iterable[int], *, length: int = 24) -> None:
-    """Check a random program of each seed, on all the backend's devices.
+def check(backend: Backend, seeds: Iterable[int], *, length: int = 24, unit: int = 1) -> None:
+    """Check a random program of each seed, on all the backend's devices; for `unit` see `run_on`.
 
     Raises `NotConforming`, with the seed and the program.
     """
     for seed in seeds:
         program = random_program(seed, len(backend.devices), length=length)
-        check_program(backend, program, title=f"seed {seed}")
+        check_program(backend, program, title=f"seed {seed}", unit=unit)
 
 
-def check_program(backend: Backend, program: Program, *, title: str = "this program") -> None:
+def check_program(backend: Backend, program: Program, *, title: str = "this program", unit: int = 1) -> None:
     """Check that a right program gives what it gives in order, and leaves no memory behind."""
     wanted, before = run_in_order(program), _used_bytes(backend)
     try:
-        found = run_on(backend, program)
+        found = run_on(backend, program, unit=unit)
     except Exception as error:
         raise NotConforming(f"{title} is right but raised {error!r}\n{program}") from error
     if found != wanted:

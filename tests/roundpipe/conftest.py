@@ -1,0 +1,35 @@
+"""Every test of the engine runs on one, two and four CPU devices, and on CUDA devices where there are some."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from roundpipe import Runtime
+
+# Test files are imported one by one; what they share lies beside them.
+sys.path.insert(0, str(Path(__file__).parent))
+
+DEVICES = ["cpu:1", "cpu:2", "cpu:4", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(params=DEVICES)
+def devices(request: pytest.FixtureRequest) -> str:
+    """A device string."""
+    return request.param
+
+
+@pytest.fixture
+def runtime(devices: str) -> Iterator[Runtime]:
+    """A runtime on these devices."""
+    with Runtime(devices) as opened:
+        yield opened
+
+
+@pytest.fixture
+def two() -> Iterator[Runtime]:
+    """A runtime on two CPU devices, for tests that say nothing new on other devices."""
+    with Runtime("cpu:2") as opened:
+        yield opened

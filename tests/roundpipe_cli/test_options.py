@@ -1,0 +1,167 @@
+"""What the command line accepts, and how it refuses the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from roundpipe.cli import main
+from roundpipe.cli.arguments import parse
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.options import Given, read_options
+
+WRONG = {
+    "no command": [],
+    "an unknown command": ["tarin"],
+    "an unknown option": ["train", "--stpes", "3"],
+    "an option cut short": ["train", "--step", "3"],
+    "an option without its value": ["train", "--steps"],
+    "data without a path": ["train", "--data"],
+    "an empty path": ["train", "--data", ""],
+    "steps that are no number": ["train", "--steps", "many"],
+    "half a step": ["train", "--steps", "1.5"],
+    "no step": ["train", "--steps", "0"],
+    "a negative step": ["train", "--steps", "-3"],
+    "an empty batch": ["train", "--batch-size", "0"],
+    "a sequence of one byte": ["train", "--seq-len", "1"],
+    "no microbatch": ["train", "--num-microbatch", "0"],
+    "fewer sequences than microbatches": ["train", "--batch-size", "3", "--num-microbatch", "4"],
+    "a learning rate of zero": ["train", "--lr", "0"],
+    "a negative learning rate": ["train", "--lr", "-0.1"],
+    "an infinite learning rate": ["train", "--lr", "inf"],
+    "a learning rate that is no number": ["train", "--lr", "nan"],
+    "a learning rate in words": ["train", "--lr", "high"],
+    "an unknown dtype": ["train", "--dtype", "int8"],
+    "an unknown optimizer dtype": ["train", "--optim-dtype", "double"],
+    "a negative seed": ["train", "--seed", "-1"],
+    "a seed too large for torch": ["train", "--seed", str(2**63)],
+    "a missing path": ["train", "--data", "nowhere/at/all.txt"],
+    "devices nobody can read": ["train", "--devices", "tpu:8"],
+    "no CPU device": ["train", "--devices", "cpu:0"],
+    "an empty device string": ["train", "--devices", ""],
+    "a GPU that is not there": ["train", "--devices", "cuda:512"],
+    "a GPU named twice": ["train", "--devices", "cuda:0,0"],
+    "too little text for a batch": ["train", "--batch-size", "1000000000"],
+    "too little text for a sequence": ["train", "--seq-len", "1000000000", "--batch-size", "4"],
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG.values(), ids=WRONG.keys())
+def test_what_is_given_wrongly_gets_one_line_and_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    assert main(arguments) == 2
+
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("roundpipe: ")
+    assert shown.err.count("\n") == 1
+
+
+def test_a_folder_without_text_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    tmp_path.joinpath("picture.bin").write_bytes(b"\0" * 100)
+
+    assert main(["train", "--data", str(tmp_path)]) == 2
+    assert "no text was found" in capsys.readouterr().err
+
+
+def test_too_little_text_is_refused_with_the_count_that_was_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    text = tmp_path / "short.txt"
+    text.write_bytes(b"x" * 100)
+
+    assert main(["train", "--data", str(text), "--seq-len", "200"]) == 2
+    assert "there are 90 to train on" in capsys.readouterr().err
+
+
+def test_an_output_that_is_a_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("not a folder")
+
+    assert main(["train", "--output", str(taken)]) == 2
+    assert main(["train", "--output", str(taken / "below")]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_an_output_folder_with_foreign_files_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    tmp_path.joinpath("options.json").write_text('{"theirs": 1}')
+
+    assert main(["train", "--output", str(tmp_path)]) == 2
+    assert "has other files in it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
+    assert tmp_path.joinpath("options.json").read_text() == '{"theirs": 1}'
+
+
+def test_a_device_that_is_not_there_is_told_as_such(capsys: pytest.CaptureFixture[str], no_model: None) -> None:
+    assert main(["train", "--devices", "cuda:512"]) == 2
+    assert "cuda" in capsys.readouterr().err.lower()
+
+
+def test_the_devices_variable_is_read_like_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    monkeypatch.setenv("ROUNDPIPE_DEVICES", "abacus")
+
+    assert main(["train"]) == 2
+    assert "abacus" in capsys.readouterr().err
+
+
+def test_data_takes_several_paths_and_may_be_repeated() -> None:
+    given = parse(["train", "--data", "a", "b", "--steps", "3", "--data", "c"])
+
+    options = read_options(given)
+
+    assert options.data == (Path("a"), Path("b"), Path("c"))
+    assert options.steps == 3
+
+
+def test_two_parses_do_not_share_what_they_collect() -> None:
+    assert parse(["train", "--data", "a"]).data == ["a"]
+    assert parse(["train", "--data", "b"]).data == ["b"]
+    assert parse(["train"]).data is None
+
+
+def test_the_defaults_pass_their_own_checks() -> None:
+    options = read_options(Given())
+
+    assert options.num_microbatch == 4
+    assert options.batch_tokens == options.batch_size * options.seq_len
+    assert not options.sync
+
+
+def test_a_refusal_names_the_option_and_what_was_found() -> None:
+    with pytest.raises(Refused, match=r"--lr must be a finite number above 0, but is 'nan'"):
+        read_options(Given(lr="nan"))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_and_version_end_well(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+
+    assert ended.value.code == 0
+    assert "roundpipe" in capsys.readouterr().out
+
+
+def test_the_exit_code_of_the_process_is_that_of_main() -> None:
+    command = "import sys; from roundpipe.cli import main; sys.exit(main())"
+
+    ended = subprocess.run(
+        [sys.executable, "-c", command, "train", "--lr", "0"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert ended.stderr == "roundpipe: --lr must be a finite number above 0, but is '0'\n"

@@ -1,0 +1,77 @@
+"""The workspace: what its members promise of each other, and of themselves."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+MEMBERS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+
+
+def project(member: Path) -> dict:
+    return tomllib.loads((member / "pyproject.toml").read_text())["project"]
+
+
+def version(member: Path) -> str:
+    (source,) = member.glob("src/*/__init__.py")
+    return re.search(r'^__version__ = "(.+)"$', source.read_text(), re.MULTILINE)[1]
+
+
+def requirements(member: Path) -> list[Requirement]:
+    found = project(member)
+    extras = [line for lines in found.get("optional-dependencies", {}).values() for line in lines]
+    return [Requirement(line) for line in [*found["dependencies"], *extras]]
+
+
+def test_there_are_six_members() -> None:
+    names = [project(member)["name"] for member in MEMBERS]
+    assert names == ["rp-batch", "rp-core", "rp-optim", "rp-presets", "rp-sched", "rp-transfer"]
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+def test_a_member_accepts_the_versions_of_its_siblings(member: Path) -> None:
+    # uv takes siblings from the workspace whatever their versions are; people who install from an index do not.
+    siblings = {project(sibling)["name"]: version(sibling) for sibling in MEMBERS}
+    for requirement in requirements(member):
+        if requirement.name in siblings:
+            assert requirement.specifier.contains(siblings[requirement.name], prereleases=True), requirement
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+def test_only_the_core_asks_for_siblings(member: Path) -> None:
+    siblings = {project(sibling)["name"] for sibling in MEMBERS}
+    asked = {requirement.name for requirement in requirements(member)} & siblings
+    assert asked == (siblings - {"rp-core"} if member.name == "rp-core" else set())
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+def test_a_member_is_complete(member: Path) -> None:
+    for name in ("README.md", "CHANGELOG.md", "LICENSE"):
+        assert (member / name).read_text().strip(), name
+    (package,) = member.glob("src/*")
+    assert (package / "py.typed").is_file()
+    assert project(member)["requires-python"] == ">=3.11"
+    assert f"## {version(member)}" in (member / "CHANGELOG.md").read_text()
+    assert importlib.import_module(package.name).__version__ == version(member)
+
+
+def test_the_root_is_not_a_package() -> None:
+    assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_extras_for_both_cuda_versions_are_forwarded() -> None:
+    extras = project(ROOT / "packages/rp-core")["optional-dependencies"]
+    assert extras == {"cuda12": ["rp-transfer[cuda12]"], "cuda13": ["rp-transfer[cuda13]"]}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("packages/*/src/**/*.py")), ids=lambda path: path.name)
+def test_a_files_first_line_says_its_purpose(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    assert first.startswith('"""')
+    assert len(first) > len('"""."""')
