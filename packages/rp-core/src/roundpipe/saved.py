@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import rp_batch
@@ -76,24 +76,20 @@ class Arrived:
         return rp_batch.unflatten(self.treedef, self.inside)
 
 
-@dataclass(slots=True)
 class Origins:
     """Where the device tensors that may come out of a layer unchanged lie on the host already."""
 
-    of: dict[int, tuple[torch.Tensor, int, torch.Tensor, Event | None]] = field(
-        default_factory=dict[int, tuple[torch.Tensor, int, torch.Tensor, Event | None]]
-    )
+    def __init__(self) -> None:
+        self._hosts: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
-    def add(self, tensor: torch.Tensor, host: torch.Tensor, event: Event | None) -> None:
-        """`tensor` is a copy of `host`."""
-        self.of[id(tensor)] = (tensor, tensor._version, host, event)
+    def add(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """`tensor` was copied from `host`, and the compute stream waited for that."""
+        self._hosts[id(tensor)] = (tensor, tensor._version, host)
 
-    def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None] | None:
+    def find(self, leaf: object) -> torch.Tensor | None:
         """The host copy of exactly this tensor, unless it was written since."""
-        found = self.of.get(id(tensor))
-        if found is None or found[0] is not tensor or found[1] != tensor._version:
-            return None
-        return found[2], found[3]
+        tensor, version, host = self._hosts.get(id(leaf), (None, 0, None))
+        return host if tensor is not None and tensor is leaf and tensor._version == version else None
 
 
 def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list[torch.Tensor | None]]:
@@ -150,29 +146,23 @@ class Courier:
 
         Leaves that are still `in_use` may be written in place by the next layer while they travel.
         """
-        known = [origins.find(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        known = [origins.find(leaf) for leaf in leaves]
         plain = [
-            _plain(leaf, copied=in_use) if isinstance(leaf, torch.Tensor) and there is None else None
-            for leaf, there in zip(leaves, known, strict=True)
+            leaf.detach().resolve_conj().resolve_neg().contiguous()
+            if isinstance(leaf, torch.Tensor) and host is None
+            else None
+            for leaf, host in zip(leaves, known, strict=True)
         ]
-        self._depart_after_compute([leaf for leaf in plain if leaf is not None], known)
+        device = self._device
+        device.compute.touch(write=[leaf for leaf in plain if leaf is not None], what="results")
+        device.results_out.wait(device.compute.record())
         held = [
-            there[0] if there is not None else leaf if out is None else self._download(out)
-            for leaf, there, out in zip(leaves, known, plain, strict=True)
+            host if host is not None else leaf if out is None else self._download(out)
+            for leaf, host, out in zip(leaves, known, plain, strict=True)
         ]
-        event = self._device.results_out.record()
+        event = device.results_out.record()
         self._retainer.keep(event, plain, held)
         return Packet(treedef, tuple(held), tuple(grads), event)
-
-    def _depart_after_compute(
-        self, tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, Event | None] | None]
-    ) -> None:
-        device = self._device
-        device.compute.touch(write=tensors, what="results")
-        device.results_out.wait(device.compute.record())
-        for there in known:
-            if there is not None and there[1] is not None:
-                device.results_out.wait(there[1])
 
     def _download(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)

@@ -149,9 +149,9 @@ class Stage:
         grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         inside, doors = enter(leaves, grads)
         for leaf, new in zip(leaves, inside, strict=True):
-            known = origins.find(leaf) if isinstance(leaf, torch.Tensor) else None
-            if known is not None and new is not leaf:
-                origins.add(new, *known)
+            host = origins.find(leaf)
+            if host is not None and new is not leaf:
+                origins.add(new, host)
         return Arrived(treedef, inside, doors)
 
     def _hand_over(self, boundary: int, microbatch: int, arrived: Arrived, origins: Origins) -> None:
@@ -164,7 +164,7 @@ class Stage:
             self._exchange.put_input(boundary, microbatch, packet)
             for leaf, host in zip(arrived.inside, packet.leaves, strict=True):
                 if goes_on and isinstance(leaf, torch.Tensor):
-                    origins.add(leaf, host, packet.event)
+                    origins.add(leaf, host)
 
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         self._place = f"before {self._call.where(boundary)}, microbatch {microbatch}"
@@ -174,7 +174,7 @@ class Stage:
         origins = Origins()
         for leaf, host in zip(inside, packet.leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                origins.add(leaf, host, packet.event)
+                origins.add(leaf, host)
         return Arrived(packet.treedef, inside, doors), origins
 
     # One layer
