@@ -12,6 +12,9 @@ from roundpipe.cli.arguments import parse
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.options import Given, read_options
 
+# Everything here is over before a model would be made.
+pytestmark = pytest.mark.usefixtures("no_model")
+
 WRONG = {
     "no command": [],
     "an unknown command": ["tarin"],
@@ -50,7 +53,7 @@ WRONG = {
 
 @pytest.mark.parametrize("arguments", WRONG.values(), ids=WRONG.keys())
 def test_what_is_given_wrongly_gets_one_line_and_exit_code_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], no_model: None
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
 
@@ -60,9 +63,7 @@ def test_what_is_given_wrongly_gets_one_line_and_exit_code_2(
     assert shown.err.count("\n") == 1
 
 
-def test_a_folder_without_text_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
-) -> None:
+def test_a_folder_without_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tmp_path.joinpath("picture.bin").write_bytes(b"\0" * 100)
 
     assert main(["train", "--data", str(tmp_path)]) == 2
@@ -70,7 +71,7 @@ def test_a_folder_without_text_is_refused(
 
 
 def test_too_little_text_is_refused_with_the_count_that_was_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "short.txt"
     text.write_bytes(b"x" * 100)
@@ -79,9 +80,7 @@ def test_too_little_text_is_refused_with_the_count_that_was_found(
     assert "there are 90 to train on" in capsys.readouterr().err
 
 
-def test_an_output_that_is_a_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
-) -> None:
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken = tmp_path / "taken"
     taken.write_text("not a folder")
 
@@ -91,7 +90,7 @@ def test_an_output_that_is_a_file_is_refused(
 
 
 def test_an_output_folder_with_foreign_files_is_refused_and_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tmp_path.joinpath("options.json").write_text('{"theirs": 1}')
 
@@ -101,13 +100,13 @@ def test_an_output_folder_with_foreign_files_is_refused_and_left_alone(
     assert tmp_path.joinpath("options.json").read_text() == '{"theirs": 1}'
 
 
-def test_a_device_that_is_not_there_is_told_as_such(capsys: pytest.CaptureFixture[str], no_model: None) -> None:
+def test_a_device_that_is_not_there_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--devices", "cuda:512"]) == 2
     assert "cuda" in capsys.readouterr().err.lower()
 
 
 def test_the_devices_variable_is_read_like_the_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_model: None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROUNDPIPE_DEVICES", "abacus")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import math
@@ -29,19 +31,21 @@ def _options(**given: Any) -> Options:
     return read_options(Given(**{**values, **given}))
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_bytes(b"".join(b"%d bottles hang on the wall; " % count for count in range(200)))
     return path
 
 
-@pytest.fixture
-def finished(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
     """The folder that a short job wrote, and what it printed."""
-    folder = tmp_path / "made" / "by" / "the job"
-    train(_options(data=[str(text)], output=str(folder)), TINY)
-    return folder, capsys.readouterr().out
+    folder = tmp_path_factory.mktemp("made") / "by" / "the job"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(_options(data=[str(text)], output=str(folder)), TINY)
+    return folder, printed.getvalue()
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -100,10 +104,10 @@ def test_the_saved_model_loads_and_gives_the_same_logits(tmp_path: Path, text: P
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_a_folder_of_an_earlier_run_may_be_written_again(finished: tuple[Path, str], text: Path) -> None:
-    train(_options(data=[str(text)], output=str(finished[0]), steps="1"), TINY)
-
-    assert [line["step"] for line in _lines(finished[0])] == [0, 1, 1]
+def test_a_folder_of_an_earlier_run_may_be_written_again(tmp_path: Path, text: Path) -> None:
+    for steps in (2, 1):
+        train(_options(data=[str(text)], output=str(tmp_path / "runs"), steps=str(steps)), TINY)
+        assert [line["step"] for line in _lines(tmp_path / "runs")] == [0, *range(1, steps + 1), steps]
 
 
 def test_losses_do_not_depend_on_the_number_of_devices(text: Path) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import optree
 import pytest
+import rp_batch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as torch_pytree
 from transformers.utils import ModelOutput
 
-import rp_batch
+EXAMPLES = int(os.environ.get("RP_BATCH_EXAMPLES", "100"))
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -89,27 +92,28 @@ def objects() -> st.SearchStrategy[Any]:
     return st.sampled_from([None, 7, True, "text", 0.5, math.nan, OPAQUE, torch.float32, slice(2), {1, 2}])
 
 
-def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+NODES: list[Callable[[list[Any]], Any]] = [
+    list,
+    tuple,
+    lambda children: dict(zip("zax", children, strict=False)),
+    lambda children: OrderedDict(zip("zax", children, strict=False)),
+    lambda children: [*children, (*children[:1],)],  # a child that stands twice
+    lambda children: Frozen(tuple(children)),
+    lambda children: Pair(children, children[:1]),
+    lambda children: Record(children, {}),
+    lambda children: KnownToOptree((), children),
+    lambda children: KnownToTorch(children, children[:1]),
+    lambda children: Output(tuple(children), children),
+]
+
+
+@st.composite
+def trees(draw: st.DrawFn, leaf: st.SearchStrategy[Any], depth: int = 3) -> Any:
     """Trees of all kinds of nodes, empty ones and ones with a leaf that stands twice included."""
-
-    def nodes(child: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        many = st.lists(child, max_size=3)
-        named = st.dictionaries(st.sampled_from("zyxab"), child, max_size=3)
-        return st.one_of(
-            many,
-            many.map(tuple),
-            named,
-            named.map(OrderedDict),
-            child.map(lambda value: [value, (value,)]),
-            child.map(Frozen),
-            st.builds(Pair, child, child),
-            st.builds(Record, child, child),
-            st.builds(KnownToOptree, child, child),
-            st.builds(KnownToTorch, child, child),
-            st.builds(Output, child, st.just("second")),
-        )
-
-    return st.recursive(leaf, nodes, max_leaves=8)
+    if depth == 0 or draw(st.booleans()):
+        return draw(leaf)
+    count = draw(st.integers(0, 3))
+    return draw(st.sampled_from(NODES))([draw(trees(leaf, depth - 1)) for _ in range(count)])
 
 
 @st.composite
@@ -176,10 +180,15 @@ def leaves_of(call: Any) -> list[tuple[str, Any]]:
     return walk("args", call[0]) + walk("kwargs", call[1])
 
 
+def holds_for(*strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+    """Hypothesis's `given`, for as many examples as one has time for."""
+    return lambda test: settings(max_examples=EXAMPLES, deadline=None)(given(*strategies)(test))
+
+
 # --- properties -------------------------------------------------------------------------------------------------
 
 
-@given(calls())
+@holds_for(calls())
 def test_flatten_and_unflatten_are_inverse(drawn: Any) -> None:
     call, _ = drawn
     leaves, treedef = rp_batch.flatten(call)
@@ -187,27 +196,27 @@ def test_flatten_and_unflatten_are_inverse(drawn: Any) -> None:
     assert all(a is b for a, (_, b) in zip(leaves, leaves_of(call), strict=True))
 
 
-@given(calls())
+@holds_for(calls())
 def test_every_path_leads_to_its_leaf(drawn: Any) -> None:
     call, _ = drawn
     for path, leaf in zip(rp_batch.paths(call), rp_batch.flatten(call)[0], strict=True):
         assert eval(f"call{path}", {"call": call}) is leaf
 
 
-@given(calls(), st.integers(1, 5))
+@holds_for(calls(), st.integers(1, 5))
 def test_merging_by_the_inferred_spec_undoes_splitting(drawn: Any, parts: int) -> None:
     call, _ = drawn
     inferred = rp_batch.infer(*call)
     assert alike(rp_batch.merge(split(call, parts), inferred.spec), call)
 
 
-@given(calls(broadcast=False, odd=False), st.integers(1, 5))
+@holds_for(calls(broadcast=False, odd=False), st.integers(1, 5))
 def test_merging_by_default_undoes_splitting_where_nothing_is_replicated(drawn: Any, parts: int) -> None:
     call, _ = drawn
     assert alike(rp_batch.merge(split(call, parts)), call)
 
 
-@given(calls(), st.integers(1, 5))
+@holds_for(calls(), st.integers(1, 5))
 def test_a_part_is_what_slicing_gives_and_a_view(drawn: Any, parts: int) -> None:
     call, batch = drawn
     made = split(call, parts)
@@ -226,11 +235,13 @@ def test_a_part_is_what_slicing_gives_and_a_view(drawn: Any, parts: int) -> None
         start += size
 
 
-@given(calls(), st.integers(1, 5))
+@holds_for(calls(), st.integers(1, 5))
 def test_gradients_of_the_round_trip_are_ones(drawn: Any, parts: int) -> None:
     call, _ = drawn
     merged = rp_batch.merge(split(call, parts), rp_batch.infer(*call).spec)
-    sources = {id(leaf): leaf for _, leaf in leaves_of(call) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    sources = {
+        id(leaf): leaf for _, leaf in leaves_of(call) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    }
     outputs = {id(source): out for (_, source), (_, out) in zip(leaves_of(call), leaves_of(merged), strict=True)}
     total = sum(outputs[key].sum() for key in sources)
     if sources:
@@ -238,7 +249,7 @@ def test_gradients_of_the_round_trip_are_ones(drawn: Any, parts: int) -> None:
         assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient in found)
 
 
-@given(calls(), st.integers(1, 5))
+@holds_for(calls(), st.integers(1, 5))
 def test_the_inferred_spec_given_explicitly_splits_alike(drawn: Any, parts: int) -> None:
     call, batch = drawn
     inferred = rp_batch.infer(*call)
@@ -248,13 +259,13 @@ def test_the_inferred_spec_given_explicitly_splits_alike(drawn: Any, parts: int)
     assert all(alike(a, b) for a, b in zip(implicit, explicit, strict=True))
 
 
-@given(calls())
+@holds_for(calls())
 def test_there_is_a_reason_for_every_leaf(drawn: Any) -> None:
     call, _ = drawn
     assert list(rp_batch.infer(*call).reasons) == [path for path, _ in leaves_of(call)]
 
 
-@given(calls(), st.integers(2, 5), st.data())
+@holds_for(calls(), st.integers(2, 5), st.data())
 def test_a_positional_tensor_of_another_size_is_named(drawn: Any, parts: int, data: st.DataObject) -> None:
     (args, kwargs), batch = drawn
     wrong = torch.zeros(batch + 5)
@@ -269,7 +280,7 @@ def test_a_positional_tensor_of_another_size_is_named(drawn: Any, parts: int, da
     assert str(caught.value).startswith(caught.value.path)
 
 
-@given(calls(broadcast=False, odd=False), st.data())
+@holds_for(calls(broadcast=False, odd=False), st.data())
 def test_parts_that_differ_are_named_where_they_differ(drawn: Any, data: st.DataObject) -> None:
     call, batch = drawn
     if batch < 2:
@@ -289,7 +300,7 @@ def test_parts_that_differ_are_named_where_they_differ(drawn: Any, data: st.Data
     assert eval(path, {"output": made[1]}) == "another"
 
 
-@given(st.integers(1, 9), st.integers(1, 5), st.data())
+@holds_for(st.integers(1, 9), st.integers(1, 5), st.data())
 def test_the_sum_of_the_parts_sums_is_the_sum(batch: int, parts: int, data: st.DataObject) -> None:
     tree = (torch.arange(batch), data.draw(trees(tensors(batch))))
     sums = [rp_batch.map_leaves(lambda leaf: leaf.sum(0), part) for part in split((tree, {}), parts)]
@@ -297,7 +308,7 @@ def test_the_sum_of_the_parts_sums_is_the_sum(batch: int, parts: int, data: st.D
     assert alike(rp_batch.merge(sums, rp_batch.Sum()), plain)
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(1, 7))
+@holds_for(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(1, 7))
 def test_the_mean_of_uneven_parts_is_the_mean(numbers: list[float], parts: int) -> None:
     batch = torch.tensor(numbers, dtype=torch.float64)
     made = split(((batch,), {}), parts)
@@ -305,7 +316,7 @@ def test_the_mean_of_uneven_parts_is_the_mean(numbers: list[float], parts: int) 
     assert torch.allclose(rp_batch.merge(means, sizes=made.sizes), batch.mean(), rtol=1e-12, atol=1e-10)
 
 
-@given(st.integers(0, 10**6), st.integers(1, 100))
+@holds_for(st.integers(0, 10**6), st.integers(1, 100))
 def test_part_sizes_differ_by_at_most_one_and_sum_to_the_batch(batch: int, parts: int) -> None:
     sizes = rp_batch.part_sizes(batch, parts)
     assert sum(sizes) == batch
@@ -314,11 +325,12 @@ def test_part_sizes_differ_by_at_most_one_and_sum_to_the_batch(batch: int, parts
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
-@settings(max_examples=40)
-@given(st.integers(2, 6), st.integers(1, 6), st.data())
+@holds_for(st.integers(2, 6), st.integers(1, 6), st.data())
 def test_torchs_own_splitter_agrees(batch: int, parts: int, data: st.DataObject) -> None:
     microbatch = pytest.importorskip("torch.distributed.pipelining.microbatch")
-    tree = data.draw(st.dictionaries(st.sampled_from("cab"), st.lists(tensors(batch), max_size=2), min_size=1))
+    tree = data.draw(
+        st.dictionaries(st.sampled_from("cab"), st.lists(tensors(batch), min_size=1, max_size=2), min_size=1)
+    )
     args = (torch.arange(batch),)
     theirs = list(zip(*microbatch.split_args_kwargs_into_chunks(args, tree, min(parts, batch)), strict=True))
     ours = split((args, tree), parts)

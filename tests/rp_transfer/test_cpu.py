@@ -312,6 +312,7 @@ def test_a_closed_backend_refuses_work_and_drops_what_was_queued(backend: CpuBac
             call()
     assert not event.query()
     assert there.isnan().all()
+    assert not device.weights_in.queue
 
 
 def test_an_upload_never_aliases_the_host(device: CpuDevice) -> None:

@@ -97,12 +97,13 @@ def test_entering_on_the_host_blocks_until_the_one_before_has_left() -> None:
     thread.join(10)
 
 
-def test_a_line_of_a_thousand_turns_keeps_no_old_tickets() -> None:
+@pytest.mark.parametrize("on_stream", [True, False])
+def test_a_line_of_a_thousand_turns_keeps_no_old_tickets(on_stream: bool) -> None:
     stream, line = CpuBackend(1).devices[0].compute, Turns()
     for index in range(1000):
         tickets = [line.write(), line.read(), line.read()]
         for ticket in tickets:
-            ticket.enter(stream if index % 2 else None)
+            ticket.enter(stream if on_stream else None)
             ticket.leave(stream.record())
         if index % 10 == 0:
             line.read().leave()

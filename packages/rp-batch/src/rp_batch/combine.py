@@ -105,9 +105,8 @@ def _mean(rule: Mean, values: Sequence[Any], weights: Sequence[int]) -> Any:
     if not isinstance(first, torch.Tensor):
         return sum(map(operator.mul, _all_numbers(rule, values), weights)) / sum(weights)
     _all_alike(rule, values)
-    return (_weighted(values, weights) / sum(weights)).to(
-        torch.get_default_dtype() if _is_exact(first) else first.dtype
-    )
+    narrow = torch.get_default_dtype() if _is_exact(first) else first.dtype
+    return (_weighted(values, weights) / sum(weights)).to(narrow)
 
 
 def _weighted(values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:

@@ -95,7 +95,14 @@ class Subject:
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
         """The arguments of a call."""
         leaves, treedef = tree.flatten((args, kwargs))
-        return Subject((args, kwargs), leaves, list(map(_leading, leaves)), treedef, tree.leaf_count(treedef, 0), ("args", "kwargs"))
+        return Subject(
+            (args, kwargs),
+            leaves,
+            list(map(_leading, leaves)),
+            treedef,
+            tree.leaf_count(treedef, 0),
+            ("args", "kwargs"),
+        )
 
     @staticmethod
     def named(value: Any, name: str) -> Subject:

@@ -68,10 +68,10 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
 
 
 def flatten_like(treedef: TreeDef, leaves: list[Any], tree: Tree) -> list[Any] | None:
-    """The leaves of a tree that has the structure of another, whose `leaves` these are; None if it has not.
+    """The leaves of a tree with the structure of another, which has these `leaves`; None if it is not sure.
 
-    Several times faster than to flatten it: nothing asks of each leaf whether it is one. Leaves of the same types in
-    the same places are leaves; where a type differs, `None` is returned although the structure may be the same.
+    Several times faster than `flatten`: instead of asking of each leaf whether it is one, it compares its type with
+    that of the leaf in the same place.
     """
     try:
         found = treedef.flatten_up_to(tree)

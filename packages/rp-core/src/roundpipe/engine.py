@@ -131,19 +131,28 @@ class Engine:
 
     def reset(self) -> None:
         """Drop gradients and go back to the published weights."""
-        with self.replacing_weights():
-            self._drop_gradients()
-
-    @contextmanager
-    def replacing_weights(self) -> Generator[None]:
-        """Within it the caller may write the weights; the masters become what is there at its end."""
         with self._runtime.launching():
             self._drain()
             self._updates.error()
+            self._drop_gradients()
+            self._forget_failed_step()
+
+    @contextmanager
+    def replacing_weights(self) -> Generator[None]:
+        """Within it the caller may write the weights, which are current; the masters of those follow at its end."""
+        with self._runtime.launching():
+            self._drain()
+            self._updates.error()
+            self._updates.publish()
+            self._updates.wait()
             yield
+            self._refresh()
+            self._forget_failed_step()
+
+    def _forget_failed_step(self) -> None:
+        if self._state.failed is not None:
             self._state.failed = None
             self._state.unpublished = False
-            self._refresh()
             self._masters_from_weights(self._state.trainable_tensors())
 
     # Getting ready; under the launch lock
@@ -157,8 +166,8 @@ class Engine:
         self._state.note_flags()
 
     def _raise_late_errors(self) -> None:
-        over = [run for run in self._runs if run.done()]
-        self._runs = [run for run in self._runs if not run.done()]
+        over = [run for run in self._runs if run.over()]
+        self._runs = [run for run in self._runs if run not in over]
         error = self._updates.error()
         for run in over:
             run.finish()
@@ -187,15 +196,22 @@ class Engine:
 
     def _refresh(self) -> None:
         written = self._state.written_outside()
-        if self._state.changed():
+        changed = self._state.changed()
+        if changed:
             self._drain()
             written += self._state.moved_outside()
-            self._state.rebuild()
-            self._twins = self._new_twins()
-            self._planner.forget()
         if written:
             self._updates.wait()
             self._masters_from_weights(written)
+        if changed:
+            # A parameter that is trained no more would never get the last step's result.
+            self._updates.publish()
+            self._updates.wait()
+            self._state.rebuild()
+            self._twins = self._new_twins()
+            self._planner.forget()
+        # A forward from before read other weights than its backward would.
+        self._state.version += changed or bool(written)
 
     def _masters_from_weights(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -208,8 +224,6 @@ class Engine:
 
     def _drain(self) -> None:
         self._updates.wait()
-        for run in self._runs:
-            run.wait()
         for line in self._state.lines():
             ticket = line.write()
             ticket.enter()

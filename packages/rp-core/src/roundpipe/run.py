@@ -61,10 +61,9 @@ class _TaskJob:
             ticket.leave()
 
     def _step_aside(self) -> None:
-        # Work on the streams may still use what this task holds.
-        self._lane.device.synchronize()
         with self._lane.device.computing():
             self._weights.release()
+        # Work on the streams may still use what this task holds and lets go of now.
         self._lane.device.synchronize()
         self._lane.retainer.flush()
 
@@ -254,7 +253,6 @@ class Run:
 
     def settle(self) -> None:
         """Block until all that was handed over so far has reached the host."""
-        self.wait()
         handed = [slot.packet.result() for slot in self._slots.values() if slot.packet.done()]
         for packet in [*handed, *self._buffers.values()]:
             if packet.event is not None:
@@ -288,9 +286,9 @@ class Run:
         error, self._error = self._error, None
         raise error
 
-    def done(self) -> bool:
-        """Whether all tasks are over."""
-        return all(future.done() for future in self._futures)
+    def over(self) -> bool:
+        """Whether all tasks are over, or have failed."""
+        return self.aborted or all(future.done() for future in self._futures)
 
 
 def sum_losses(packets: Sequence[Packet]) -> torch.Tensor | list[torch.Tensor]:

@@ -148,9 +148,7 @@ class Courier:
         """
         known = [origins.find(leaf) for leaf in leaves]
         plain = [
-            leaf.detach().resolve_conj().resolve_neg().contiguous()
-            if isinstance(leaf, torch.Tensor) and host is None
-            else None
+            _plain(leaf, copied=in_use) if isinstance(leaf, torch.Tensor) and host is None else None
             for leaf, host in zip(leaves, known, strict=True)
         ]
         device = self._device

@@ -15,6 +15,7 @@ from rp_transfer import Backend, Event
 from roundpipe.call import Call
 from roundpipe.runtime import Lane
 from roundpipe.saved import Arrived, Courier, Origins, Packet, enter
+from roundpipe.state import Block
 from roundpipe.twin import Twins
 from roundpipe.weights import Weights
 
@@ -202,31 +203,42 @@ class Stage:
         return run(self._device.generator(), layer, microbatch, body)
 
     def _with_buffers(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
-        state = self._call.state.layers[layer]
-        memories = self._weights.buffers(state)
+        memories = self._weights.buffers(self._call.state.layers[layer])
         if again:
-            self._restore_buffers(memories, self._exchange.take_buffers(layer, microbatch))
+            if (packet := self._exchange.take_buffers(layer, microbatch)) is not None:
+                _set(memories.values(), self._courier.bring(packet))
             return self._seeded(layer, microbatch, body, again=True)
-        before = [memory.clone() for memory in memories]
-        versions = self._weights.buffer_versions(state)
+        before = {block: memory.clone() for block, memory in memories.items()}
+        versions = self._weights.versions(memories)
 
         def from_the_start() -> Any:
             # A layer that turns out to need random numbers of its own is run a second time.
-            for memory, old in zip(memories, before, strict=True):
-                memory.copy_(old)
+            _set(memories.values(), before.values())
             return body()
 
         output = self._seeded(layer, microbatch, from_the_start, again=False)
-        if self._exchange.wants_buffers(layer, microbatch) and self._weights.buffers_written(state, versions):
-            packet = self._courier.send(None, before, [False] * len(before), Origins())
-            self._exchange.put_buffers(layer, microbatch, packet)
+        written = [
+            block for block in memories if self._writes(block, before[block], memories[block], versions[block])
+        ]
+        self._keep_buffers(layer, microbatch, written, list(before.values()))
         return output
 
-    def _restore_buffers(self, memories: Sequence[torch.Tensor], packet: Packet | None) -> None:
-        if packet is not None:
-            with torch.no_grad():
-                for memory, old in zip(memories, self._courier.bring(packet), strict=True):
-                    memory.copy_(old)
+    def _writes(self, block: Block, before: torch.Tensor, after: torch.Tensor, versions: list[int]) -> bool:
+        # Batch norm writes its statistics past the version counters, so a layer's first run is looked at closely.
+        if self._weights.versions((block,))[block] != versions:
+            return True
+        if block.writes is None:
+            block.writes = not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+        return block.writes
+
+    def _keep_buffers(
+        self, layer: int, microbatch: int, written: Sequence[Block], before: Sequence[torch.Tensor]
+    ) -> None:
+        for block in written:
+            self._weights.note_written(block)
+        if written and self._exchange.wants_buffers(layer, microbatch):
+            packet = self._courier.send(None, before, [False] * len(before), Origins())
+            self._exchange.put_buffers(layer, microbatch, packet)
 
     def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
         for layer in layers:
@@ -306,6 +318,12 @@ class Stage:
         if self._exchange.wants_grad(boundary, microbatch):
             packet = self._courier.send(None, grads, [False] * len(grads), Origins())
             self._exchange.put_grad(boundary, microbatch, packet)
+
+
+def _set(memories: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for memory, value in zip(memories, values, strict=True):
+            memory.copy_(value)
 
 
 def _check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:

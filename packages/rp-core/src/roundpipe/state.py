@@ -17,9 +17,10 @@ PinMode = Literal["alloc", "register", "off"]
 
 
 class Block:
-    """Tensors of one kind and dtype that the same layers use, with one line for whoever reads or writes them.
+    """Tensors of one kind and dtype that the same layers use, and the line for whoever reads or writes them.
 
     `memory` is their one contiguous block, (numel,), or None where they stay in the storages they came in.
+    `writes` is whether running a layer was seen to change these buffers; None until one has run in this mode.
     """
 
     def __init__(self, backend: Backend, kind: Kind, tensors: Sequence[torch.Tensor], pin: PinMode) -> None:
@@ -29,6 +30,7 @@ class Block:
         self.turns = Turns()
         self.gradient = Gradient(backend, self.layout) if kind == "trainable" else None
         self.memory: torch.Tensor | None = None
+        self.writes: bool | None = None
         if pin == "alloc" or kind == "buffer" or not all(tensor.is_contiguous() for tensor in tensors):
             self._move_in(backend)
         elif pin == "register":
@@ -231,6 +233,8 @@ class ModelState:
         if flags != self.flags:
             self.flags = flags
             self.quiet = set()
+            for block in self.blocks:
+                block.writes = None
 
     def make_masters(self) -> None:
         """A master, in the optimizer's dtype, for each trainable parameter that has none."""

@@ -87,7 +87,13 @@ class Twins:
             for name in _HOOK_TABLES:
                 table: object = getattr(module, name)
                 memo[id(table)] = table
-        return copy.deepcopy(layer.module, memo)
+        try:
+            return copy.deepcopy(layer.module, memo)
+        except Exception as error:
+            raise TypeError(
+                f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied for a device, as "
+                f"copy.deepcopy must ({error}); keep locks, files and streams out of layers"
+            ) from error
 
     def _twin_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._tensors:

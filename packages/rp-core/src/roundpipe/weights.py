@@ -36,7 +36,7 @@ class Weights:
         self._arriving: dict[Block, tuple[torch.Tensor, Event]] = {}
         self._bound: dict[Block, torch.Tensor] = {}
         self._sums: dict[Block, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self._versions: dict[Block, list[int]] = {}
+        self._written: set[Block] = set()
 
     def prefetch(self) -> None:
         """Upload what has its turn already, in order, up to the first that has not."""
@@ -76,8 +76,6 @@ class Weights:
             )
             self._twins.bind(block, memory)
             self._bound[block] = memory
-            if block.kind == "buffer":
-                self._versions[block] = [twin._version for twin in self._twins.tensors(block)]
             if block.kind == "trainable" and training:
                 self._make_sums(block)
 
@@ -89,21 +87,17 @@ class Weights:
 
     # Buffers
 
-    def buffers(self, layer: LayerState) -> list[torch.Tensor]:
-        """The device memory of a layer's buffers, a block each."""
-        return [self._bound[block] for block in layer.blocks if block.kind == "buffer"]
+    def buffers(self, layer: LayerState) -> dict[Block, torch.Tensor]:
+        """The device memory of a layer's buffers."""
+        return {block: self._bound[block] for block in layer.blocks if block.kind == "buffer"}
 
-    def buffers_written(self, layer: LayerState, since: list[list[int]]) -> bool:
-        """Whether running the layer wrote a buffer after `since`, which `buffer_versions` gave."""
-        return self.buffer_versions(layer) != since
+    def versions(self, blocks: Iterable[Block]) -> dict[Block, list[int]]:
+        """The version counters of the buffers in these blocks."""
+        return {block: [twin._version for twin in self._twins.tensors(block)] for block in blocks}
 
-    def buffer_versions(self, layer: LayerState) -> list[list[int]]:
-        """The version counters of a layer's buffers."""
-        return [
-            [twin._version for twin in self._twins.tensors(block)]
-            for block in layer.blocks
-            if block.kind == "buffer"
-        ]
+    def note_written(self, block: Block) -> None:
+        """These buffers go home at the end of the task."""
+        self._written.add(block)
 
     def return_buffers(self) -> None:
         """Send the buffers that were written home, and give up the turns of all."""
@@ -113,7 +107,7 @@ class Weights:
 
     def _return_buffer(self, block: Block, ticket: Ticket) -> None:
         memory, event = self._arriving[block]
-        if block in self._versions and self._versions[block] != [t._version for t in self._twins.tensors(block)]:
+        if block in self._written:
             out = self._device.results_out
             self._device.compute.touch(write=(memory,), what="buffers")
             out.wait(self._device.compute.record())

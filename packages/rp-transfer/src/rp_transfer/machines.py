@@ -56,8 +56,11 @@ class Memory:
     def read(self, step: Read) -> list[float]:
         """Carry out a read of the host: (stop - start), NaN where one unit does not hold the same throughout."""
         units = self.piece(step.piece).view(-1, self._unit)
-        same = (units == units[:, :1]).all(dim=1)
-        return [float(unit[0]) if whole else math.nan for unit, whole in zip(units, same, strict=True)]
+        first = units[:, 0].double()
+        if self._unit > 1:
+            first = first.masked_fill((units != units[:, :1]).any(dim=1), math.nan)
+        # Torch leaves open what a list of its numbers holds.
+        return first.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def in_order(program: Program) -> Results:

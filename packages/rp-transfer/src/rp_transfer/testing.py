@@ -63,8 +63,8 @@ def run_in_order(program: Program) -> Results:
 def run_on(backend: Backend, program: Program, *, unit: int = 1) -> Results:
     """What the host reads when a backend runs the program, in a thread of its own.
 
-    `unit` elements stand for each of the program's: a million of them keep a real link busy for so long that a lost
-    wait shows.
+    `unit` elements stand for each of the program's: a million of them keep a real link busy for so long that a
+    lost wait shows. Run no program there that has a hazard in a `Free`: it may bring the device down.
 
     >>> from rp_transfer.cpu import CpuBackend
     >>> program = random_program(1, devices=1)

@@ -107,8 +107,8 @@ class Turns:
 
     def write(self) -> Ticket:
         """A place alone, behind everyone before."""
-        # The last writer too: its readers do not stand for it if they are left without an event, or unentered.
-        before = (*self._readers, *(() if self._writer is None else (self._writer,)))
+        # A writer that nobody read after must be waited for by name: it has no reader that stands for it.
+        before = tuple(self._readers) or (() if self._writer is None else (self._writer,))
         ticket = Ticket(before)
         self._writer = ticket
         self._readers = []

@@ -86,7 +86,8 @@ class Job:
 
     def _held_out_batches(self) -> list[list[int]]:
         size = self.options.batch_size
-        batches = max(1, HELD_OUT_BYTES // self.options.batch_tokens)
+        wanted = min(HELD_OUT_BYTES, len(self.held_out))
+        batches = max(1, wanted // self.options.batch_tokens)
         starts = data.held_out_starts(len(self.held_out), count=batches * size, seq_len=self.options.seq_len)
         return [starts[first : first + size] for first in range(0, len(starts), size)]
 

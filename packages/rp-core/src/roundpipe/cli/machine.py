@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -23,12 +25,26 @@ def fitted(options: Options) -> Options:
     devices = os.environ.get("ROUNDPIPE_DEVICES") or _default_devices()
     if options.devices is not None:
         devices = options.devices
-    dtype = options.dtype or ("bfloat16" if _kind(devices) == "cuda" else "float32")
-    return replace(options, devices=devices, dtype=dtype)
+    cpu_devices = _cpu_devices(devices)
+    return replace(options, devices=devices, dtype=options.dtype or ("float32" if cpu_devices else "bfloat16"))
 
 
-def open_runtime(devices: str | None) -> Runtime:
-    """Open the devices; raises `Refused` for devices that are not here."""
+@contextmanager
+def opened(devices: str) -> Generator[Runtime, None, None]:
+    """A runtime on the devices; raises `Refused` for devices that are not here.
+
+    Each CPU device keeps one core busy, so torch's other threads are kept off that many cores meanwhile.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - _cpu_devices(devices)))
+    try:
+        with _runtime(devices) as runtime:
+            yield runtime
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _runtime(devices: str) -> Runtime:
     try:
         return Runtime(devices)
     except (ValueError, BackendUnavailable) as error:
@@ -39,8 +55,10 @@ def _default_devices() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu:2"
 
 
-def _kind(devices: str) -> str:
+def _cpu_devices(devices: str) -> int:
+    """How many CPU devices the string asks for; 0 if it asks for GPUs."""
     try:
-        return parse_devices(devices).kind
+        choice = parse_devices(devices)
     except ValueError as error:
         raise Refused(str(error)) from error
+    return choice.count if choice.kind == "cpu" else 0

@@ -17,8 +17,8 @@ class Given(argparse.Namespace):
 
     data: list[str] | None = None
     steps: str = "250"
-    batch_size: str = "8"
-    seq_len: str = "128"
+    batch_size: str = "16"
+    seq_len: str = "64"
     num_microbatch: str = "4"
     lr: str = "2e-3"
     dtype: str | None = None

@@ -9,7 +9,7 @@ from roundpipe.cli import output
 from roundpipe.cli.data import Corpus, check_size, read_corpus
 from roundpipe.cli.errors import Diverged
 from roundpipe.cli.job import Job
-from roundpipe.cli.machine import fitted, open_runtime
+from roundpipe.cli.machine import fitted, opened
 from roundpipe.cli.model import ModelSize
 from roundpipe.cli.options import Options
 from roundpipe.cli.report import Metrics, Progress
@@ -25,7 +25,7 @@ def train(given: Options, size: ModelSize | None = None) -> None:
         output.check_output(given.output)
     corpus = _read(given)
     options = fitted(given)
-    with open_runtime(options.devices) as runtime:
+    with opened(str(options.devices)) as runtime:
         if options.output is not None:
             output.create_output(options.output, _jsonable(options))
         print(_introduction(options, corpus), flush=True)

@@ -1,0 +1,135 @@
+"""Takes away one wait of the engine at a time and runs `waiting.py` on what is left; run as a program.
+
+Prints one JSON line for each: the wait, and how the run ended (``passed`` is bad news). With numbers as arguments, only
+those waits. The engine's own sources are copied, changed in the copy, and imported from there.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ENGINE = HERE.parents[1] / "packages/rp-core/src/roundpipe"
+# A run that has not ended by then hangs, as a forgotten wait may make it; without one it takes a few seconds.
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One wait: `text` in `file` (its `nth` place there, from 0), and what stands there without it."""
+
+    file: str
+    text: str
+    what: str
+    without: str = "pass"
+    nth: int = 0
+
+    def removed_from(self, source: str) -> str:
+        """The file without this wait."""
+        places = source.split(self.text)
+        if len(places) < self.nth + 2:
+            raise LookupError(f"{self.file} has no {self.text!r} number {self.nth}; is the list up to date?")
+        before, after = self.text.join(places[: self.nth + 1]), self.text.join(places[self.nth + 1 :])
+        changed = before + self.without + after
+        compile(changed, self.file, "exec")
+        return changed
+
+
+WAITS = [
+    Wait("weights.py", "ticket.enter(stream)", "an upload waits for the weights to be published"),
+    Wait("weights.py", "self._device.compute.wait(arrived)", "a layer waits for its weights to arrive"),
+    Wait("weights.py", "out.wait(self._device.compute.record())", "buffers go home after the layers that write them"),
+    Wait(
+        "weights.py",
+        "ticket.enter(self._device.results_out)",
+        "a task's gradients wait for those before them, and for the optimizer",
+    ),
+    Wait("weights.py", ".synchronize()", "the host adds staged gradients when they have come", ""),
+    Wait("weights.py", "out.wait(self._device.compute.record())", "gradients go home after backward", nth=1),
+    Wait("weights.py", "self._retainer.keep(sent, source, target)", "gradients live until they are home"),
+    Wait(
+        "weights.py",
+        "self._retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)",
+        "weights live until the layers are done with them",
+    ),
+    Wait("saved.py", "device.activations_in.wait(packet.event)", "activations come in after they went out"),
+    Wait("saved.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
+    Wait("saved.py", "device.results_out.wait(device.compute.record())", "activations go out after they are made"),
+    Wait("saved.py", "self._retainer.keep(arrived, packet.leaves)", "activations stay on the host until they are in"),
+    Wait("saved.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"),
+    Wait("saved.py", "self._retainer.keep(done, self._visiting)", "activations live until the layers are done"),
+    Wait("stage.py", "self._pace.popleft().synchronize()", "a worker does not run ahead of its device"),
+    Wait("run.py", "packet.event.synchronize()", "the caller reads results when they have come"),
+    Wait("run.py", "packet.event.synchronize()", "a forward's saved activations have come when it returns", nth=1),
+    Wait("run.py", "self._lane.device.synchronize()", "a failed task waits for its own work"),
+    Wait("run.py", "lane.device.synchronize()", "a failed run waits for what was handed over", nth=1),
+    Wait("run.py", "                self.wait()", "random layers are done when the call returns", " " * 16 + "pass"),
+    Wait("run.py", "        self.wait()\n        if self._error", "an error comes when all is quiet", "        if self._error"),
+    Wait("update.py", "ticket.enter()", "a step waits for the gradients"),
+    Wait("update.py", "ticket.enter()", "publishing waits for those who read the old weights", nth=1),
+    Wait("update.py", "future.exception()", "what is asked between calls waits for steps", nth=1),
+    Wait("engine.py", "future.exception()", "a synchronous step waits for its end"),
+    Wait("engine.py", "ticket.enter()", "what is asked between calls waits for all turns"),
+]
+
+
+def changed_copy(folder: Path, wait: Wait) -> None:
+    """The engine without one wait."""
+    shutil.copytree(ENGINE, folder / "roundpipe", ignore=shutil.ignore_patterns("__pycache__", "cli"))
+    path = folder / "roundpipe" / wait.file
+    path.write_text(wait.removed_from(path.read_text()))
+
+
+def run_changed(folder: str) -> None:
+    """Run the scenarios on the engine in a folder, silently; the exit code tells."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)
+    sys.path[:0] = [folder, str(HERE)]
+    import waiting
+
+    try:
+        waiting.main()
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+def how_it_ends(wait: Wait) -> str:
+    """``passed``, ``failed`` or ``hung``."""
+    with tempfile.TemporaryDirectory() as folder:
+        changed_copy(Path(folder), wait)
+        process = multiprocessing.get_context("fork").Process(target=run_changed, args=(folder,))
+        process.start()
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return "hung"
+        return "passed" if process.exitcode == 0 else "failed"
+
+
+def main() -> None:
+    """All waits, or those whose numbers are given."""
+    # Everything but the engine itself is imported once, before the forks.
+    import rp_batch  # noqa: F401
+    import rp_optim  # noqa: F401
+    import rp_presets  # noqa: F401
+    import rp_sched  # noqa: F401
+    import rp_transfer  # noqa: F401
+    import torch  # noqa: F401
+
+    for number in [int(argument) for argument in sys.argv[1:]] or range(len(WAITS)):
+        wait = WAITS[number]
+        ended = how_it_ends(wait)
+        print(json.dumps({"number": number, "file": wait.file, "what": wait.what, "ended": ended}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""Small trainings that together lean on every wait of the engine; run as a program by test_waits.py.
+
+Each compares with plain PyTorch, on CPU devices that check the order of every memory access. Ends with exit code 0
+if all is right, otherwise with a traceback.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+
+import torch
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from rp_sched import Plan
+from torch import nn
+
+STAGED = Plan([range(0, 1), range(1, 3)], range(3, 5), [range(2, 3), range(0, 2)])
+DIVIDED = Plan(fused=range(0, 5), groups=[range(0, 2), range(2, 4)])
+# What the layers below are told to do; a layer's own attributes are copied to the devices once.
+DELAYS: list[threading.Event] = []
+FAILS: list[int] = []
+# Long enough for a thread that forgot to wait to get past, short enough to run often.
+DELAY_S = 0.4
+
+
+class Widen(nn.Module):
+    """Hands a mask on beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), (x[:, :1] > 0).to(x.dtype)
+
+
+class Masked(nn.Module):
+    """Uses the mask and hands it on."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*inner)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = pair
+        return self.inner(x) * (1 + mask), mask
+
+
+class Last(nn.Module):
+    """Lets the mask go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.linear(pair[0] + pair[1])
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Widen(), Masked(nn.Linear(6, 6), nn.BatchNorm1d(6)), Masked(nn.Tanh()), Masked(nn.Linear(6, 6)), Last()
+    )
+
+
+def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs - labels).square().sum()
+
+
+def plain(model: nn.Module, seed: int, parts: int = 4) -> torch.Tensor:
+    """One accumulating call, microbatch by microbatch."""
+    x, y = data(seed)
+    losses = [loss_fn(model(a), b) for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True)]
+    total = torch.stack(losses).sum()
+    total.backward()
+    return total.detach()
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> None:
+    torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+
+
+def same_weights(left: nn.Module, right: nn.Module) -> None:
+    for (name, one), other in zip(left.state_dict().items(), right.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def same_gradients(left: nn.Module, right: nn.Module) -> None:
+    for one, other in zip(left.parameters(), right.parameters(), strict=True):
+        same(one.grad, other.grad)
+
+
+def wrap(model: nn.Sequential, runtime: Runtime, plan: Plan, parts: int = 4) -> RoundPipe:
+    config = RoundPipeRunConfig(num_microbatch=parts, execute_plan=plan)
+    return RoundPipe(model, runtime=runtime, name="waiting", model_run_config=config)
+
+
+def call(model: RoundPipe, seed: int) -> torch.Tensor:
+    x, y = data(seed)
+    return model.forward_backward(input_args=(x,), label=y, loss_fn=loss_fn)
+
+
+def delayed_training(plan: Plan) -> None:
+    """Asynchronous steps under a plan equal plain steps whose result is read one call late."""
+    ours, current = layers(), layers()
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, plan)
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.02)
+        masters = copy.deepcopy(current)
+        reference = torch.optim.SGD(masters.parameters(), lr=0.02)
+        for step in range(5):
+            same(call(model, step), plain(current, step))
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+            delayed = copy.deepcopy(masters.state_dict())
+            for master, weight in zip(masters.parameters(), current.parameters(), strict=True):
+                master.grad, weight.grad = weight.grad, None
+            reference.step()
+            with torch.no_grad():
+                for name, weight in current.named_parameters():
+                    weight.copy_(delayed[name])
+        model.synchronize()
+        for ours_weight, master in zip(ours.parameters(), masters.parameters(), strict=True):
+            same(ours_weight, master)
+        for ours_buffer, buffer in zip(ours.buffers(), current.buffers(), strict=True):
+            same(ours_buffer, buffer)
+
+
+def accumulation(plan: Plan) -> None:
+    """Gradients of several calls add up."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, plan)
+        for seed in range(3):
+            same(call(model, seed), plain(theirs, seed))
+        model.synchronize()
+        same_gradients(ours, theirs)
+
+
+def separate_backward() -> None:
+    """Forward and backward by themselves; a forward whose backward never comes leaves no trace."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        x, y = data(0)
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        same(loss, plain(theirs, 0))
+        for _ in range(8):
+            model(x)
+        gc.collect()
+        model.synchronize()
+        same_gradients(ours, theirs)
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.synchronize()
+        nothing_piles_up(runtime)
+
+
+def publication_waits_for_the_step_before() -> None:
+    """A call's weights are those of the step before the last, however late that one is."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:1") as runtime:
+        model = wrap(ours, runtime, DIVIDED)
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.02)
+        reference = torch.optim.SGD(theirs.parameters(), lr=0.02)
+        released = threading.Event()
+
+        def late() -> None:
+            released.wait(30)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        same(call(model, 0), plain(theirs, 0))
+        model.step(late)
+        model.step(lambda: None)
+        reference.step()
+        threading.Timer(DELAY_S, released.set).start()
+        same(call(model, 1), plain(theirs, 1))
+        model.synchronize()
+
+
+class Late(nn.Module):
+    """Hands on what it gets, late in a backward pass that was told to be."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = pair
+        x = x * 1.0
+        if x.requires_grad and DELAYS:
+            x.register_hook(lambda grad, event=DELAYS[0]: (event.wait(30), grad)[1])
+        return x, mask
+
+
+def backward_reads_the_weights_of_its_forward() -> None:
+    """New weights are not published before the last task of the call has read the old ones; nor are gradients taken."""
+    ours, theirs = layers(), layers()
+    ours[3] = nn.Sequential(ours[3], Late())
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.02)
+        reference = torch.optim.SGD(theirs.parameters(), lr=0.02)
+        same(call(model, 0), plain(theirs, 0))
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        masters = copy.deepcopy(theirs)
+        reference = torch.optim.SGD(masters.parameters(), lr=0.02)
+        for master, weight in zip(masters.parameters(), theirs.parameters(), strict=True):
+            master.grad, weight.grad = weight.grad, None
+        reference.step()
+        # The second call's backward is held up in its fused stage while its step, and so the publication, is launched.
+        released = threading.Event()
+        DELAYS[:] = [released]
+        threading.Timer(DELAY_S, released.set).start()
+        same(call(model, 1), plain(theirs, 1))
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        model.synchronize()
+        DELAYS.clear()
+        for master, weight in zip(masters.parameters(), theirs.parameters(), strict=True):
+            master.grad = weight.grad
+        reference.step()
+        for weight, master in zip(ours.parameters(), masters.parameters(), strict=True):
+            same(weight, master)
+
+
+def hold_up(model: RoundPipe) -> None:
+    """A call whose backward goes on for a while after it has returned."""
+    released = threading.Event()
+    DELAYS[:] = [released]
+    threading.Timer(DELAY_S, released.set).start()
+    call(model, 3)
+    DELAYS.clear()
+
+
+def between_calls() -> None:
+    """Synchronous steps, dropped gradients and loaded weights take effect at once, whatever is still running."""
+    ours, theirs = layers(), layers()
+    ours[3] = nn.Sequential(ours[3], Late())
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.02)
+        before = copy.deepcopy(model.state_dict())
+        hold_up(model)
+        model.zero_grad()
+        hold_up(model)
+        model.load_state_dict(before)
+        model.zero_grad()
+        reference = torch.optim.SGD(theirs.parameters(), lr=0.02)
+        for seed in range(2):
+            same(call(model, seed), plain(theirs, seed))
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+            reference.step()
+            reference.zero_grad()
+            for weight, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                same(weight, other)
+        hold_up(model)
+        plain(theirs, 3)
+        model.synchronize()
+        same_gradients(ours, theirs)
+        done: list[int] = []
+
+        def slow() -> None:
+            threading.Event().wait(DELAY_S)
+            done.append(1)
+
+        model.step(slow)
+        model.synchronize()
+        assert done == [1]
+
+
+class Fragile(nn.Module):
+    """Fails when told to."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if FAILS:
+            FAILS[0] -= 1
+            if FAILS[0] < 0:
+                raise ValueError("told to")
+        return pair
+
+
+def after_errors() -> None:
+    """A failed call leaves nothing behind that the next one, or the end, would trip over."""
+    ours = layers()
+    ours[2] = nn.Sequential(ours[2], Fragile())
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        before = copy.deepcopy(model.state_dict())
+        for countdown in (0, 1, 2, 3) * 3:
+            FAILS[:] = [countdown]
+            try:
+                call(model, 0)
+            except ValueError as error:
+                assert str(error) == "told to"
+            else:
+                raise AssertionError("the layer did not fail")
+            FAILS.clear()
+            model.zero_grad()
+            model.load_state_dict(before)
+            theirs = layers()
+            same(call(model, 1), plain(theirs, 1))
+            model.synchronize()
+            same_gradients(ours[:2], theirs[:2])
+            model.zero_grad()
+        nothing_piles_up(runtime)
+
+
+class Slow(nn.Module):
+    """Takes its time with microbatches of ones, and fails with others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not bool((x == 1).all()):
+            raise ValueError("told to")
+        threading.Event().wait(DELAY_S)
+        FAILS.append(1)
+        return x
+
+
+def an_error_arrives_when_all_is_quiet() -> None:
+    """Work of other devices has ended when an error reaches the caller."""
+    plan = Plan(fused=range(0, 2), groups=[range(0, 1), range(1, 2)])
+    with Runtime("cpu:2") as runtime:
+        model = wrap(nn.Sequential(Slow(), nn.Linear(1, 1)), runtime, plan, parts=2)
+        x = torch.ones(4, 1)
+        FAILS.clear()
+        model.forward_backward((x,), label=x, loss_fn=loss_fn)
+        FAILS.clear()
+        x[2:] = 2
+        try:
+            model.forward_backward((x,), label=x, loss_fn=loss_fn)
+        except ValueError:
+            assert FAILS == [1], "the other device was still at work"
+        FAILS.clear()
+
+
+def nothing_piles_up(runtime: Runtime) -> None:
+    """What the devices keep until later is what a call or two need."""
+    kept = [len(lane.retainer) for lane in runtime.lanes]
+    assert max(kept) < 40, kept
+
+
+def the_callers_random_numbers() -> None:
+    """A call draws one number of the caller's generator, and is done with it when it returns."""
+    model_layers = layers()
+    model_layers[1] = nn.Sequential(model_layers[1], Masked(nn.Dropout(0.5)))
+    model_layers[3] = nn.Sequential(model_layers[3], Late())
+    with Runtime("cpu:2") as runtime:
+        model = wrap(model_layers, runtime, STAGED)
+        call(model, 0)
+        torch.manual_seed(7)
+        hold_up(model)
+        mine = [torch.rand(1000) for _ in range(200)]
+        model.synchronize()
+        torch.manual_seed(7)
+        torch.randint(1 << 62, ())
+        for numbers in mine:
+            assert torch.equal(numbers, torch.rand(1000))
+
+
+def a_step_over_nothing() -> None:
+    """A step is waited for even if no parameter is trained."""
+    frozen = layers().requires_grad_(False)
+    done: list[int] = []
+
+    def slow() -> None:
+        threading.Event().wait(DELAY_S)
+        done.append(1)
+
+    with Runtime("cpu:1") as runtime:
+        model = wrap(frozen, runtime, STAGED)
+        model.step(slow)
+        model.synchronize()
+        assert done == [1]
+
+
+def pace() -> None:
+    """A stage of many microbatches takes the memory of a few."""
+    peaks: list[int] = []
+    for parts in (4, 32):
+        model_layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+        with Runtime("cpu:1") as runtime:
+            config = RoundPipeRunConfig(num_microbatch=parts, execute_plan=Plan([range(0, 2)]))
+            model = RoundPipe(model_layers, runtime=runtime, model_run_config=config)
+            with torch.no_grad():
+                model(torch.randn(parts * 256, 64))
+            peaks.append(runtime.memory()[0].peak_bytes)
+    assert peaks[1] < 1.5 * peaks[0], peaks
+
+
+SCENARIOS: list[Callable[[], None]] = [
+    lambda: delayed_training(STAGED),
+    lambda: delayed_training(DIVIDED),
+    lambda: accumulation(STAGED),
+    lambda: accumulation(DIVIDED),
+    separate_backward,
+    publication_waits_for_the_step_before,
+    backward_reads_the_weights_of_its_forward,
+    between_calls,
+    after_errors,
+    an_error_arrives_when_all_is_quiet,
+    the_callers_random_numbers,
+    a_step_over_nothing,
+    pace,
+]
+
+
+def main() -> None:
+    """All of them, in fp64: what remains of a difference is a mistake."""
+    torch.set_default_dtype(torch.float64)
+    for scenario in SCENARIOS:
+        scenario()
+
+
+if __name__ == "__main__":
+    main()
