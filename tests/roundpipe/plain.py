@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import rp_batch
@@ -24,7 +25,7 @@ def mlp(width: int = 6, depth: int = 3, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     sizes = [4, *[width] * (depth - 1), 3]
     layers: list[nn.Module] = []
-    for wide, narrow in zip(sizes, sizes[1:], strict=False):
+    for wide, narrow in pairwise(sizes):
         layers += [nn.Linear(wide, narrow), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -54,7 +55,9 @@ def plans(layers: int, microbatches: int) -> dict[str, Plan | None]:
         "all fused": Plan(fused=range(layers)),
         "one stage": Plan([range(tail)], range(tail, layers), [range(tail)]),
         "one layer a stage": Plan(singles, range(tail, layers), singles[::-1]),
-        "cut differently": Plan([range(1), range(1, tail)], range(tail, layers), [range(middle, tail), range(middle)]),
+        "cut differently": Plan(
+            [range(1), range(1, tail)], range(tail, layers), [range(middle, tail), range(middle)]
+        ),
         "forward whole, backward in layers": Plan([range(tail)], range(tail, layers), singles[::-1]),
         "forward in layers, backward whole": Plan(singles, range(tail, layers), [range(tail)]),
         "microbatches divided": Plan(fused=range(layers), groups=each),

@@ -1,7 +1,7 @@
 """Takes away one wait of the engine at a time and runs `waiting.py` on what is left; run as a program.
 
-Prints one JSON line for each: the wait, and how the run ended (``passed`` is bad news). With numbers as arguments, only
-those waits. The engine's own sources are copied, changed in the copy, and imported from there.
+Prints one JSON line for each: the wait, and how the run ended (``passed`` is bad news). With numbers as arguments,
+only those waits. The engine's own sources are copied, changed in the copy, and imported from there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Wait:
 WAITS = [
     Wait("weights.py", "ticket.enter(stream)", "an upload waits for the weights to be published"),
     Wait("weights.py", "self._device.compute.wait(arrived)", "a layer waits for its weights to arrive"),
-    Wait("weights.py", "out.wait(self._device.compute.record())", "buffers go home after the layers that write them"),
+    Wait(
+        "weights.py", "out.wait(self._device.compute.record())", "buffers go home after the layers that write them"
+    ),
     Wait(
         "weights.py",
         "ticket.enter(self._device.results_out)",
@@ -62,16 +64,23 @@ WAITS = [
     Wait("saved.py", "device.activations_in.wait(packet.event)", "activations come in after they went out"),
     Wait("saved.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
     Wait("saved.py", "device.results_out.wait(device.compute.record())", "activations go out after they are made"),
-    Wait("saved.py", "self._retainer.keep(arrived, packet.leaves)", "activations stay on the host until they are in"),
+    Wait(
+        "saved.py", "self._retainer.keep(arrived, packet.leaves)", "activations stay on the host until they are in"
+    ),
     Wait("saved.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"),
     Wait("saved.py", "self._retainer.keep(done, self._visiting)", "activations live until the layers are done"),
     Wait("stage.py", "self._pace.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait("run.py", "packet.event.synchronize()", "the caller reads results when they have come"),
     Wait("run.py", "packet.event.synchronize()", "a forward's saved activations have come when it returns", nth=1),
-    Wait("run.py", "self._lane.device.synchronize()", "a failed task waits for its own work"),
-    Wait("run.py", "lane.device.synchronize()", "a failed run waits for what was handed over", nth=1),
-    Wait("run.py", "                self.wait()", "random layers are done when the call returns", " " * 16 + "pass"),
-    Wait("run.py", "        self.wait()\n        if self._error", "an error comes when all is quiet", "        if self._error"),
+    Wait(
+        "run.py", "                self.wait()", "random layers are done when the call returns", " " * 16 + "pass"
+    ),
+    Wait(
+        "run.py",
+        "        self.wait()\n        if self._error",
+        "an error comes when all is quiet",
+        "        if self._error",
+    ),
     Wait("update.py", "ticket.enter()", "a step waits for the gradients"),
     Wait("update.py", "ticket.enter()", "publishing waits for those who read the old weights", nth=1),
     Wait("update.py", "future.exception()", "what is asked between calls waits for steps", nth=1),
@@ -128,7 +137,8 @@ def main() -> None:
     for number in [int(argument) for argument in sys.argv[1:]] or range(len(WAITS)):
         wait = WAITS[number]
         ended = how_it_ends(wait)
-        print(json.dumps({"number": number, "file": wait.file, "what": wait.what, "ended": ended}), flush=True)
+        sys.stdout.write(json.dumps({"number": number, "what": wait.what, "ended": ended}) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

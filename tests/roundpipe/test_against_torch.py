@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -252,9 +253,7 @@ def test_a_loss_function_may_return_several_losses(runtime: Runtime) -> None:
     def losses(outputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
         return [square_error(outputs, labels), outputs.abs().sum()]
 
-    found = model.forward_backward(
-        input_args=(x,), label=y, loss_fn=losses, run_config=_config(num_microbatch=3)
-    )
+    found = model.forward_backward(input_args=(x,), label=y, loss_fn=losses, run_config=_config(num_microbatch=3))
     model.synchronize()
     wanted = losses(truth(x), y)
     sum(wanted).backward()
@@ -468,9 +467,7 @@ def test_layers_may_write_their_input_in_place(runtime: Runtime, plan_name: str,
     x, y = batch(6)
     config = _config(num_microbatch=3, execute_plan=plans(7, 3)[plan_name], recompute_grain=grain)
     given_x = x.clone()
-    loss = model.forward_backward(
-        input_args=(given_x,), label=y, loss_fn=square_error, run_config=config
-    )
+    loss = model.forward_backward(input_args=(given_x,), label=y, loss_fn=square_error, run_config=config)
     model.synchronize()
     assert_near(loss, train_call(truth, x.clone(), y, microbatches=3), NEAR)
     assert_near(gradients(layers), gradients(truth), NEAR)
@@ -638,7 +635,7 @@ def _layer(kind: str, below: list[nn.Module]) -> nn.Module:
 def cuts(draw: st.DrawFn, first: int, last: int) -> tuple[range, ...]:
     inner = draw(st.sets(st.integers(first + 1, last - 1))) if last - first > 1 else set()
     edges = [first, *sorted(inner), last]
-    return tuple(range(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a)
+    return tuple(range(a, b) for a, b in pairwise(edges) if b > a)
 
 
 @st.composite

@@ -30,12 +30,17 @@ class Boom(Exception):
 
 
 class Fault:
-    """When a layer fails: at its nth forward or backward call. One object, also in the copies of its layer."""
+    """When a layer fails: in one phase of one microbatch. One object, also in the copies of its layer.
+
+    Microbatches come in order, but the recomputation of one may come before the forward of another: an input that
+    was seen before tells it.
+    """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self.forward_at = self.backward_at = -1
-        self._forward = self._backward = 0
+        self.forward_at = self.recomputation_at = self.backward_at = -1
+        self._seen: list[float] = []
+        self._backward = 0
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fault:
@@ -44,19 +49,23 @@ class Fault:
     def arm(self, phase: Phase, microbatch: int, kind: type[BaseException] = Boom) -> None:
         """Fail in one phase of one microbatch, from now on counted."""
         self.error = kind("as planned")
-        self._forward = self._backward = 0
-        self.forward_at = {"forward": microbatch, "recomputation": MICROBATCHES + microbatch}.get(phase, -1)
-        self.backward_at = microbatch if phase == "backward" else -1
+        self._seen, self._backward = [], 0
+        self.disarm()
+        setattr(self, f"{phase}_at", microbatch)
 
     def disarm(self) -> None:
         """Never fail."""
-        self.forward_at = self.backward_at = -1
+        self.forward_at = self.recomputation_at = self.backward_at = -1
 
-    def forward_call(self) -> None:
-        """Count a forward call, and fail if it is the one."""
+    def forward_call(self, x: torch.Tensor) -> None:
+        """Note a forward call, and fail if it is the one."""
+        mark = round(x.sum().item(), 3)
         with self._lock:
-            now, self._forward = self._forward, self._forward + 1
-        self._raise_if(now == self.forward_at)
+            again = mark in self._seen
+            if not again:
+                self._seen.append(mark)
+            microbatch = self._seen.index(mark)
+        self._raise_if(microbatch == (self.recomputation_at if again else self.forward_at))
 
     def backward_call(self) -> None:
         """Count a backward call, and fail if it is the one."""
@@ -91,7 +100,7 @@ class Faulty(nn.Module):
         self.fault = Fault()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.fault.forward_call()
+        self.fault.forward_call(x)
         return _Watch.apply(self.linear(x), self.fault)
 
 
@@ -198,9 +207,7 @@ def test_a_layers_error_arrives_as_itself_and_says_where(
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
 @pytest.mark.parametrize("layer", [0, 3])
-def test_separate_calls_raise_a_layers_error_where_it_belongs(
-    runtime: Runtime, layer: int, phase: Phase
-) -> None:
+def test_separate_calls_raise_a_layers_error_where_it_belongs(runtime: Runtime, layer: int, phase: Phase) -> None:
     layers = faulty_row()
     model = wrap(layers, runtime, ROW_PLANS["one layer a stage"])
     x, y = batch(6)
@@ -302,12 +309,12 @@ def test_an_error_after_the_call_returned_is_raised_by_the_next_one(runtime: Run
 @pytest.mark.parametrize("microbatch", [0, 2])
 def test_an_error_in_the_loss_function_arrives_as_itself(runtime: Runtime, microbatch: int) -> None:
     layers = mlp()
-    model = wrap(layers, runtime)
+    model = wrap(layers, runtime, plans(5, MICROBATCHES)["one layer a stage"])
     fault = Fault()
     fault.arm("forward", microbatch)
 
     def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        fault.forward_call()
+        fault.forward_call(outputs)
         return square_error(outputs, labels)
 
     with within(), pytest.raises(Boom) as caught:
@@ -335,9 +342,12 @@ def test_a_failed_step_leaves_the_published_weights_whole(runtime: Runtime, is_a
             next(iter(model.optim_parameters())).fill_(100.0)
         raise error
 
-    with within(), pytest.raises(Boom) as caught:
+    def fail() -> None:
         model.step(half, is_async)
         model.synchronize()
+
+    with within(), pytest.raises(Boom) as caught:
+        fail()
     assert caught.value is error
     assert_noted(error, "step function")
     assert_near(weights(layers), before, 0)
@@ -423,7 +433,7 @@ def test_ctrl_c_while_a_call_waits_is_raised_there_and_the_model_trains_on(runti
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             try:
-                self.fault.forward_call()
+                self.fault.forward_call(x)
             except Boom:
                 os.kill(os.getpid(), signal.SIGINT)
                 seen.wait(5)
@@ -532,11 +542,19 @@ def _misuses() -> dict[str, tuple[Callable[[RoundPipe, torch.Tensor], Any], type
         "a list of inputs": (lambda m, x: m.forward_backward(input_args=[x]), TypeError, "tuple"),
         "a bare input": (lambda m, x: m.forward_backward(x), TypeError, "tuple"),
         "fused, gradients off": (off(lambda m, x: m.forward_backward((x,))), RuntimeError, "grad mode"),
-        "forward, gradients off": (off(lambda m, x: m(x, roundpipe_run_config=with_grad)), RuntimeError, "grad mode"),
+        "forward, gradients off": (
+            off(lambda m, x: m(x, roundpipe_run_config=with_grad)),
+            RuntimeError,
+            "grad mode",
+        ),
         "no step function": (lambda m, _: m.step(None), TypeError, "callable"),
         "a loss of many elements": (lambda m, x: m.forward_backward((x,)), TypeError, "one element"),
-        "no loss": (lambda m, x: m.forward_backward((x,), loss_fn=lambda o, _: None), TypeError, "NoneType"),
-        "a number for a loss": (lambda m, x: m.forward_backward((x,), loss_fn=lambda o, _: 1.0), TypeError, "float"),
+        "no loss": (lambda m, x: m.forward_backward((x,), loss_fn=lambda *_: None), TypeError, "NoneType"),
+        "a number for a loss": (
+            lambda m, x: m.forward_backward((x,), loss_fn=lambda *_: 1.0),
+            TypeError,
+            "float",
+        ),
         "labels of another size": (
             lambda m, x: m.forward_backward((x,), label=x[:4], loss_fn=square_error),
             rp_batch.BatchError,
@@ -580,5 +598,3 @@ def test_gradients_of_gradients_are_refused(two: Runtime) -> None:
         grad.sum().backward()
     model.zero_grad()
     assert_trains(model)
-
-

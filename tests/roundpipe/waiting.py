@@ -11,6 +11,7 @@ import gc
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_sched import Plan
@@ -200,7 +201,7 @@ class Late(nn.Module):
 
 
 def backward_reads_the_weights_of_its_forward() -> None:
-    """New weights are not published before the last task of the call has read the old ones; nor are gradients taken."""
+    """New weights are not published, nor gradients taken, before the last task of the call is done with them."""
     ours, theirs = layers(), layers()
     ours[3] = nn.Sequential(ours[3], Late())
     with Runtime("cpu:2") as runtime:
@@ -214,7 +215,7 @@ def backward_reads_the_weights_of_its_forward() -> None:
         for master, weight in zip(masters.parameters(), theirs.parameters(), strict=True):
             master.grad, weight.grad = weight.grad, None
         reference.step()
-        # The second call's backward is held up in its fused stage while its step, and so the publication, is launched.
+        # The second call's backward is held up in its fused stage while its step, with a publication, is launched.
         released = threading.Event()
         DELAYS[:] = [released]
         threading.Timer(DELAY_S, released.set).start()
@@ -285,21 +286,17 @@ class Fragile(nn.Module):
         return pair
 
 
-def after_errors() -> None:
+def after_errors(devices: str, layer: int) -> None:
     """A failed call leaves nothing behind that the next one, or the end, would trip over."""
     ours = layers()
-    ours[2] = nn.Sequential(ours[2], Fragile())
-    with Runtime("cpu:2") as runtime:
+    ours[layer] = nn.Sequential(ours[layer], Fragile())
+    with Runtime(devices) as runtime:
         model = wrap(ours, runtime, STAGED)
         before = copy.deepcopy(model.state_dict())
         for countdown in (0, 1, 2, 3) * 3:
             FAILS[:] = [countdown]
-            try:
+            with pytest.raises(ValueError, match="told to"):
                 call(model, 0)
-            except ValueError as error:
-                assert str(error) == "told to"
-            else:
-                raise AssertionError("the layer did not fail")
             FAILS.clear()
             model.zero_grad()
             model.load_state_dict(before)
@@ -312,11 +309,13 @@ def after_errors() -> None:
 
 
 class Slow(nn.Module):
-    """Takes its time with microbatches of ones, and fails with others."""
+    """Takes its time with microbatches of ones, and fails with others as soon as one of those is under way."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not bool((x == 1).all()):
+            DELAYS[0].wait(30)
             raise ValueError("told to")
+        DELAYS[0].set()
         threading.Event().wait(DELAY_S)
         FAILS.append(1)
         return x
@@ -328,15 +327,16 @@ def an_error_arrives_when_all_is_quiet() -> None:
     with Runtime("cpu:2") as runtime:
         model = wrap(nn.Sequential(Slow(), nn.Linear(1, 1)), runtime, plan, parts=2)
         x = torch.ones(4, 1)
-        FAILS.clear()
+        DELAYS[:] = [threading.Event()]
         model.forward_backward((x,), label=x, loss_fn=loss_fn)
+        DELAYS[:] = [threading.Event()]
         FAILS.clear()
         x[2:] = 2
-        try:
+        with pytest.raises(ValueError, match="told to"):
             model.forward_backward((x,), label=x, loss_fn=loss_fn)
-        except ValueError:
-            assert FAILS == [1], "the other device was still at work"
+        assert FAILS == [1], "the other device was still at work"
         FAILS.clear()
+        DELAYS.clear()
 
 
 def nothing_piles_up(runtime: Runtime) -> None:
@@ -402,7 +402,8 @@ SCENARIOS: list[Callable[[], None]] = [
     publication_waits_for_the_step_before,
     backward_reads_the_weights_of_its_forward,
     between_calls,
-    after_errors,
+    lambda: after_errors("cpu:2", 2),
+    lambda: after_errors("cpu:4", 3),
     an_error_arrives_when_all_is_quiet,
     the_callers_random_numbers,
     a_step_over_nothing,

@@ -73,6 +73,7 @@ def test_any_tree_can_be_split():
     assert caught.value.path == "tree[1]"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_torch_cannot_split_is_named():
     sparse = torch.eye(4).to_sparse_csr()
     with pytest.raises(rp_batch.SplitError, match=r"kwargs\['graph'\]: .*replicate it") as caught:

@@ -70,8 +70,8 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
 def flatten_like(treedef: TreeDef, leaves: list[Any], tree: Tree) -> list[Any] | None:
     """The leaves of a tree with the structure of another, which has these `leaves`; None if it is not sure.
 
-    Several times faster than `flatten`: instead of asking of each leaf whether it is one, it compares its type with
-    that of the leaf in the same place.
+    Several times faster than `flatten`, which asks of each leaf whether it is one: here its type must be that of
+    the leaf in the same place.
     """
     try:
         found = treedef.flatten_up_to(tree)

@@ -139,7 +139,7 @@ class Engine:
 
     @contextmanager
     def replacing_weights(self) -> Generator[None]:
-        """Within it the caller may write the weights, which are current; the masters of those follow at its end."""
+        """Within it the caller may write the weights, which are current; their masters follow at its end."""
         with self._runtime.launching():
             self._drain()
             self._updates.error()

@@ -127,7 +127,7 @@ class RoundPipe(nn.Module):
             raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
         config = (run_config or RoundPipeRunConfig()).over(self.model_run_config)
         parts = self._split(input_args, dict(input_kwargs or {}), config)
-        labels = rp_batch.split(label, len(parts), config.split_label, sizes=parts.sizes, name="label")
+        labels = rp_batch.split(label, len(parts), config.split_label, sizes=parts.sizes, exact=True, name="label")
         losses, outputs = self._engine.forward_backward(parts, labels, loss_fn, config, keep=return_outputs)
         return (losses, self._merge(outputs, parts, config)) if return_outputs else losses
 

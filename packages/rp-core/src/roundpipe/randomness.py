@@ -83,6 +83,7 @@ class Randomness:
     ) -> _Result:
         """Run a layer for the first time, seeded; again and alone if it turns out to need that."""
         seed = self._seed_device(generator, layer, microbatch)
+        callers = None
         if layer in self._quiet:
             with _GATE.shared():
                 before = torch.default_generator.get_state()
@@ -90,7 +91,8 @@ class Randomness:
                 if torch.equal(before, torch.default_generator.get_state()):
                     return result
             self._quiet.discard(layer)
-        result, drew = self._alone(seed, body)
+            callers = before
+        result, drew = self._alone(seed, body, callers)
         if drew:
             self.drew.add((layer, microbatch))
         else:
@@ -113,10 +115,12 @@ class Randomness:
         return seed
 
     @staticmethod
-    def _alone(seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:
+    def _alone(
+        seed: int, body: Callable[[], _Result], callers: torch.Tensor | None = None
+    ) -> tuple[_Result, bool]:
         with _GATE.alone():
             generator = torch.default_generator
-            callers = generator.get_state()
+            callers = generator.get_state() if callers is None else callers
             try:
                 generator.manual_seed(seed)
                 before = generator.get_state()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from typing import Any, Literal
 
 import rp_batch
@@ -42,11 +41,10 @@ class _Slot:
 class _TaskJob:
     """A task in its lane's queue."""
 
-    def __init__(self, run: Run, stage: Stage, weights: Weights, lane: Lane) -> None:
+    def __init__(self, run: Run, stage: Stage, weights: Weights) -> None:
         self._run = run
         self._stage = stage
         self._weights = weights
-        self._lane = lane
 
     def prefetch(self) -> None:
         if not self._run.aborted:
@@ -56,16 +54,9 @@ class _TaskJob:
         if not self._run.aborted:
             self._guard(self._stage.run)
         if self._run.aborted:
-            self._guard(self._step_aside)
+            self._guard(self._stage.step_aside)
         for ticket in self._weights.tickets():
             ticket.leave()
-
-    def _step_aside(self) -> None:
-        with self._lane.device.computing():
-            self._weights.release()
-        # Work on the streams may still use what this task holds and lets go of now.
-        self._lane.device.synchronize()
-        self._lane.retainer.flush()
 
     def _guard(self, body: Any) -> None:
         try:
@@ -123,13 +114,15 @@ class Run:
 
     def launch(self, tasks: Sequence[Task]) -> None:
         """Take all turns in the order of the tasks, then queue them. Never blocks."""
+        # A layer that cannot be copied must show before any turn is taken: nobody would leave it.
+        for task in tasks:
+            self._twins[task.device].ensure(task.layers)
         jobs = [self._prepare(task) for task in tasks]
         self._futures += [lane.submit(job) for lane, job in jobs]
 
     def _prepare(self, task: Task) -> tuple[Lane, _TaskJob]:
         lane = self._runtime.lanes[task.device]
         twins = self._twins[task.device]
-        twins.ensure(task.layers)
         blocks = dict.fromkeys(block for layer in task.layers for block in self.call.state.layers[layer].blocks)
         turns = {
             block: block.turns.write() if block.kind == "buffer" and task.kind != "B" else block.turns.read()
@@ -143,7 +136,7 @@ class Run:
         backend = self._runtime.backend
         weights = Weights(backend, lane.device, lane.retainer, twins, turns, gradient_turns)
         stage = Stage(self.call, task, lane, backend, twins, weights, self)
-        return lane, _TaskJob(self, stage, weights, lane)
+        return lane, _TaskJob(self, stage, weights)
 
     # The exchange
 
@@ -275,11 +268,6 @@ class Run:
         self.wait()
         if self._error is None:
             return
-        # What the tasks before the failed one handed over may still be on its way; nobody else will wait for it.
-        for lane in self._runtime.lanes:
-            # A device that cannot go on says so here, too; the first error is the one to tell.
-            with suppress(Exception):
-                lane.device.synchronize()
         self._slots.clear()
         self._buffers.clear()
         # The error holds its frames and all that is in them: it is the caller's from here on.

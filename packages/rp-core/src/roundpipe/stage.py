@@ -97,6 +97,9 @@ class Stage:
         self._courier = Courier(backend, lane.device, lane.retainer)
         self._pace: deque[Event] = deque()
         self._place = ""
+        # Layers that wrote buffers, and the microbatches so far that started from the same ones.
+        self._writing: set[int] = set()
+        self._alike: dict[int, list[int]] = {}
 
     def where(self) -> str:
         """What was being done last, in words."""
@@ -113,6 +116,13 @@ class Stage:
             self._weights.return_buffers()
             self._weights.deliver()
             self._weights.release()
+
+    def step_aside(self) -> None:
+        """Let go of what is on the device, once the work already put there is done with it."""
+        with self._device.computing():
+            self._courier.let_go(self._device.compute.record())
+            self._weights.release()
+            self._weights.abandon()
 
     @contextmanager
     def _callers_generator(self) -> Generator[None]:
@@ -236,9 +246,17 @@ class Stage:
     ) -> None:
         for block in written:
             self._weights.note_written(block)
-        if written and self._exchange.wants_buffers(layer, microbatch):
+        if not self._exchange.wants_buffers(layer, microbatch):
+            return
+        # Once one microbatch wrote them all need a copy: those before it started from what it started from.
+        alike = self._alike.setdefault(layer, [])
+        alike.append(microbatch)
+        if written or layer in self._writing:
+            self._writing.add(layer)
             packet = self._courier.send(None, before, [False] * len(before), Origins())
-            self._exchange.put_buffers(layer, microbatch, packet)
+            for kept in alike:
+                self._exchange.put_buffers(layer, kept, packet)
+            alike.clear()
 
     def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
         for layer in layers:

@@ -114,7 +114,7 @@ class Weights:
             for source, target in block.pieces(memory):
                 out.copy(target, source)
             event = out.record()
-            self._retainer.keep(event, memory)
+            self._retainer.keep(event, memory, block.host_tensors())
         ticket.leave(event)
 
     # Gradients
@@ -170,6 +170,12 @@ class Weights:
         sums = [memory for memory, _ in self._sums.values()]
         self._retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)
         self._bound, self._arriving, self._sums = {}, {}, {}
+
+    def abandon(self) -> None:
+        """Give up all turns; those behind still wait for what was begun with them."""
+        begun = (self._device.weights_in.record(), self._device.results_out.record())
+        for ticket in self.tickets():
+            ticket.leave(*begun)
 
     def tickets(self) -> Iterable[Ticket]:
         """All tickets of the task."""

@@ -1,0 +1,148 @@
+"""Buffers are written as by plain PyTorch that runs microbatch by microbatch, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from plain import PLAN_NAMES, assert_near, batch, gradients, mlp, plans, square_error, train_call, twin, weights
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from rp_sched import Plan
+from torch import nn
+
+# Microbatches of a layer that writes buffers are never divided.
+WHOLE_PLANS = [name for name in PLAN_NAMES if "divided" not in name]
+
+
+class Counter(nn.Module):
+    """Counts its calls, and what it gives depends on the count; only for some inputs if `picky`."""
+
+    def __init__(self, picky: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("constant", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.register_buffer("flags", torch.zeros(2, dtype=torch.bool))
+        self.linear = nn.Linear(4, 4)
+        self.picky = picky
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.picky or x.detach().sum().item() > 0:
+            self.calls += 1
+            self.flags[self.calls % 2] = True
+        return self.linear(x) * self.constant * (1 + self.calls)
+
+
+def buffered_row(picky: bool = False) -> nn.Sequential:
+    """Five layers, three of them with buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), Counter(picky), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3)
+    )
+
+
+@pytest.mark.parametrize("picky", [False, True])
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("plan_name", WHOLE_PLANS)
+def test_buffers_and_gradients_are_those_of_plain_pytorch(
+    runtime: Runtime, plan_name: str, grain: Any, picky: bool
+) -> None:
+    layers = buffered_row(picky)
+    truth = twin(layers)
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plans(5, 3)[plan_name], recompute_grain=grain)
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    for seed in range(3):
+        x, y = batch(9, seed)
+        loss = model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        assert_near(loss, train_call(truth, x, y, microbatches=3), 1e-4)
+    model.synchronize()
+    assert_near(weights(layers), weights(truth), 1e-4)
+    assert_near(gradients(layers), gradients(truth), 1e-3)
+
+
+@pytest.mark.parametrize("picky", [False, True])
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("plan_name", WHOLE_PLANS)
+def test_recomputation_starts_from_each_microbatchs_own_buffers(
+    runtime: Runtime, plan_name: str, grain: Any, picky: bool
+) -> None:
+    layers = buffered_row(picky)
+    truth = twin(layers)
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plans(5, 3)[plan_name], recompute_grain=grain)
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    (x, y), (z, _) = batch(9), batch(9, seed=5)
+    # A second forward between the first and its backward, as with real and generated inputs.
+    first, second = model(x), model(z)
+    (square_error(first, y) + second.square().sum()).backward()
+    model.synchronize()
+    first_true = torch.cat([truth(part) for part in x.split(3)])
+    second_true = torch.cat([truth(part) for part in z.split(3)])
+    (square_error(first_true, y) + second_true.square().sum()).backward()
+    assert_near(first, first_true, 1e-4)
+    assert_near(second, second_true, 1e-4)
+    assert_near(weights(layers), weights(truth), 1e-4)
+    assert_near(gradients(layers), gradients(truth), 1e-3)
+
+
+def test_evaluation_writes_no_running_statistics(runtime: Runtime) -> None:
+    layers = buffered_row()[:2]
+    model = RoundPipe(layers, runtime=runtime)
+    before = weights(layers)
+    wanted = twin(layers).eval()(x := batch(6)[0])
+    model.eval()
+    assert_near(model(x), wanted, 1e-5)
+    model.synchronize()
+    assert_near(weights(layers), before, 0)
+
+
+def test_without_gradients_buffers_are_written_in_training_mode(runtime: Runtime) -> None:
+    layers = buffered_row()
+    truth = twin(layers)
+    plan = Plan((range(1), range(1, 3), range(3, 5)))
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan)
+    model = RoundPipe(layers, runtime=runtime)
+    x, _ = batch(9)
+    with torch.no_grad():
+        found = model(x, roundpipe_run_config=config)
+        wanted = torch.cat([truth(part) for part in x.split(3)])
+    model.synchronize()
+    assert_near(found, wanted, 1e-4)
+    assert_near(weights(layers), weights(truth), 1e-5)
+
+
+def test_buffers_written_by_the_user_are_read_by_the_next_call(runtime: Runtime) -> None:
+    layers = buffered_row()
+    model = RoundPipe(layers, runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    model.eval()
+    x, _ = batch(6)
+    model(x)
+    model.synchronize()
+    layers[1].running_mean.fill_(3.0)
+    layers[2].constant = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    wanted = twin(layers)(x)
+    assert_near(model(x), wanted, 1e-5)
+
+
+def test_a_batch_norm_that_was_first_evaluated_writes_its_statistics_when_it_trains(runtime: Runtime) -> None:
+    layers = buffered_row()
+    truth = twin(layers)
+    plan = plans(5, 3)["one layer a stage"]
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan)
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    x, y = batch(9)
+    for train in (False, True, False, True):
+        model.train(train)
+        truth.train(train)
+        loss = model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        assert_near(loss, train_call(truth, x, y, microbatches=3), 1e-4)
+    model.synchronize()
+    assert_near(weights(layers), weights(truth), 1e-4)
+    assert_near(gradients(layers), gradients(truth), 1e-3)
+
+
+def test_a_model_may_go_while_its_buffers_are_on_their_way_home(runtime: Runtime) -> None:
+    for _ in range(3):
+        RoundPipe(buffered_row(), runtime=runtime)(batch(6)[0])
+    layers = mlp()
+    found = RoundPipe(layers, runtime=runtime)(batch(6)[0])
+    assert_near(found, layers(batch(6)[0]), 1e-5)

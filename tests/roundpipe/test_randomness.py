@@ -1,0 +1,170 @@
+"""Random numbers do not depend on devices, plans or recomputation, and the caller's generator hardly moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from plain import PLAN_NAMES, assert_near, batch, gradients, plans, square_error, twin
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from torch import nn
+
+
+class Noise(nn.Module):
+    """Adds numbers from the CPU generator, always or only where the input says so."""
+
+    def __init__(self, always: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.always = always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.always or x.detach().sum().item() > 0:
+            h = h * torch.randn(h.shape).to(h.device)
+        return h
+
+
+def random_row() -> nn.Sequential:
+    """Five layers, two of them random."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), Noise(), nn.Linear(4, 3))
+
+
+def train(devices: str, plan_name: str, layers: nn.Sequential, separate: bool = False, **settings: Any) -> Any:
+    """Loss, outputs and gradients of two calls on a device string."""
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plans(len(layers), 3)[plan_name], **settings)
+    x, y = batch(6)
+    torch.manual_seed(7)
+    with Runtime(devices) as runtime:
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        results = []
+        for _ in range(2):
+            if separate:
+                outputs = model(x)
+                loss = square_error(outputs, y)
+                loss.backward()
+            else:
+                loss, outputs = model.forward_backward((x,), None, y, square_error, return_outputs=True)
+            results += [loss.detach(), outputs.detach()]
+        model.synchronize()
+        return results, gradients(layers)
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("plan_name", PLAN_NAMES)
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2", "cpu:4"])
+def test_random_layers_draw_the_same_on_any_devices_under_any_plan(
+    devices: str, plan_name: str, grain: Any
+) -> None:
+    wanted, wanted_grads = train("cpu:1", "all fused", random_row())
+    found, grads = train(devices, plan_name, random_row(), recompute_grain=grain)
+    assert_near(found, wanted, 1e-5)
+    assert_near(grads, wanted_grads, 1e-5)
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("plan_name", ["one layer a stage", "cut differently"])
+def test_recomputation_draws_what_the_forward_drew(devices: str, plan_name: str, separate: bool) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 3))
+    truth = twin(layers)
+    wanted, wanted_grads = train(devices, "all fused", layers)
+    found, grads = train(devices, plan_name, truth, separate)
+    if not separate:
+        assert_near(found, wanted, 1e-4)
+        assert_near(grads, wanted_grads, 1e-4)
+    else:
+        assert_near(found[1], wanted[1], 1e-4)
+        assert_near(grads, wanted_grads, 1e-4)
+
+
+@pytest.mark.parametrize("plan_name", ["one layer a stage", "microbatches divided"])
+def test_a_layer_that_draws_only_sometimes_draws_the_same_everywhere(plan_name: str) -> None:
+    def row() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(*(Noise(always=False) for _ in range(5)), nn.Linear(4, 3))
+
+    wanted, wanted_grads = train("cpu:1", "all fused", row())
+    for devices in ("cpu:2", "cpu:4"):
+        found, grads = train(devices, plan_name, row())
+        assert_near(found, wanted, 1e-5)
+        assert_near(grads, wanted_grads, 1e-5)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_the_callers_generator_gives_one_number_to_each_training_call(runtime: Runtime, always: bool) -> None:
+    torch.manual_seed(3)
+    layers = nn.Sequential(*(Noise(always) for _ in range(5)), nn.Dropout(0.5), nn.Linear(4, 3))
+    model = RoundPipe(layers, runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    for seed in range(8):
+        x, y = batch(6, seed)
+        torch.manual_seed(seed)
+        torch.randint(1 << 62, ())
+        wanted = torch.get_rng_state()
+        torch.manual_seed(seed)
+        if seed % 2:
+            model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+            found = torch.get_rng_state()
+            model.synchronize()
+        else:
+            square_error(model(x), y).backward()
+            found = torch.get_rng_state()
+        assert torch.equal(found, wanted), f"call {seed}"
+        assert torch.equal(torch.get_rng_state(), wanted), f"call {seed}"
+
+
+def test_evaluation_and_steps_leave_the_callers_generator_alone(runtime: Runtime) -> None:
+    layers = random_row()[:3].eval()
+    model = RoundPipe(layers, runtime=runtime)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        model(batch(5)[0])
+    model.step(lambda: None)
+    model.synchronize()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_callers_seed_decides(two: Runtime) -> None:
+    model = RoundPipe(random_row(), runtime=two)
+    x, _ = batch(6)
+    outputs = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        outputs.append(model(x).detach())
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_microbatches_and_layers_draw_different_numbers(two: Runtime) -> None:
+    layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    model = RoundPipe(layers, runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=4))
+    outputs = model(torch.ones(4, 200))
+    kept = [(row != 0) for row in outputs]
+    assert all(not torch.equal(a, b) for i, a in enumerate(kept) for b in kept[:i])
+    assert all(0.1 < row.float().mean() < 0.4 for row in kept)
+
+
+def test_without_preserving_the_callers_generator_is_the_layers(two: Runtime) -> None:
+    config = RoundPipeRunConfig(num_microbatch=2, preserve_rng_state=False)
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), runtime=two, model_run_config=config)
+    before = torch.get_rng_state()
+    model.forward_backward((batch(4)[0],), loss_fn=lambda out, _: out.sum())
+    model.synchronize()
+    assert torch.equal(torch.get_rng_state(), before)
+    random = RoundPipe(nn.Dropout(0.5), runtime=two, model_run_config=config)
+    random(torch.ones(2, 8))
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_changing_between_training_and_evaluation_is_seen(runtime: Runtime) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    model = RoundPipe(layers, runtime=runtime)
+    x, _ = batch(8)
+    wanted = twin(layers).eval()(x)
+    for _ in range(2):
+        assert not torch.allclose(model.train()(x).detach(), wanted)
+        assert_near(model.eval()(x), wanted, 1e-5)
+    layers[1].train()
+    assert not torch.allclose(model(x).detach(), wanted)

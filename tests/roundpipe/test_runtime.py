@@ -1,0 +1,290 @@
+"""The runtime starts nothing early, refuses what would deadlock, and keeps nothing."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import roundpipe
+import torch
+from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
+from roundpipe import Busy, RoundPipe, RoundPipeRunConfig, Runtime
+from rp_transfer import Closed
+from torch import nn
+
+pytestmark = pytest.mark.timeout(100)
+
+
+def in_subprocess(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+def test_importing_starts_no_thread_opens_no_device_and_imports_no_cupy() -> None:
+    code = """
+import sys, threading
+import torch
+before = threading.active_count()
+import roundpipe
+assert threading.active_count() == before
+assert not torch.cuda.is_initialized()
+assert "cupy" not in sys.modules and "transformers" not in sys.modules
+from roundpipe import runtime
+assert not runtime._default
+print("quiet")
+"""
+    assert in_subprocess(code) == "quiet"
+
+
+def test_the_default_runtime_opens_what_the_environment_names_and_ends_with_the_process() -> None:
+    code = """
+import torch, roundpipe
+from torch import nn
+one, two = (roundpipe.RoundPipe(nn.Linear(2, 2)) for _ in range(2))
+assert one.runtime is two.runtime
+one.forward_backward((torch.ones(4, 2),), loss_fn=lambda out, _: out.sum())
+one.step(lambda: None)
+print([use.name for use in one.runtime.memory()])
+"""
+    assert in_subprocess(code, ROUNDPIPE_DEVICES="cpu:3") == "['cpu:0', 'cpu:1', 'cpu:2']"
+
+
+def test_two_runtimes_live_side_by_side(devices: str) -> None:
+    x, y = batch(6)
+    with Runtime(devices) as first, Runtime("cpu:2") as second:
+        for runtime in (first, second, first):
+            layers = mlp()
+            truth = twin(layers)
+            model = RoundPipe(layers, runtime=runtime)
+            model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+            model.synchronize()
+            train_call(truth, x, y, microbatches=1)
+            assert_near(gradients(layers), gradients(truth), 1e-4)
+        first.close()
+        model = RoundPipe(mlp(), runtime=second)
+        model(x)
+
+
+def test_a_closed_runtime_says_so_and_may_be_closed_again(devices: str) -> None:
+    with Runtime(devices) as runtime:
+        model = RoundPipe(mlp(), runtime=runtime)
+        model(batch(3)[0])
+    runtime.close()
+    for call in (lambda: model(batch(3)[0]), lambda: model.step(lambda: None), model.synchronize, model.zero_grad):
+        with pytest.raises(Closed):
+            call()
+
+
+def test_closing_ends_the_threads_and_finishes_what_was_launched(devices: str) -> None:
+    before = set(threading.enumerate())
+    runtime = Runtime(devices)
+    layers = mlp()
+    model = RoundPipe(layers, runtime=runtime)
+    x, y = batch(6)
+    ran: list[int] = []
+    model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.step(lambda: ran.append(1))
+    runtime.close()
+    assert ran == [1]
+    assert set(threading.enumerate()) - before == set()
+
+
+# One call at a time
+
+
+def test_a_second_thread_is_refused_while_a_call_is_launched(runtime: Runtime) -> None:
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert go_on.wait(30)
+            return x
+
+    inside, go_on = threading.Event(), threading.Event()
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4), Slow()), runtime=runtime)
+    other = RoundPipe(mlp(), runtime=runtime)
+    x, _ = batch(3)
+    found: Future[torch.Tensor] = Future()
+    thread = threading.Thread(target=lambda: found.set_result(model(x)))
+    thread.start()
+    assert inside.wait(30)
+    calls: list[Callable[[], Any]] = [
+        lambda: other(x),
+        lambda: model(x),
+        lambda: other.step(print),
+        other.synchronize,
+        other.zero_grad,
+    ]
+    for call in calls:
+        with pytest.raises(Busy, match="one thread"):
+            call()
+    go_on.set()
+    assert found.result(30).shape == (3, 4)
+    thread.join(30)
+    other(x)
+
+
+@pytest.mark.parametrize("what", ["forward", "fused", "step", "synchronize", "zero_grad"])
+@pytest.mark.parametrize("place", ["layer", "loss", "step", "async step"])
+def test_calls_from_the_engines_own_threads_are_refused(two: Runtime, place: str, what: str) -> None:
+    other = RoundPipe(mlp(), runtime=two)
+    x, y = batch(6)
+
+    def nested() -> None:
+        match what:
+            case "forward":
+                other(x)
+            case "fused":
+                other.forward_backward((x,), None, y, square_error)
+            case "step":
+                other.step(print)
+            case "synchronize":
+                other.synchronize()
+            case _:
+                other.zero_grad()
+
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if place == "layer":
+                nested()
+            return x
+
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if place == "loss":
+            nested()
+        return square_error(outputs, labels)
+
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 3), Nested()), runtime=two)
+
+    def call() -> None:
+        model.forward_backward((x,), None, y, loss_fn)
+        if "step" in place:
+            model.step(nested, is_async=place == "async step")
+        model.synchronize()
+
+    with pytest.raises(Busy):
+        call()
+    other(x)
+
+
+def test_calls_may_come_from_one_thread_after_another(two: Runtime) -> None:
+    layers = mlp()
+    truth = twin(layers)
+    model = RoundPipe(layers, runtime=two)
+    x, y = batch(6)
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: model.forward_backward((x,), None, y, square_error))
+        thread.start()
+        thread.join(30)
+        train_call(truth, x, y, microbatches=1)
+    model.synchronize()
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+# Nothing grows
+
+
+def _tensors() -> int:
+    # Not isinstance: it would ask lazy modules for their class, which warns.
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_nothing_grows_over_many_calls(runtime: Runtime) -> None:
+    layers = nn.Sequential(*mlp(), nn.BatchNorm1d(3), nn.Dropout(0.1))
+    model = RoundPipe(layers, runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    optimizer = roundpipe.optim.AdamW(model.optim_parameters(), lr=1e-3)
+    x, y = batch(6)
+    ways = [name for name in plans(7, 2) if "divided" not in name]
+
+    def work(calls: int) -> tuple[int, int, int, list[int]]:
+        for turn in range(calls):
+            config = RoundPipeRunConfig(execute_plan=plans(7, 2)[ways[turn % len(ways)]])
+            if turn % 3:
+                model.forward_backward((x,), None, y, square_error, run_config=config)
+            else:
+                square_error(model(x, roundpipe_run_config=config), y).backward()
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=turn % 2 == 0)
+            if turn % 10 == 0:
+                model(x)  # a graph that is never gone through
+        model.synchronize()
+        for lane in runtime.lanes:
+            lane.device.synchronize()
+            lane.retainer.flush()
+        gc.collect()
+        used = [use.used_bytes for use in runtime.memory()]
+        return _tensors(), threading.active_count(), runtime.host_memory().used_bytes, used
+
+    work(40)
+    tensors, threads, host, used = work(40)
+    tensors_later, threads_later, host_later, used_later = work(160)
+    assert tensors_later <= tensors + 8
+    assert threads_later == threads
+    assert host_later <= host * 1.05 + 4096
+    assert all(after <= before + 65536 for before, after in zip(used, used_later, strict=True))
+
+
+def test_a_forgotten_model_gives_its_memory_back(runtime: Runtime) -> None:
+    x, y = batch(6)
+
+    def use_one() -> None:
+        model = RoundPipe(mlp(width=64), runtime=runtime)
+        model.forward_backward((x,), None, y, square_error)
+        model.step(lambda: None)
+        model.synchronize()
+
+    def used() -> int:
+        for lane in runtime.lanes:
+            lane.device.synchronize()
+            lane.retainer.flush()
+        gc.collect()
+        return runtime.host_memory().used_bytes
+
+    use_one()
+    before = used()
+    for _ in range(10):
+        use_one()
+    assert used() <= before + 65536
+
+
+# Attributes
+
+
+def test_attributes_of_the_wrapped_model_are_found(two: Runtime) -> None:
+    layers = mlp()
+    layers.config = {"width": 6}
+    model = RoundPipe(layers, runtime=two)
+    assert model.config == {"width": 6}
+    assert not hasattr(model, "nonesuch")
+    assert model.name.startswith("test_runtime.py:")
+
+
+# Documentation
+
+
+@pytest.mark.parametrize(
+    "name", [found.name for found in pkgutil.iter_modules(roundpipe.__path__, "roundpipe.") if not found.ispkg]
+)
+def test_the_examples_in_the_documentation_are_true(name: str) -> None:
+    if name.endswith("__main__"):
+        pytest.skip("it runs the command line")
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert failed == 0

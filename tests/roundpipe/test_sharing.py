@@ -1,0 +1,319 @@
+"""Parameters that are shared, frozen, unused, patched or adapted train as in plain PyTorch."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain import PLAN_NAMES, assert_near, batch, gradients, plans, square_error, train_call, twin, weights
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from rp_sched import Plan
+from torch import nn
+from torch.nn.utils import parametrizations
+
+STALE_TWINS = "a twin is copied once; what is neither parameter, buffer, submodule, flag nor hook is not compared"
+
+
+class Tied(nn.Module):
+    """Multiplies by a weight that another layer has too."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Adapter(nn.Module):
+    """A frozen layer and a low-rank addition, as PEFT makes them."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + 0.5 * self.up(self.down(x))
+
+
+class Unused(nn.Module):
+    """Has a parameter that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def tied_across() -> nn.Sequential:
+    first = nn.Linear(4, 4)
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4), Tied(first.weight), nn.Linear(4, 3))
+
+
+def tied_within() -> nn.Sequential:
+    inner = nn.Linear(4, 4)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(inner, nn.Tanh(), Tied(inner.weight)), nn.Linear(4, 3))
+
+
+def same_module() -> nn.Sequential:
+    block = nn.Linear(4, 4)
+    return nn.Sequential(block, nn.Tanh(), block, block, nn.Linear(4, 3))
+
+
+def frozen_bottom() -> nn.Sequential:
+    row = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    row[0].requires_grad_(False)
+    row[2].requires_grad_(False)
+    row[3].weight.requires_grad_(False)
+    return row
+
+
+def adapters() -> nn.Sequential:
+    return nn.Sequential(*(Adapter(nn.Linear(4, 4)) for _ in range(4)), Adapter(nn.Linear(4, 3)))
+
+
+def unused() -> nn.Sequential:
+    return nn.Sequential(Unused(), nn.Tanh(), Unused(), nn.Linear(4, 3))
+
+
+def parametrized() -> nn.Sequential:
+    return nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.Tanh(),
+        parametrizations.orthogonal(nn.Linear(4, 4)),
+        nn.Linear(4, 3),
+    )
+
+
+def mixed_dtypes() -> nn.Sequential:
+    class Cast(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4, dtype=dtype), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.to(self.linear.weight.dtype)).float() * self.scale
+
+    return nn.Sequential(Cast(torch.float64), Cast(torch.float32), nn.Linear(4, 3))
+
+
+def strided() -> nn.Sequential:
+    row = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    row[0].weight = nn.Parameter(row[0].weight.detach().T.contiguous().T)
+    return row
+
+
+def recurrent() -> nn.Sequential:
+    class First(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, Any]) -> torch.Tensor:
+            return pair[0]
+
+    return nn.Sequential(nn.LSTM(4, 4, batch_first=True), First(), nn.Linear(4, 3))
+
+
+ROWS = [
+    tied_across,
+    tied_within,
+    same_module,
+    frozen_bottom,
+    adapters,
+    unused,
+    parametrized,
+    mixed_dtypes,
+    strided,
+    recurrent,
+]
+
+
+@pytest.mark.parametrize("plan_name", PLAN_NAMES)
+@pytest.mark.parametrize("make", ROWS)
+def test_gradients_and_steps_are_those_of_plain_pytorch(
+    runtime: Runtime, make: Callable[[], nn.Sequential], plan_name: str
+) -> None:
+    torch.manual_seed(0)
+    layers = make()
+    truth = twin(layers)
+    plan = plans(len(layers), 3)[plan_name]
+    model = RoundPipe(
+        layers, runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=3, execute_plan=plan)
+    )
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.05, momentum=0.9)
+    plain = torch.optim.SGD([p for p in truth.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    for seed in range(3):
+        x, y = batch(7, seed)
+        loss = model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        assert_near(loss, train_call(truth, x, y, microbatches=3), 1e-4)
+        if seed == 2:
+            model.synchronize()
+            assert_near(gradients(layers), gradients(truth), 1e-4)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        plain.step()
+        plain.zero_grad()
+    model.synchronize()
+    assert_near(weights(layers), weights(truth), 1e-4)
+
+
+def test_frozen_layers_move_no_gradients(two: Runtime) -> None:
+    layers = frozen_bottom()
+    model = RoundPipe(layers, runtime=two)
+    names = [name for name, _ in model.optim_named_parameters()]
+    assert names == ["3.bias", "4.weight", "4.bias"]
+    x, y = batch(6)
+    model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.synchronize()
+    assert {name for name, grad in gradients(layers).items() if grad is not None} == set(names)
+
+
+def test_a_wholly_frozen_model_still_gives_gradients_of_inputs(runtime: Runtime) -> None:
+    layers = frozen_bottom().requires_grad_(False)
+    truth = twin(layers)
+    model = RoundPipe(layers, runtime=runtime)
+    x, y = batch(6)
+    assert not model(x).requires_grad
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    square_error(model(ours), y).backward()
+    square_error(truth(theirs), y).backward()
+    assert_near(ours.grad, theirs.grad, 1e-5)
+
+
+def test_the_optimizer_state_of_a_parameter_without_gradient_stays_empty(runtime: Runtime) -> None:
+    layers = unused()
+    before = weights(layers)
+    model = RoundPipe(layers, runtime=runtime)
+    optimizer = torch.optim.AdamW(model.optim_parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        x, y = batch(6)
+        model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    model.synchronize()
+    for name, master in model.optim_named_parameters():
+        assert (master in optimizer.state) == ("unused" not in name)
+        assert torch.equal(weights(layers)[name], before[name]) == ("unused" in name)
+
+
+def test_freezing_and_unfreezing_between_calls_is_seen(runtime: Runtime) -> None:
+    layers = frozen_bottom()
+    truth = twin(layers)
+    model = RoundPipe(layers, runtime=runtime)
+    for turn in range(4):
+        for net in (layers, truth):
+            net[0].requires_grad_(turn % 2 == 0)
+            net[4].bias.requires_grad_(turn < 2)
+        x, y = batch(6, turn)
+        model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.synchronize()
+        train_call(truth, x, y, microbatches=1)
+        trained = {name for name, parameter in truth.named_parameters() if parameter.requires_grad}
+        found, wanted = gradients(layers), gradients(truth)
+        assert_near({n: found[n] for n in trained}, {n: wanted[n] for n in trained}, 1e-5)
+        model.zero_grad()
+        truth.zero_grad()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the first call", "after it"])
+def test_module_hooks_run_on_every_call(runtime: Runtime, first: bool) -> None:
+    layers = frozen_bottom()
+    x, y = batch(6)
+    model = RoundPipe(layers, runtime=runtime)
+    if not first:
+        model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.synchronize()
+        model.zero_grad()
+
+    def add(net: nn.Sequential) -> list[Any]:
+        return [
+            net[1].register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+            net[2].register_forward_hook(lambda _module, _args, output: output + 1),
+            net[3].register_full_backward_hook(lambda _module, grads, _out: (grads[0] * 3,)),
+        ]
+
+    truth = twin(layers)
+    truth.zero_grad()
+    handles = add(layers)
+    add(truth)
+    for net in (layers, truth):
+        net[0].requires_grad_(True)
+    model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.synchronize()
+    train_call(truth, x, y, microbatches=1)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.synchronize()
+    truth = twin(layers)
+    truth.zero_grad()
+    train_call(truth, x, y, microbatches=1)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(True, id="before the first call"),
+        pytest.param(False, id="after it", marks=pytest.mark.xfail(strict=True, reason=STALE_TWINS)),
+    ],
+)
+def test_a_patched_forward_is_used_with_the_devices_weights(runtime: Runtime, first: bool) -> None:
+    layers = frozen_bottom()
+    model = RoundPipe(layers, runtime=runtime)
+    x, y = batch(6)
+    for _ in range(0 if first else 4):  # until every device has run every layer
+        model(x, roundpipe_run_config=RoundPipeRunConfig(execute_plan=Plan((range(5),), None, (range(5),))))
+
+    def patched(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight) * 2 + self.bias
+
+    layers[3].forward = types.MethodType(patched, layers[3])
+    truth = twin(layers)
+    loss = model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.synchronize()
+    assert_near(loss, train_call(truth, x, y, microbatches=1), 1e-5)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+@pytest.mark.xfail(strict=True, reason=STALE_TWINS)
+def test_plain_attributes_changed_between_calls_are_seen(runtime: Runtime) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1), nn.Linear(4, 3))
+    divided = RoundPipeRunConfig(execute_plan=Plan((range(3),)))
+    model = RoundPipe(layers, runtime=runtime)
+    x, _ = batch(6)
+    for _ in range(4):  # until every device has run every layer
+        assert_near(model(x, roundpipe_run_config=divided), layers(x), 1e-5)
+    layers[1].negative_slope = 0.9
+    assert_near(model(x), layers(x), 1e-5)
+
+
+def test_submodules_exchanged_between_calls_are_seen(runtime: Runtime) -> None:
+    layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3))
+    model = RoundPipe(layers, runtime=runtime)
+    x, _ = batch(6)
+    assert_near(model(x), layers(x), 1e-5)
+    layers[0][1] = nn.ReLU()
+    assert_near(model(x), layers(x), 1e-5)
+    layers[0][0] = nn.Linear(4, 4)
+    assert_near(model(x), layers(x), 1e-5)
+    layers[0][0].weight.data = torch.ones(4, 4)
+    assert_near(model(x), layers(x), 1e-5)
+
+
+@pytest.mark.parametrize("pin", ["alloc", "register", "off"])
+def test_every_way_of_pinning_gives_the_same_numbers(runtime: Runtime, pin: Any) -> None:
+    layers = tied_across()
+    truth = twin(layers)
+    model = RoundPipe(layers, runtime=runtime, pin_model=pin)
+    x, y = batch(6)
+    loss = model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.synchronize()
+    assert_near(loss, train_call(truth, x, y, microbatches=1), 1e-5)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
