@@ -71,7 +71,6 @@ WAITS = [
     Wait("saved.py", "self._retainer.keep(done, self._visiting)", "activations live until the layers are done"),
     Wait("stage.py", "self._pace.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait("run.py", "packet.event.synchronize()", "the caller reads results when they have come"),
-    Wait("run.py", "packet.event.synchronize()", "a forward's saved activations have come when it returns", nth=1),
     Wait(
         "run.py", "                self.wait()", "random layers are done when the call returns", " " * 16 + "pass"
     ),

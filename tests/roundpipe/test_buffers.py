@@ -142,7 +142,7 @@ def test_a_batch_norm_that_was_first_evaluated_writes_its_statistics_when_it_tra
 
 def test_a_model_may_go_while_its_buffers_are_on_their_way_home(runtime: Runtime) -> None:
     for _ in range(3):
-        RoundPipe(buffered_row(), runtime=runtime)(batch(6)[0])
+        RoundPipe(buffered_row(), runtime=runtime)(batch(12)[0])
     layers = mlp()
     found = RoundPipe(layers, runtime=runtime)(batch(6)[0])
     assert_near(found, layers(batch(6)[0]), 1e-5)

@@ -186,6 +186,26 @@ def test_calls_from_the_engines_own_threads_are_refused(two: Runtime, place: str
     other(x)
 
 
+def test_a_step_function_is_refused_even_while_no_call_runs(two: Runtime) -> None:
+    model, other = RoundPipe(mlp(), runtime=two), RoundPipe(mlp(), runtime=two)
+    started, over = threading.Event(), threading.Event()
+    refused: list[Busy] = []
+
+    def nested() -> None:
+        assert started.wait(30)
+        for call in (lambda: other(batch(6)[0]), model.zero_grad, lambda: other.step(print)):
+            with pytest.raises(Busy, match="step function") as caught:
+                call()
+            refused.append(caught.value)
+        over.set()
+
+    model.step(nested)
+    started.set()
+    assert over.wait(30)
+    assert len(refused) == 3
+    model.synchronize()
+
+
 def test_calls_may_come_from_one_thread_after_another(two: Runtime) -> None:
     layers = mlp()
     truth = twin(layers)

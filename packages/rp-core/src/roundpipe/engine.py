@@ -65,7 +65,6 @@ class Engine:
                 parts, config, with_grad=with_grad, input_grads=bool(inputs)
             )
             packets = run.collect(self._outputs(len(parts)))
-            run.settle()
             version = self._state.version
         if not with_grad:
             return [packet.tree() for packet in packets]

@@ -244,13 +244,6 @@ class Run:
             return packets
         raise AssertionError("an aborted run has an error")
 
-    def settle(self) -> None:
-        """Block until all that was handed over so far has reached the host."""
-        handed = [slot.packet.result() for slot in self._slots.values() if slot.packet.done()]
-        for packet in [*handed, *self._buffers.values()]:
-            if packet.event is not None:
-                packet.event.synchronize()
-
     def begin_backward(self) -> None:
         """The run's backward tasks come next, for the first and only time."""
         if self._adds_gradients:
