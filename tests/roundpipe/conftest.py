@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from roundpipe import Runtime
 
 # Test files are imported one by one; what they share lies beside them.
@@ -26,6 +27,12 @@ def runtime(devices: str) -> Iterator[Runtime]:
     """A runtime on these devices."""
     with Runtime(devices) as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with the CPU is computed in fp32 there, too: cuDNN would use TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.fixture

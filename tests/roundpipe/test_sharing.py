@@ -14,8 +14,6 @@ from rp_sched import Plan
 from torch import nn
 from torch.nn.utils import parametrizations
 
-STALE_TWINS = "a twin is copied once; what is neither parameter, buffer, submodule, flag nor hook is not compared"
-
 
 class Tied(nn.Module):
     """Multiplies by a weight that another layer has too."""
@@ -260,7 +258,7 @@ def test_module_hooks_run_on_every_call(runtime: Runtime, first: bool) -> None:
     "first",
     [
         pytest.param(True, id="before the first call"),
-        pytest.param(False, id="after it", marks=pytest.mark.xfail(strict=True, reason=STALE_TWINS)),
+        pytest.param(False, id="after it"),
     ],
 )
 def test_a_patched_forward_is_used_with_the_devices_weights(runtime: Runtime, first: bool) -> None:
@@ -281,11 +279,10 @@ def test_a_patched_forward_is_used_with_the_devices_weights(runtime: Runtime, fi
     assert_near(gradients(layers), gradients(truth), 1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason=STALE_TWINS)
 def test_plain_attributes_changed_between_calls_are_seen(runtime: Runtime) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1), nn.Linear(4, 3))
-    divided = RoundPipeRunConfig(execute_plan=Plan((range(3),)))
+    divided = RoundPipeRunConfig(execute_plan=Plan((range(3),), None, (range(3),)))
     model = RoundPipe(layers, runtime=runtime)
     x, _ = batch(6)
     for _ in range(4):  # until every device has run every layer

@@ -50,7 +50,7 @@ def connect(
         backward: from gradients of all outputs that require grad to those of `inputs`.
     """
     tracked = [leaf for packet in packets for leaf, grad in zip(packet.leaves, packet.grads, strict=True) if grad]
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     with torch.enable_grad():
         joined = iter(_Node.apply(backward, tracked, anchor, *inputs)) if tracked else iter(())
     return [

@@ -163,6 +163,8 @@ class Engine:
         self._exposure.take_back()
         self._refresh()
         self._state.note_flags()
+        if self._state.note_attributes():
+            self._twins = self._new_twins()
 
     def _raise_late_errors(self) -> None:
         over = [run for run in self._runs if run.over()]
@@ -291,7 +293,7 @@ class Engine:
         mode: Mode = "train" if with_grad else "infer"
         tasks = self._planner.tasks(config, mode, len(parts), input_grads=input_grads)
         run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, outputs=True)
-        run.launch([task for task in tasks if task.kind == "F"])
+        self._launch(run, [task for task in tasks if task.kind == "F"])
         return run, [task for task in tasks if task.kind == "B"]
 
     def _launch_backward(
@@ -307,7 +309,8 @@ class Engine:
         self._launch(run, tasks)
 
     def _launch(self, run: Run, tasks: Sequence[Task]) -> None:
-        self._runs.append(run)
+        if run not in self._runs:
+            self._runs.append(run)
         run.launch(tasks)
 
     def _outputs(self, microbatches: int) -> list[Key]:

@@ -199,6 +199,8 @@ class RoundPipe(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights; the optimizer's parameters become the loaded ones, and a failed step is forgotten."""
+        if assign:
+            raise ValueError("assign=True would part the weights from the optimizer's parameters; load without it")
         with self._engine.replacing_weights():
             return super().load_state_dict(state_dict, strict, assign)
 

@@ -19,7 +19,7 @@ _MASK = (1 << 64) - 1
 
 def draw_seed() -> int:
     """One number from the caller's CPU generator."""
-    return int(torch.randint(1 << 62, ()).item())
+    return int(torch.randint(1 << 62, (), device="cpu").item())
 
 
 def mix(seed: int, layer: int, microbatch: int) -> int:

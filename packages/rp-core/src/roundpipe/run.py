@@ -8,6 +8,7 @@ have not run step aside.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Literal
@@ -55,6 +56,10 @@ class _TaskJob:
             self._guard(self._stage.run)
         if self._run.aborted:
             self._guard(self._stage.step_aside)
+        self.leave()
+
+    def leave(self) -> None:
+        """Give up the turns that are left."""
         for ticket in self._weights.tickets():
             ticket.leave()
 
@@ -117,8 +122,20 @@ class Run:
         # A layer that cannot be copied must show before any turn is taken: nobody would leave it.
         for task in tasks:
             self._twins[task.device].ensure(task.layers)
-        jobs = [self._prepare(task) for task in tasks]
-        self._futures += [lane.submit(job) for lane, job in jobs]
+        jobs: deque[tuple[Lane, _TaskJob]] = deque()
+        try:
+            jobs.extend(map(self._prepare, tasks))
+            while jobs:
+                lane, job = jobs[0]
+                self._futures.append(lane.submit(job))
+                jobs.popleft()
+        except BaseException as error:
+            # Such as Ctrl-C: those behind must not wait for tasks that will never run.
+            self.abort(error, "while it was launched")
+            self._error = None
+            for _, job in jobs:
+                job.leave()
+            raise
 
     def _prepare(self, task: Task) -> tuple[Lane, _TaskJob]:
         lane = self._runtime.lanes[task.device]

@@ -97,9 +97,8 @@ class Stage:
         self._courier = Courier(backend, lane.device, lane.retainer)
         self._pace: deque[Event] = deque()
         self._place = ""
-        # Layers that wrote buffers, and the microbatches so far that started from the same ones.
-        self._writing: set[int] = set()
-        self._alike: dict[int, list[int]] = {}
+        # The buffers that a layer's next microbatch starts from, where they have gone home already.
+        self._snapshots: dict[int, Packet] = {}
 
     def where(self) -> str:
         """What was being done last, in words."""
@@ -248,15 +247,11 @@ class Stage:
             self._weights.note_written(block)
         if not self._exchange.wants_buffers(layer, microbatch):
             return
-        # Once one microbatch wrote them all need a copy: those before it started from what it started from.
-        alike = self._alike.setdefault(layer, [])
-        alike.append(microbatch)
-        if written or layer in self._writing:
-            self._writing.add(layer)
-            packet = self._courier.send(None, before, [False] * len(before), Origins())
-            for kept in alike:
-                self._exchange.put_buffers(layer, kept, packet)
-            alike.clear()
+        if layer not in self._snapshots:
+            self._snapshots[layer] = self._courier.send(None, before, [False] * len(before), Origins())
+        self._exchange.put_buffers(layer, microbatch, self._snapshots[layer])
+        if written:
+            del self._snapshots[layer]
 
     def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
         for layer in layers:

@@ -106,6 +106,16 @@ def signature(layers: Sequence[torch.nn.Module]) -> Signature:
     return modules, tensors
 
 
+# What torch keeps in every module; the rest of a module's attributes are its class's or its user's.
+_OWN = frozenset(vars(torch.nn.Module()))
+
+
+def attributes(layers: Sequence[torch.nn.Module]) -> list[tuple[str, object]]:
+    """The plain attributes of all modules, such as a dropout's ``p`` or a patched ``forward``."""
+    modules = (module for layer in layers for module in layer.modules())
+    return [(name, value) for module in modules for name, value in vars(module).items() if name not in _OWN]
+
+
 def training_flags(layers: Sequence[torch.nn.Module]) -> tuple[tuple[bool, ...], ...]:
     """The training flag of every module of every layer, in the order of ``modules()``."""
     return tuple(tuple(module.training for module in layer.modules()) for layer in layers)
@@ -184,6 +194,7 @@ class ModelState:
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         self.signature = signature(self.modules)
         self.flags = training_flags(self.modules)
+        self.attributes = attributes(self.modules)
 
     def changed(self) -> bool:
         """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`."""
@@ -228,13 +239,29 @@ class ModelState:
         ]
 
     def note_flags(self) -> None:
-        """Take over the layers' training flags; other flags may mean other random numbers."""
+        """Take over the layers' training flags."""
         flags = training_flags(self.modules)
         if flags != self.flags:
             self.flags = flags
-            self.quiet = set()
-            for block in self.blocks:
-                block.writes = None
+            self._forget_habits()
+
+    def note_attributes(self) -> bool:
+        """Take over the modules' plain attributes; returns whether any was added, replaced or deleted."""
+        found = attributes(self.modules)
+        same = len(found) == len(self.attributes) and all(
+            name == old_name and value is old
+            for (name, value), (old_name, old) in zip(found, self.attributes, strict=True)
+        )
+        if not same:
+            self.attributes = found
+            self._forget_habits()
+        return not same
+
+    def _forget_habits(self) -> None:
+        # In another mode a layer may draw other random numbers and write other buffers.
+        self.quiet = set()
+        for block in self.blocks:
+            block.writes = None
 
     def make_masters(self) -> None:
         """A master, in the optimizer's dtype, for each trainable parameter that has none."""

@@ -96,7 +96,7 @@ class Layout:
 
 def _own_storage(block: torch.Tensor, span: Span) -> torch.Tensor:
     if span.numel == 0:
-        return torch.empty(span.shape, dtype=block.dtype)
+        return torch.empty(span.shape, dtype=block.dtype, device="cpu")
     nbytes = span.numel * block.element_size()
     buffer = (ctypes.c_ubyte * nbytes).from_address(block.data_ptr() + span.offset * block.element_size())
     # The new storage keeps the buffer, and the buffer keeps the block.

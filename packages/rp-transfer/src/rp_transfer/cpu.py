@@ -413,8 +413,8 @@ class CpuBackend:
         """Memory whose end is checked: nothing unordered may still use it when its last tensor goes."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
-        memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8, device="cpu")
         address = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         buffer = (ctypes.c_ubyte * nbytes).from_address(address)
         self._open(buffer, memory, address, nbytes, owner, device)

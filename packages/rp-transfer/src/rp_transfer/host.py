@@ -36,7 +36,7 @@ class HostMemory:
         """A tensor on memory of its own."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         slab = self._take(nbytes, short_lived)
         buffer = (ctypes.c_ubyte * nbytes).from_address(slab[0])
         give_back = self._give_back if short_lived else self._drop
