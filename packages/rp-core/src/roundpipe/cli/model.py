@@ -28,14 +28,17 @@ class ModelSize:
 
 
 def make_model(size: ModelSize, *, dtype: torch.dtype, seed: int, seq_len: int) -> Qwen3ForCausalLM:
-    """Make the model on the host; its weights depend on the arguments alone.
+    """Make the model on the host; in every dtype its weights are the same ones, rounded.
 
     The caller's random state is left as it was.
     """
+    config = _config(size, seq_len)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Not `.to(dtype)` afterwards, which would round the rotary frequencies too.
-        model = AutoModelForCausalLM.from_config(_config(size, seq_len), dtype=dtype)
+        drawn = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Not `drawn.to(dtype)`, which would round the rotary frequencies too.
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(drawn.state_dict())
     return cast(Qwen3ForCausalLM, model)
 
 
