@@ -121,6 +121,8 @@ class CudaDevice:
         """Make it the calling thread's device, for torch and for CuPy."""
         torch.cuda.set_device(self._index)
         cupy.cuda.Device(self._index).use()
+        # Torch's backward thread of this device gets its context here; a matrix product first would make it warn.
+        (torch.ones((), device=self._torch_device, requires_grad=True) * 1).backward()
 
     def computing(self) -> AbstractContextManager[None]:
         """Torch operations go to the compute stream."""
