@@ -73,6 +73,14 @@ class Call:
                     )
             yield
 
+    @contextmanager
+    def without_autocast(self) -> Generator[None]:
+        """Backward runs outside autocast, as the caller's own would: forward has chosen the dtypes already."""
+        with ExitStack() as stack:
+            for setting in self.autocast:
+                stack.enter_context(torch.autocast(setting.device_type, enabled=False))
+            yield
+
     def where(self, layer: int) -> str:
         """A layer in words."""
         return f"layer {layer} ({type(self.state.layers[layer].module).__name__})"

@@ -119,20 +119,21 @@ class Engine:
             self._updates.publish()
             self._updates.wait()
             self._raise_late_errors()
+            self._settle()
             if self._state.broken is None:
                 self._exposure.show(self._state.trainable)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         with self._runtime.launching():
-            self._drain()
+            self._settle()
             self._drop_gradients()
 
     def reset(self) -> None:
         """Drop gradients and go back to the published weights."""
         with self._runtime.launching():
-            self._drain()
-            self._updates.error()
+            self._settle()
+            self._late_errors()
             self._drop_gradients()
             self._forget_failed_step()
 
@@ -141,7 +142,7 @@ class Engine:
         """Within it the caller may write the weights, which are current; their masters follow at its end."""
         with self._runtime.launching():
             self._drain()
-            self._updates.error()
+            self._late_errors()
             self._updates.publish()
             self._updates.wait()
             yield
@@ -167,13 +168,16 @@ class Engine:
             self._twins = self._new_twins()
 
     def _raise_late_errors(self) -> None:
+        errors = self._late_errors()
+        for another in errors[1:]:
+            errors[0].add_note(f"RoundPipe: besides, {another!r}")
+        if errors:
+            raise errors[0]
+
+    def _late_errors(self) -> list[BaseException]:
         over = [run for run in self._runs if run.over()]
         self._runs = [run for run in self._runs if run not in over]
-        error = self._updates.error()
-        for run in over:
-            run.finish()
-        if error is not None:
-            raise error
+        return [error for run in over if (error := run.outcome()) is not None] + self._updates.errors()
 
     def _refuse_half_made(self) -> None:
         failed, broken = self._state.failed, self._state.broken
@@ -184,7 +188,7 @@ class Engine:
             )
         if broken is not None:
             raise GradientsIncomplete(
-                f"an earlier call of model {self._name!r} failed ({broken}) and left part of its gradients; "
+                f"an earlier call of model {self._name!r} failed ({broken.error}) and left part of its gradients; "
                 "drop them with zero_grad() or reset()"
             )
 
@@ -229,6 +233,11 @@ class Engine:
             ticket = line.write()
             ticket.enter()
             ticket.leave()
+
+    def _settle(self) -> None:
+        self._drain()
+        for lane in self._runtime.lanes:
+            lane.settle()
 
     def _drop_gradients(self) -> None:
         self._exposure.take_back()
@@ -284,6 +293,7 @@ class Engine:
         run = self._new_run(call, tasks, parts, outputs=keep)
         for m, label in enumerate(labels):
             run.put(("label", 0, m), Packet.of(self._runtime.backend, label, with_grads=False))
+        run.add_gradients()
         self._launch(run, tasks)
         return run
 
@@ -299,7 +309,7 @@ class Engine:
     def _launch_backward(
         self, run: Run, tasks: Sequence[Task], packets: Sequence[Packet], grads: Gradients
     ) -> None:
-        run.begin_backward()
+        run.add_gradients()
         last = len(self._state.layers)
         remaining = iter(grads)
         for m, packet in enumerate(packets):

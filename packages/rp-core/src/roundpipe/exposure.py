@@ -25,17 +25,21 @@ class Exposure:
 
     def _show(self, gradient: Gradient, index: int, parameter: torch.Tensor) -> None:
         view = gradient.view(index) if index in gradient.written else None
-        if view is not None and view.dtype != parameter.dtype:
+        if view is not None:
             parameter.grad_dtype = view.dtype
         parameter.grad = view
         self._shown.append((gradient, index, parameter, view))
 
     def take_back(self) -> None:
         """Take ``.grad`` off the parameters; what was changed, replaced or dropped there counts from now on."""
+        moved: list[tuple[Gradient, int, torch.Tensor]] = []
         for gradient, index, parameter, view in self._shown:
             if parameter.grad is None:
                 gradient.drop((index,))
             elif parameter.grad is not view:
-                gradient.put(index, parameter.grad)
+                # Perhaps another parameter's gradient: nothing is written before all has been read.
+                moved.append((gradient, index, parameter.grad.clone()))
             parameter.grad = None
+        for gradient, index, value in moved:
+            gradient.put(index, value)
         self._shown = []

@@ -41,6 +41,9 @@ class Gradient:
         """Add a further task's gradients: (numel,), in the summing dtype, on the host."""
         block = self.widen()
         self._backend.host_touch(read=(more,), write=(block,), what="adding gradients")
+        for index in set(range(len(self.layout.spans))) - self.written:
+            # Dropped since it was written: its old numbers are still there.
+            self.view(index).zero_()
         block.add_(more)
 
     def widen(self) -> torch.Tensor:

@@ -26,9 +26,9 @@ def _loss_is_output(outputs: Any, labels: Any) -> Any:
 
 
 def _caller() -> str:
-    here = str(Path(__file__).parent)
+    here = Path(__file__).parent
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(here):
+    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(here):
         frame = frame.f_back
     if frame is None:
         return "unnamed"

@@ -69,32 +69,36 @@ _GATE = _Gate()
 class Randomness:
     """The random numbers of one call.
 
-    `quiet` is the model's memory of the layers that were seen to leave the CPU generator alone; `drew` this
-    call's record of the (layer, microbatch) that did not.
+    `quiet` is the model's memory of the layers that were seen to leave the CPU generator alone; `drew` and
+    `drew_on_device` are this call's record of the (layer, microbatch) that drew from it, or from the device's.
     """
 
     def __init__(self, seed: int, quiet: set[int]) -> None:
         self._seed = seed
         self._quiet = quiet
         self.drew: set[tuple[int, int]] = set()
+        self.drew_on_device: set[tuple[int, int]] = set()
 
     def forward(
         self, generator: torch.Generator, layer: int, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
         """Run a layer for the first time, seeded; again and alone if it turns out to need that."""
-        seed = self._seed_device(generator, layer, microbatch)
-        callers = None
+        seed = mix(self._seed, layer, microbatch)
+        place = (layer, microbatch)
         if layer in self._quiet:
             with _GATE.shared():
                 before = torch.default_generator.get_state()
-                result = body()
+                result, on_device = _seeded(generator, seed, body)
                 if torch.equal(before, torch.default_generator.get_state()):
+                    self.drew_on_device.update({place} if on_device else ())
                     return result
             self._quiet.discard(layer)
-            callers = before
-        result, drew = self._alone(seed, body, callers)
+            result, on_device, drew = self._alone(generator, seed, body, before)
+        else:
+            result, on_device, drew = self._alone(generator, seed, body)
+        self.drew_on_device.update({place} if on_device else ())
         if drew:
-            self.drew.add((layer, microbatch))
+            self.drew.add(place)
         else:
             self._quiet.add(layer)
         return result
@@ -103,28 +107,42 @@ class Randomness:
         self, generator: torch.Generator, layer: int, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
         """Recompute a layer with the numbers it drew before."""
-        seed = self._seed_device(generator, layer, microbatch)
+        seed = mix(self._seed, layer, microbatch)
         if (layer, microbatch) in self.drew:
-            return self._alone(seed, body)[0]
+            return self._alone(generator, seed, body)[0]
+        if (layer, microbatch) in self.drew_on_device:
+            return _seeded(generator, seed, body)[0]
         return body()
 
-    def _seed_device(self, generator: torch.Generator, layer: int, microbatch: int) -> int:
-        seed = mix(self._seed, layer, microbatch)
-        if generator is not torch.default_generator:
-            generator.manual_seed(seed)
-        return seed
+    def drew_any(self) -> bool:
+        """Whether a layer drew, so that recomputing it uses a generator of the caller's again."""
+        return bool(self.drew or self.drew_on_device)
 
     @staticmethod
     def _alone(
-        seed: int, body: Callable[[], _Result], callers: torch.Tensor | None = None
-    ) -> tuple[_Result, bool]:
+        device: torch.Generator, seed: int, body: Callable[[], _Result], callers: torch.Tensor | None = None
+    ) -> tuple[_Result, bool, bool]:
         with _GATE.alone():
             generator = torch.default_generator
             callers = generator.get_state() if callers is None else callers
             try:
                 generator.manual_seed(seed)
                 before = generator.get_state()
-                result = body()
-                return result, not torch.equal(before, generator.get_state())
+                result, on_device = _seeded(device, seed, body)
+                return result, on_device, not torch.equal(before, generator.get_state())
             finally:
                 generator.set_state(callers)
+
+
+def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:
+    """Run with a device's own generator seeded, and give it back as it was; whether it was drawn from."""
+    if generator is torch.default_generator:
+        return body(), False
+    callers = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        before = generator.get_state()
+        result = body()
+        return result, not torch.equal(before, generator.get_state())
+    finally:
+        generator.set_state(callers)

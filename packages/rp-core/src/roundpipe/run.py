@@ -86,7 +86,8 @@ class Run:
         self._recomputed: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._futures: list[Future[None]] = []
-        self._adds_gradients = call.loss_fn is not None
+        self.number = 0
+        self._adds_gradients = False
 
     # Launch, on the calling thread
 
@@ -234,7 +235,7 @@ class Run:
             self._error = error
             waiting = [slot.packet for slot in self._slots.values() if not slot.packet.done()]
         if self._adds_gradients:
-            self.call.state.broken = repr(error)
+            self.call.state.note_broken(self.number, error)
         for packet in waiting:
             packet.set_exception(Aborted())
 
@@ -249,8 +250,8 @@ class Run:
                 if packet.event is not None:
                     packet.event.synchronize()
                 self._runtime.backend.host_touch(read=packet.tensors(), what="results")
-            if self.call.randomness is not None and self.call.randomness.drew:
-                # The caller's generator is the process's own: nothing may use it once the call has returned.
+            if self.call.randomness is not None and self.call.randomness.drew_any():
+                # The generators are the caller's too: nothing may use them once the call has returned.
                 self.wait()
         except Aborted:
             self.finish()
@@ -261,12 +262,14 @@ class Run:
             return packets
         raise AssertionError("an aborted run has an error")
 
-    def begin_backward(self) -> None:
-        """The run's backward tasks come next, for the first and only time."""
+    def add_gradients(self) -> None:
+        """The tasks launched from now on add gradients; once a run, since they use up what forward saved."""
         if self._adds_gradients:
             raise RuntimeError(
                 "backward() was called a second time through the same forward; its saved activations are gone"
             )
+        self.number = self.call.state.num_runs
+        self.call.state.num_runs += 1
         self._adds_gradients = True
 
     def wait(self) -> None:
@@ -275,14 +278,19 @@ class Run:
 
     def finish(self) -> None:
         """Block until all tasks are over and raise the run's error, once."""
+        if (error := self.outcome()) is not None:
+            raise error
+
+    def outcome(self) -> BaseException | None:
+        """Block until all tasks are over; the run's error, once."""
         self.wait()
         if self._error is None:
-            return
+            return None
         self._slots.clear()
         self._buffers.clear()
         # The error holds its frames and all that is in them: it is the caller's from here on.
         error, self._error = self._error, None
-        raise error
+        return error
 
     def over(self) -> bool:
         """Whether all tasks are over, or have failed."""

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Protocol
 
@@ -49,10 +49,23 @@ class Lane:
     def submit(self, job: Job) -> Future[None]:
         """Queue a job."""
         self._waiting.append(job)
-        return self._executor.submit(self._run_next)
+        try:
+            return self._executor.submit(self._run, job)
+        except BaseException:
+            self._forget(job)
+            raise
 
-    def _run_next(self) -> None:
-        self._waiting.popleft().run()
+    def _run(self, job: Job) -> None:
+        self._forget(job)
+        job.run()
+
+    def _forget(self, job: Job) -> None:
+        with suppress(ValueError):
+            self._waiting.remove(job)
+
+    def settle(self) -> None:
+        """Wait for the jobs and let go of what was kept for them."""
+        self._executor.submit(self.retainer.drain).result()
 
     def prefetch_next(self) -> None:
         """Let the next job, if it is known already, start what it can."""
@@ -90,7 +103,7 @@ class Runtime:
         self.optimizer = OptimizerThread()
         self.next_device = 0
         self._launch = threading.Lock()
-        self._closed = False
+        self.closed = False
         # Workers of CPU devices take one core each; a thread that the user starts must not inherit that.
         any(lane.is_current() for lane in self.lanes)
         torch.set_num_threads(threads)
@@ -104,9 +117,11 @@ class Runtime:
                 "another thread is inside a call on this runtime; call its models from one thread at a time"
             )
         try:
-            if self._closed:
+            if self.closed:
                 raise Closed("the runtime was closed; open another one and wrap the model again")
-            yield
+            # What is made here outlives the caller's inference mode.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                yield
         finally:
             self._launch.release()
 
@@ -126,7 +141,7 @@ class Runtime:
 
     def close(self) -> None:
         """Finish what was launched, end the threads, give the devices back. May be called twice."""
-        self._closed = True
+        self.closed = True
         for lane in self.lanes:
             lane.close()
         self.optimizer.close()
@@ -148,7 +163,7 @@ _default: list[Runtime] = []
 def default_runtime() -> Runtime:
     """The runtime of models that were given none; opened by the first of them and closed at exit."""
     with _default_lock:
-        if not _default:
+        if not _default or _default[-1].closed:
             _default.append(Runtime())
-            atexit.register(_default[0].close)
-        return _default[0]
+            atexit.register(_default[-1].close)
+        return _default[-1]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import rp_batch
@@ -107,7 +106,8 @@ class Stage:
     def run(self) -> None:
         """All microbatches, then the gradients and buffers home."""
         body = {"F": self._forward, "B": self._backward, "FB": self._fused}[self._task.kind]
-        with self._device.computing(), self._call.ambience(), self._callers_generator():
+        with self._device.computing(), self._call.ambience():
+            self._lane.retainer.flush()
             self._weights.upload()
             for microbatch in self._task.microbatches:
                 body(microbatch)
@@ -122,18 +122,6 @@ class Stage:
             self._courier.let_go(self._device.compute.record())
             self._weights.release()
             self._weights.abandon()
-
-    @contextmanager
-    def _callers_generator(self) -> Generator[None]:
-        generator = self._device.generator()
-        if self._call.randomness is None or generator is torch.default_generator:
-            yield
-            return
-        state = generator.get_state()
-        try:
-            yield
-        finally:
-            generator.set_state(state)
 
     def _end_of_microbatch(self) -> None:
         done = self._device.compute.record()
@@ -226,6 +214,7 @@ class Stage:
             return body()
 
         output = self._seeded(layer, microbatch, from_the_start, again=False)
+        self._twins.check_buffers(layer)
         written = [
             block for block in memories if self._writes(block, before[block], memories[block], versions[block])
         ]
@@ -283,7 +272,8 @@ class Stage:
             self._exchange.put_input(layers.stop, microbatch, packet)
         losses = self._loss(output, microbatch)
         del output
-        torch.autograd.backward(losses)
+        with self._call.without_autocast():
+            torch.autograd.backward(losses)
         self._return_grads(layers.start, microbatch, [None if d is None else d.grad for d in arrived.doors])
 
     def _loss(self, output: Any, microbatch: int) -> list[torch.Tensor]:
@@ -324,7 +314,8 @@ class Stage:
         ]
         del output, leaves
         if pairs:
-            torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+            with self._call.without_autocast():
+                torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         return [None if door is None else door.grad for door in arrived.doors]
 
     def _return_grads(self, boundary: int, microbatch: int, grads: Sequence[torch.Tensor | None]) -> None:

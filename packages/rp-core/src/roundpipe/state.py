@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,9 @@ def signature(layers: Sequence[torch.nn.Module]) -> Signature:
     """What blocks and twins were built from: all modules, each tensor, whether it is trained, where it lies."""
     modules = tuple(module for layer in layers for module in layer.modules())
     tensors = tuple(
-        (id(tensor), tensor.requires_grad, tensor.data_ptr()) for layer in layers for _, tensor in _tensors(layer)
+        (id(tensor), tensor.requires_grad, tensor.data_ptr(), _has_hooks(tensor))
+        for layer in layers
+        for _, tensor in _tensors(layer)
     )
     return modules, tensors
 
@@ -126,6 +129,10 @@ def _tensors(layer: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
         yield ("trainable" if parameter.requires_grad else "frozen"), parameter
     for buffer in layer.buffers():
         yield "buffer", buffer
+
+
+def _has_hooks(tensor: torch.Tensor) -> bool:
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode) -> tuple[LayerState, ...]:
@@ -159,8 +166,21 @@ def _check_tensor(index: int, module: torch.nn.Module, kind: Kind, tensor: torch
         raise ValueError(f"{where} has a tensor on {tensor.device}, but the model must be on the CPU; call .cpu()")
     if tensor.layout != torch.strided:
         raise ValueError(f"{where} has a {tensor.layout} tensor, but weights must be dense (torch.strided)")
+    if _has_hooks(tensor):
+        raise ValueError(
+            f"{where} has a hook on a parameter, which the devices' copies would not run; put it on the module, "
+            "or change gradients in the step function"
+        )
     if kind == "buffer" and tensor.requires_grad:
         raise ValueError(f"{where} has a buffer that requires grad; register it as a parameter")
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The earliest run that failed and left part of its gradients: its number, and its error in words."""
+
+    run: int
+    error: str
 
 
 class ModelState:
@@ -168,8 +188,9 @@ class ModelState:
 
     `version` counts the publications of new weights that have been launched; `unpublished` says that the
     optimizer has a result that no call reads yet. `quiet` are the layers that were seen to draw no CPU random
-    numbers. `broken` tells the error of a call that left part of its gradients, `failed` that of a step that left
-    part of its update; in words, since the errors themselves hold all that their frames hold.
+    numbers. `num_runs` counts the runs launched that add gradients; `broken` is the first of them that left only
+    part. `failed` tells the error of a step that left part of its update. Both are words: errors themselves hold
+    all that their frames hold.
     """
 
     def __init__(
@@ -183,10 +204,13 @@ class ModelState:
         self.unpublished = False
         self.quiet: set[int] = set()
         self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
-        self.broken: str | None = None
+        self.num_runs = 0
+        self.broken: Broken | None = None
+        self._breaking = threading.Lock()
         self.failed: str | None = None
         self.build()
 
+    @torch.inference_mode(False)
     def build(self) -> None:
         """Make the blocks anew from the layers as they are; nothing may be running."""
         self.layers = build_layers(self.backend, self.modules, self.pin)
@@ -238,6 +262,12 @@ class ModelState:
             block.gradient.turns for block in self.trainable if block.gradient is not None
         ]
 
+    def note_broken(self, run: int, error: BaseException) -> None:
+        """A run failed; called on any thread."""
+        with self._breaking:
+            if self.broken is None or run < self.broken.run:
+                self.broken = Broken(run, repr(error))
+
     def note_flags(self) -> None:
         """Take over the layers' training flags."""
         flags = training_flags(self.modules)
@@ -263,6 +293,7 @@ class ModelState:
         for block in self.blocks:
             block.writes = None
 
+    @torch.inference_mode(False)
     def make_masters(self) -> None:
         """A master, in the optimizer's dtype, for each trainable parameter that has none."""
         for block in self.trainable:

@@ -8,7 +8,8 @@ at that task's blocks, so no module tree is walked then.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -35,6 +36,7 @@ class Twins:
         self._modules: dict[int, torch.nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
+        self._buffers: dict[int, list[tuple[str, torch.nn.Module, torch.Tensor]]] = {}
 
     def ensure(self, indices: range) -> None:
         """Build the twins of these layers that do not exist yet."""
@@ -43,6 +45,7 @@ class Twins:
             for index in indices:
                 if index not in self._modules:
                     self._modules[index] = self._build(self._layers[index])
+                self._buffers[index] = list(_buffers(self._modules[index]))
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
         """A layer's twin, with these training flags in the order of ``modules()``."""
@@ -52,6 +55,18 @@ class Twins:
                 module.training = flag
             self._flags[index] = training
         return twin
+
+    def check_buffers(self, index: int) -> None:
+        """Refuse a layer that replaced a buffer: only what is written in place goes home.
+
+        Raises `TypeError` naming the layer and the buffer.
+        """
+        for name, module, twin in self._buffers[index]:
+            if getattr(module, name.rpartition(".")[2], None) is not twin:
+                raise TypeError(
+                    f"layer {index} replaced its buffer {name!r} in forward; write it in place, as in "
+                    f"self.{name}.copy_(new)"
+                )
 
     def bind(self, block: Block, memory: torch.Tensor) -> None:
         """Point the block's twins at device memory: (numel,)."""
@@ -99,6 +114,14 @@ class Twins:
         if id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = _empty_like(tensor, self._device)
         return self._tensors[id(tensor)]
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
+    # Torch leaves the types of this one open.
+    parts = cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())  # pyright: ignore[reportUnknownMemberType]
+    for name, part in parts:
+        for own, buffer in part.named_buffers(recurse=False):
+            yield f"{name}.{own}" if name else own, part, buffer
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

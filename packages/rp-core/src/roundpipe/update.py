@@ -39,7 +39,7 @@ class Updates:
         gradients = {block: block.gradient.turns.write() for block in self._state.trainable if block.gradient}
         after = {} if is_async else self._publication()
         self._state.unpublished = is_async
-        return self._submit(self._step, before, gradients, after, step_fn)
+        return self._submit(self._step, before, gradients, after, step_fn, self._state.num_runs)
 
     def publish(self) -> None:
         """Let calls from now on read the last result."""
@@ -56,11 +56,11 @@ class Updates:
         self._pending.append(future)
         return future
 
-    def error(self) -> BaseException | None:
-        """The first error of a step that is over, and was not returned before."""
+    def errors(self) -> list[BaseException]:
+        """The errors of steps that are over, and were not returned before."""
         over = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if not future.done()]
-        return next((error for future in over if (error := future.exception()) is not None), None)
+        return [error for future in over if (error := future.exception()) is not None]
 
     def wait(self) -> None:
         """Block until all steps are over; `error` then tells how they went."""
@@ -69,12 +69,16 @@ class Updates:
 
     # On the optimizer's thread
 
-    def _step(self, before: Turns, gradients: Turns, after: Turns, step_fn: Callable[[], object]) -> None:
+    def _step(
+        self, before: Turns, gradients: Turns, after: Turns, step_fn: Callable[[], object], num_runs: int
+    ) -> None:
         try:
             self._publish(before)
             for ticket in gradients.values():
                 ticket.enter()
-            if self._state.broken is None and self._state.failed is None:
+            broken = self._state.broken
+            # A run launched after this step has no part in its gradients.
+            if (broken is None or broken.run >= num_runs) and self._state.failed is None:
                 self._update(step_fn)
             self._publish(after)
         finally:
@@ -120,14 +124,18 @@ class Updates:
 
     def _take_gradients_back(self) -> None:
         # What the step function left in place goes on being added to, as in torch.
+        moved: list[tuple[Gradient, int, torch.Tensor]] = []
         for block, gradient in _gradients(self._state.trainable):
             for index, parameter in enumerate(block.tensors):
                 master = self._state.masters[parameter]
                 if master.grad is None:
                     gradient.drop((index,))
-                elif not _is_view_of(master.grad, gradient.block):
-                    gradient.put(index, master.grad)
+                elif index not in gradient.written or not _same_place(master.grad, gradient.view(index)):
+                    # Perhaps another parameter's place: nothing is written before all has been read.
+                    moved.append((gradient, index, master.grad.clone()))
                 master.grad = None
+        for gradient, index, value in moved:
+            gradient.put(index, value)
 
 
 def _gradients(blocks: Iterable[Block]) -> Iterable[tuple[Block, Gradient]]:
@@ -136,8 +144,8 @@ def _gradients(blocks: Iterable[Block]) -> Iterable[tuple[Block, Gradient]]:
             yield block, block.gradient
 
 
-def _is_view_of(tensor: torch.Tensor, block: torch.Tensor | None) -> bool:
-    return block is not None and tensor.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+def _same_place(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.dtype == right.dtype and left.stride() == right.stride()
 
 
 def _leave(*turns: Turns) -> None:

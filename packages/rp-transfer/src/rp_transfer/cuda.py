@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import cupy
@@ -155,9 +156,11 @@ class CudaDevice:
             stream.native.synchronize()
 
 
-def _pinned(nbytes: int) -> Slab:
-    # Neither pool: CuPy's and torch's both round a block up, to a power of two at worst.
-    memory = cupy.cuda.PinnedMemory(nbytes, _PORTABLE)
+def _pinned(device: int, nbytes: int) -> Slab:
+    # Neither pool: CuPy's and torch's both round a block up, to a power of two at worst. And from a device that is
+    # ours: the calling thread's current one would get a context, and memory, for nothing else.
+    with cupy.cuda.Device(device):
+        memory = cupy.cuda.PinnedMemory(nbytes, _PORTABLE)
     return int(memory.ptr), memory
 
 
@@ -175,7 +178,7 @@ class CudaBackend:
         _check_versions()
         self._devices = tuple(CudaDevice(index) for index in indices)
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._host = HostMemory(_pinned, total)
+        self._host = HostMemory(partial(_pinned, indices[0]), total)
         self._closed = False
 
     @property
