@@ -35,5 +35,5 @@ def test_the_scenarios_fail_without_any_one_wait() -> None:
         assert process.returncode == 0, error
         ended |= {line["number"]: line["ended"] for line in map(json.loads, out.splitlines())}
     assert sorted(ended) == list(range(len(WAITS)))
-    unnoticed = [WAITS[number].what for number, how in ended.items() if how == "passed"]
+    unnoticed = [WAITS[number].what for number, how in ended.items() if how not in ("failed", "hung")]
     assert unnoticed == []

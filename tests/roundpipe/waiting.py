@@ -385,6 +385,87 @@ def a_step_over_nothing() -> None:
         assert done == [1]
 
 
+class Noisy(nn.Module):
+    """Draws, takes a while, and draws again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.rand(x.shape)
+        threading.Event().wait(0.02)
+        return x + first + torch.rand(x.shape)
+
+
+class Calm(nn.Module):
+    """Draws nothing, takes a while, and counts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait(0.02)
+        LATE_CALLS.append(1)
+        return x
+
+
+def random_layers_run_alone() -> None:
+    """Layers that draw do so one after another, and those that do not are run once."""
+    losses: list[list[torch.Tensor]] = []
+    plan = Plan(fused=range(0, 3), groups=[range(0, 2), range(2, 4)])
+    for devices in ("cpu:1", "cpu:2"):
+        torch.manual_seed(3)
+        model_layers = nn.Sequential(Noisy(), Calm(), nn.Linear(4, 2))
+        with Runtime(devices) as runtime:
+            model = wrap(model_layers, runtime, plan)
+            losses.append([call(model, 0)])
+            LATE_CALLS.clear()
+            losses[-1] += [call(model, seed) for seed in range(1, 4)]
+            assert len(LATE_CALLS) == 12, LATE_CALLS
+    for one, two in zip(*losses, strict=True):
+        same(one, two)
+
+
+def what_users_write_comes_after_the_step() -> None:
+    """Weights that the user writes, or loads, are not overwritten by a step from before."""
+    ours = layers()
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.02)
+        released = threading.Event()
+        call(model, 0)
+        model.step(lambda: (released.wait(30), optimizer.step(), optimizer.zero_grad()))
+        with torch.no_grad():
+            ours[4].linear.bias.fill_(0.25)
+        threading.Timer(DELAY_S, released.set).start()
+        call(model, 1)
+        model.synchronize()
+        assert bool((ours[4].linear.bias == 0.25).all())
+        before = copy.deepcopy(model.state_dict())
+        model.step(lambda: optimizer.step())
+        # The optimizer's thread has something else to do before it can publish.
+        held = threading.Event()
+        runtime.optimizer.submit(held.wait, 30)
+        threading.Timer(DELAY_S, held.set).start()
+        model.load_state_dict(before)
+        model.synchronize()
+        for (name, weight), wanted in zip(model.state_dict().items(), before.values(), strict=True):
+            assert torch.equal(weight, wanted), name
+
+
+def changes_wait_for_the_call() -> None:
+    """Freezing a parameter, or dropping gradients, while a backward goes on."""
+    ours, theirs = layers(), layers()
+    ours[3] = nn.Sequential(ours[3], Late())
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        hold_up(model)
+        model.zero_grad()
+        model.synchronize()
+        assert all(parameter.grad is None for parameter in ours.parameters())
+        hold_up(model)
+        ours[4].linear.bias.requires_grad_(False)
+        model.synchronize()
+        plain(theirs, 3)
+        theirs.zero_grad()
+        plain(theirs, 3)
+        same_gradients(ours[0], theirs[0])
+
+
 def pace() -> None:
     """A stage of many microbatches takes the memory of a few."""
     peaks: list[int] = []
@@ -413,6 +494,9 @@ SCENARIOS: list[Callable[[], None]] = [
     an_error_arrives_when_all_is_quiet,
     the_callers_random_numbers,
     a_step_over_nothing,
+    random_layers_run_alone,
+    what_users_write_comes_after_the_step,
+    changes_wait_for_the_call,
     pace,
 ]
 
