@@ -459,6 +459,7 @@ def changes_wait_for_the_call() -> None:
         assert all(parameter.grad is None for parameter in ours.parameters())
         hold_up(model)
         ours[4].linear.bias.requires_grad_(False)
+        model.step(lambda: None)
         model.synchronize()
         plain(theirs, 3)
         theirs.zero_grad()
