@@ -45,19 +45,19 @@ def test_leaving_twice_changes_nothing() -> None:
     ticket.enter()
     ticket.leave()
     ticket.leave(CpuBackend(1).devices[0].compute.record())
-    assert ticket.finished()
+    assert ticket.over()
 
 
-def test_a_use_is_finished_when_its_events_are() -> None:
+def test_a_use_is_over_when_its_events_have_happened() -> None:
     stream = CpuBackend(1).devices[0].weights_in
     stream.copy(there := torch.empty(3), source := torch.ones(3))
     ticket = Turns().write()
-    assert not ticket.finished()
+    assert not ticket.over()
     ticket.enter(stream)
     ticket.leave(event := stream.record())
-    assert not ticket.finished()
+    assert not ticket.over()
     event.synchronize()
-    assert ticket.finished()
+    assert ticket.over()
     assert torch.equal(there, source)
 
 

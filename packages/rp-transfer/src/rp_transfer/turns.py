@@ -76,10 +76,6 @@ class Ticket:
         """Whether nothing of this use itself is left to wait for. Never blocks."""
         return self._left.is_set() and all(event.query() for event in self._events)
 
-    def finished(self) -> bool:
-        """Whether the use is known to be over. Never blocks."""
-        return self._entered and self.over()
-
 
 class Turns:
     """The line for one piece of host memory. Only the calling thread (under its launch lock) takes tickets.
