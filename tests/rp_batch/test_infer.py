@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -62,10 +64,18 @@ def test_a_spec_ends_a_tie():
 
 def test_a_length_beside_a_batch_of_one_is_not_taken_for_the_batch():
     kwargs = {"ids": zeros(1, 128), "mask": zeros(1, 128), "cache_position": zeros(128)}
-    with pytest.raises(rp_batch.SizeError, match="128"):
-        rp_batch.infer((), kwargs)
+    for given in (kwargs, {"ids": kwargs["ids"], "cache_position": kwargs["cache_position"]}):
+        with pytest.raises(rp_batch.SizeError, match="128"):
+            rp_batch.infer((), given)
     found = rp_batch.infer((), kwargs, spec=(None, {"cache_position": Replicate()}))
     assert found.batch_size == 1
+
+
+def test_a_batch_as_large_as_its_length_is_a_batch_beside_a_broadcast():
+    found = rp_batch.infer((), {"ids": zeros(4, 4), "positions": zeros(1, 4)})
+    assert found.spec[1] == {"ids": Split(0), "positions": Replicate()}
+    with pytest.raises(rp_batch.SizeError, match=r"kwargs\['mask'\]: .*4.*or 1"):
+        rp_batch.infer((), {"ids": zeros(1, 4), "labels": zeros(1, 4), "mask": zeros(4, 4)})
 
 
 def test_a_batch_of_one_is_a_batch():
@@ -139,6 +149,24 @@ def test_specs_of_torch_are_accepted():
     )
     found = rp_batch.infer((zeros(2, 4),), {"k": zeros(4), "l": zeros(4)}, spec=spec)
     assert found.spec == ((Split(1),), {"k": Replicate(), "l": Replicate()})
+
+
+def test_without_torchs_specs_ours_still_work(monkeypatch: pytest.MonkeyPatch):
+    gone = ModuleType("torch.distributed.pipelining.microbatch")
+    monkeypatch.setitem(sys.modules, gone.__name__, gone)
+    assert rp_batch.infer((zeros(4),), spec=((Split,), None)).spec[0] == (Split(0),)
+
+
+@pytest.mark.parametrize("dim", ["0", None, 0.0, True])
+def test_a_dimension_is_an_integer(dim: Any):
+    for cls in (Split, rp_batch.Concat):
+        with pytest.raises(TypeError, match="dim must be an integer"):
+            cls(dim)
+
+
+def test_arguments_that_are_no_tuple_are_refused():
+    with pytest.raises(TypeError, match=r"tuple of positional arguments, but is a Tensor; write \(x,\)"):
+        rp_batch.infer(zeros(4))  # type: ignore[arg-type]
 
 
 def test_classes_stand_for_specs_without_arguments():

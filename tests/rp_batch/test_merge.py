@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,16 @@ def test_an_average_of_integers_is_a_float_unless_they_are_one_object():
     assert rp_batch.merge([count, count]) is count
 
 
+def test_an_average_of_eight_bits_has_eight_bits():
+    values = [tensor(number).to(torch.float8_e4m3fn) for number in (1.0, 2.0)]
+    merged = rp_batch.merge(values)
+    assert (merged.dtype, merged.float()) == (torch.float8_e4m3fn, 1.5)
+
+
+def test_a_part_of_size_zero_has_no_say_in_an_average():
+    assert rp_batch.merge([zeros(0).mean(), tensor(3.0)], sizes=(0, 2)) == 3.0
+
+
 def test_averages_carry_gradients_by_weight():
     values = [tensor(1.0, requires_grad=True), tensor(2.0, requires_grad=True)]
     rp_batch.merge(values, sizes=(3, 1)).backward()
@@ -85,10 +96,26 @@ def test_values_that_differ_are_shown_with_their_place():
     assert caught.value.path == "output['a'][1]"
 
 
-def test_long_values_are_shown_in_short():
-    with pytest.raises(rp_batch.MergeError) as caught:
-        rp_batch.merge(["x" * 1000, "y" * 1000])
+def test_long_values_are_shown_in_short_with_both_ends():
+    with pytest.raises(rp_batch.MergeError, match=r"xa' and .*xb'") as caught:
+        rp_batch.merge(["x" * 1000 + "a", "x" * 1000 + "b"])
     assert len(str(caught.value)) < 400
+
+
+def test_large_tensors_are_shown_where_they_differ_first():
+    changed = zeros(20, 5)
+    changed[7, 2] = math.nan
+    with pytest.raises(rp_batch.MergeError, match=r"\(20, 5\), first at \[7, 2\]: 0\.0 and nan;"):
+        rp_batch.merge([zeros(20, 5), changed], Equal())
+
+
+def test_a_value_that_cannot_be_shown_is_named_by_its_class():
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError("half made")
+
+    with pytest.raises(rp_batch.MergeError, match="part 0 has <Broken instance"):
+        rp_batch.merge([Broken(), Broken()])
 
 
 def test_none_beside_a_tensor_is_refused_where_it_stands():
@@ -103,6 +130,11 @@ def test_shapes_that_cannot_be_concatenated_are_shown():
     ) as caught:
         rp_batch.merge([(zeros(2, 3),), (zeros(2, 4),)])
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_devices_that_differ_are_shown():
+    with pytest.raises(rp_batch.MergeError, match=r"\(1,\) float32 on cpu, \(1,\) float32 on meta"):
+        rp_batch.merge([zeros(1), zeros(1, device="meta")])
 
 
 def test_an_error_of_torch_that_is_no_misfit_is_the_same_error_with_a_note():
@@ -165,7 +197,13 @@ def test_no_parts_cannot_be_merged():
         rp_batch.merge([])
 
 
-@pytest.mark.parametrize("sizes", [(1,), (1, 2, 3), (3, -1)])
+@pytest.mark.parametrize("parts", [zeros(3), {"a": 1}, "ab", iter([1, 1]), None])
+def test_parts_are_a_list(parts: Any):
+    with pytest.raises(rp_batch.MergeError, match="output: the parts must be a list"):
+        rp_batch.merge(parts)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 2, 3), (3, -1), (1.5, 0.5)])
 def test_sizes_are_checked(sizes: Any):
     with pytest.raises(rp_batch.MergeError, match="one size for each of the 2 parts"):
         rp_batch.merge([1, 1], sizes=sizes)
@@ -188,6 +226,9 @@ def test_sizes_are_checked(sizes: Any):
         (Sum, [1, 2.5], 3.5),
         (Mean(), [tensor([1.0, 2.0]), tensor([5.0, 6.0])], tensor([2.0, 3.0])),
         (Mean, [1.0, 5.0], 2.0),
+        (Mean, [3, 3], 3.0),
+        (Sum, [np.float32(1), np.float32(2)], np.float32(3)),
+        (Sum, [Fraction(1, 3), Fraction(1, 3)], Fraction(2, 3)),
         (First(), [1, 2], 1),
         (First, [zeros(1), zeros(2)], zeros(1)),
         (Equal(), [zeros(2), zeros(2)], zeros(2)),
@@ -209,6 +250,10 @@ def test_each_spec_merges_as_it_says(spec: Any, values: list[Any], merged: Any):
         (Concat(0), [tensor(1.0), tensor(2.0)]),
         (Concat(2), [zeros(2), zeros(2)]),
         (Sum(), ["a", "b"]),
+        (Sum(), [None, None]),
+        (Sum(), [True, True]),
+        (Mean(), ["a", "a"]),
+        (Mean(), [None, None]),
         (Sum(), [zeros(2), zeros(1)]),
         (Sum(), [zeros(2), 1]),
         (Sum(), [1, zeros(2)]),
@@ -225,6 +270,19 @@ def test_a_spec_that_does_not_fit_is_named(spec: Any, values: list[Any]):
     with pytest.raises(rp_batch.BatchError) as caught:
         rp_batch.merge([[value] for value in values], [spec])
     assert caught.value.path == "output[0]"
+
+
+@pytest.mark.parametrize("value", [tensor(1.0), zeros(2), 1])
+def test_one_part_is_refused_like_two(value: Any):
+    for count in (1, 2):
+        with pytest.raises(rp_batch.MergeError) as caught:
+            rp_batch.merge([{"y": value}] * count, {"y": Concat(1)})
+        assert caught.value.path == "output['y']"
+
+
+def test_a_fold_wants_a_function():
+    with pytest.raises(TypeError, match="must be callable, but is 0"):
+        Reduce(0, max)  # type: ignore[arg-type]
 
 
 def test_a_spec_names_only_what_is_there():
@@ -310,6 +368,8 @@ class Unwilling:
         (tensor([1.0, math.nan]), tensor([1.0, math.nan]), True),
         (zeros(2), zeros(1, 2), False),
         (zeros(1), zeros(1).double(), False),
+        (zeros(1, device="meta"), zeros(1, device="meta"), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), False),
         (np.arange(3), np.arange(3), True),
         (np.arange(3), np.array([0, 1, 3]), False),
         (np.arange(3), np.arange(4), False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -97,6 +97,8 @@ NODES: list[Callable[[list[Any]], Any]] = [
     tuple,
     lambda children: dict(zip("zax", children, strict=False)),
     lambda children: OrderedDict(zip("zax", children, strict=False)),
+    lambda children: defaultdict(list, enumerate(children)),
+    lambda children: deque(children, maxlen=5),
     lambda children: [*children, (*children[:1],)],  # a child that stands twice
     lambda children: Frozen(tuple(children)),
     lambda children: Pair(children, children[:1]),
@@ -119,12 +121,13 @@ def trees(draw: st.DrawFn, leaf: st.SearchStrategy[Any], depth: int = 3) -> Any:
 @st.composite
 def calls(draw: st.DrawFn, *, broadcast: bool = True, odd: bool = True) -> tuple[Any, int]:
     """The arguments of a call and their batch size, which the first argument fixes."""
-    batch = draw(st.integers(1, 7))
+    batch = draw(st.integers(0, 7))
     leaves = [tensors(batch), tensors(None), objects()]
     leaves += [tensors(1)] if broadcast else []
     anything = trees(st.one_of(*leaves))
     keyword = trees(st.one_of(*leaves, tensors(batch + 1))) if odd else anything
-    args = (torch.arange(float(batch)), *draw(st.lists(anything, max_size=2)))
+    first = torch.arange(float(batch), requires_grad=True)
+    args = (first, *draw(st.lists(anything, max_size=2)))
     return (args, draw(st.dictionaries(st.sampled_from("wvu"), keyword, max_size=2))), batch
 
 
@@ -145,7 +148,7 @@ def opened(value: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{key!r}]", child) for key, child in value.items()]
     if isinstance(value, Pair):
         return [(".left", value.left), (".right", value.right)]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return [(f"[{index}]", child) for index, child in enumerate(value)]
     if isinstance(value, Plain):
         return [(".a", value.a), (".b", value.b)]
@@ -220,7 +223,7 @@ def test_merging_by_default_undoes_splitting_where_nothing_is_replicated(drawn: 
 def test_a_part_is_what_slicing_gives_and_a_view(drawn: Any, parts: int) -> None:
     call, batch = drawn
     made = split(call, parts)
-    assert len(made) == min(parts, batch)
+    assert len(made) == max(1, min(parts, batch))
     assert made.sizes is not None
     assert sum(made.sizes) == batch
     assert max(made.sizes) - min(made.sizes) <= 1

@@ -73,6 +73,22 @@ def test_any_tree_can_be_split():
     assert caught.value.path == "tree[1]"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named_or_replicated_though_it_has_no_shape():
+    ragged = torch.nested.nested_tensor([zeros(2), zeros(3)])
+    with pytest.raises(rp_batch.SplitError, match=r"args\[1\]: .*replicate it"):
+        rp_batch.split(((zeros(2), ragged), {}), 2)
+    with pytest.raises(rp_batch.SizeError, match=r"args\[1\]: .*\(2,\)"):
+        rp_batch.split(((zeros(4), ragged), {}), 2)
+    assert rp_batch.split(((zeros(4), ragged), {}), 2, ((None, Replicate()), None))[1][0][1] is ragged
+
+
+def test_what_torch_says_is_shown_without_its_pages_of_kernels():
+    with pytest.raises(rp_batch.SplitError) as caught:
+        rp_batch.split(((zeros(4), torch.eye(4).to_sparse()), {}), 2)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_torch_cannot_split_is_named():
     sparse = torch.eye(4).to_sparse_csr()
@@ -125,6 +141,27 @@ def test_a_label_comes_in_exactly_as_many_parts():
         rp_batch.split(zeros(2), 4, exact=True)
     with pytest.raises(ValueError, match="one size for each of the 3 parts"):
         rp_batch.split(zeros(2), 3, sizes=(1, 1))
+
+
+@pytest.mark.parametrize("sizes", [(3, -1), (1.5, 0.5), ("1", "1"), (1,)])
+def test_sizes_are_checked(sizes: Any):
+    for given in (lambda: rp_batch.split(zeros(2), 2, sizes=sizes), lambda: Parts("ab", sizes=sizes)):
+        with pytest.raises(ValueError, match="one size for each of the 2 parts, an integer"):
+            given()
+
+
+@pytest.mark.parametrize("batch_size", [-1, "4", 4.0])
+def test_a_batch_size_is_checked(batch_size: Any):
+    with pytest.raises(ValueError, match="batch_size must be an integer of at least 0"):
+        rp_batch.split(zeros(4), 2, batch_size=batch_size)
+    with pytest.raises(ValueError, match="batch_size must be an integer of at least 0"):
+        rp_batch.infer((zeros(4),), batch_size=batch_size)
+
+
+def test_a_batch_size_that_is_not_the_sum_of_the_sizes_is_refused():
+    assert rp_batch.split(zeros(4), 2, sizes=(3, 1), batch_size=4).sizes == (3, 1)
+    with pytest.raises(ValueError, match=r"sum of sizes \(3, 1\), but is 5"):
+        rp_batch.split(zeros(4), 2, sizes=(3, 1), batch_size=5)
 
 
 def test_a_label_may_be_split_along_another_dimension():
@@ -228,6 +265,11 @@ def test_a_function_may_say_the_sizes():
     assert parts.sizes == (3, 1)
 
 
+def test_the_tensors_tell_the_sizes_where_a_function_does_not():
+    parts = rp_batch.split(((zeros(4),), {}), 2, lambda *_: Parts([((zeros(3),), {}), ((zeros(1),), {})]))
+    assert parts.sizes == (3, 1)
+
+
 @pytest.mark.parametrize(
     "returned",
     [
@@ -256,6 +298,16 @@ def test_what_a_function_for_labels_returns_is_checked(returned: Any):
 def test_a_function_may_split_a_label():
     parts = rp_batch.split("ab", 2, lambda label, parts: list(label)[:parts], sizes=(3, 1))
     assert (parts, parts.sizes) == (["a", "b"], (3, 1))
+
+
+def test_a_function_that_divides_a_label_unlike_the_input_is_refused():
+    def halves(label: Any, parts: int) -> Any:
+        return Parts(label.chunk(parts), sizes=(2, 2))
+
+    assert rp_batch.split(zeros(4), 2, halves, sizes=(2, 2)).sizes == (2, 2)
+    assert rp_batch.split(zeros(4), 2, halves, exact=True).sizes == (2, 2)
+    with pytest.raises(rp_batch.SizeError, match=r"label: .*\(3, 1\), but says that they are \(2, 2\)"):
+        rp_batch.split(zeros(4), 2, halves, sizes=(3, 1))
 
 
 def test_an_error_in_a_function_is_the_callers():

@@ -102,6 +102,17 @@ def test_the_names_torch_was_given_are_those_of_the_paths():
     assert rp_batch.paths((Named(1),)) == ["[0].a"]
 
 
+def test_a_child_that_stands_twice_has_two_names():
+    class Double:
+        def __init__(self, a: Any, b: Any) -> None:
+            self.a, self.b = a, b
+
+    torch_pytree.register_pytree_node(
+        Double, lambda node: ([node.a, node.b], None), lambda values, _: Double(*values)
+    )
+    assert rp_batch.paths(Double("same", "same")) == [".a", ".b"]
+
+
 def test_a_child_without_any_name_is_called_by_its_place():
     class Nameless:
         __slots__ = ("hidden",)
@@ -209,7 +220,25 @@ def test_what_nodes_hold_beside_leaves_may_be_a_tensor():
         rp_batch.merge([first, other])
 
 
-def test_ordered_dicts_differ_if_their_order_does():
+def test_a_registered_dict_may_hold_something_beside_leaves_too():
+    class Measured(dict[str, Any]):
+        unit = ""
+
+    def close(values: Any, context: Any) -> Measured:
+        measured = Measured(zip(context[0], values, strict=True))
+        measured.unit = context[1]
+        return measured
+
+    torch_pytree.register_pytree_node(
+        Measured, lambda node: (list(node.values()), (tuple(node), node.unit)), close
+    )
+    metres, feet = (close([torch.ones(1)], (("x",), unit)) for unit in ("m", "ft"))
+    assert rp_batch.merge([metres, metres]).unit == "m"
+    with pytest.raises(rp_batch.MergeError, match="beside leaves"):
+        rp_batch.merge([metres, feet])
+
+
+def test_ordered_dicts_in_another_order_take_the_order_of_the_first():
     first, other = OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)
-    assert rp_batch.merge([dict(first), dict(other)]) == {"a": 1, "b": 2}
-    assert list(rp_batch.merge([first, other])) == ["a", "b"]
+    assert list(rp_batch.merge([first, other]).items()) == [("a", 1), ("b", 2)]
+    assert list(rp_batch.merge([other, first]).items()) == [("b", 2), ("a", 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 from rp_batch import tree
@@ -28,7 +29,7 @@ def matched(opened: tree.Children, first: Any, part: Any, where: str, index: int
     if other is None or type(first) is not type(part) or set(opened.names) != set(other.names):
         raise _unlike(first, part, where, index)
     # Dicts differ in their order, which is no difference; others in what they hold beside their children.
-    if not isinstance(first, dict) and opened.treedef != other.treedef:
+    if type(first) not in (dict, OrderedDict, defaultdict) and opened.treedef != other.treedef:
         raise MergeError(
             where,
             f"the parts must agree in what they hold beside leaves, but the {type(first).__name__} "

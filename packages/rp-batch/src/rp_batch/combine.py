@@ -6,18 +6,21 @@ import copy
 import operator
 from collections.abc import Sequence
 from functools import reduce
+from numbers import Number
+from reprlib import Repr
 from typing import Any
 
 import torch
 
-from rp_batch.same import same
+from rp_batch.same import differing, same
 from rp_batch.spec import Concat, Equal, First, Mean, MergeRule, Parts, Reduce, Sum
 
 __all__ = ["Misfit", "brief", "combine", "default_rule", "suits"]
 
 # How long a value may be in a message.
-_MESSAGE_CHARACTERS = 80
 _MESSAGE_ELEMENTS = 8
+_repr = Repr()
+_repr.maxstring = _repr.maxother = 80
 _ELSE = "give another spec (merge_output)"
 
 
@@ -66,11 +69,8 @@ def suits(rule: MergeRule, value: Any) -> bool:
 
 
 def _concatenate(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
-    if len(values) == 1:
-        _all_tensors(rule, values)
-        return values[0]
     try:
-        return torch.cat(tuple(values), rule.dim)
+        return torch.cat(tuple(values), rule.dim) if len(values) > 1 else _alone(rule, values)
     except (RuntimeError, IndexError, TypeError) as error:
         _all_tensors(rule, values)
         if _fit(rule, values):
@@ -79,6 +79,14 @@ def _concatenate(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
             f"{rule} wants parts that agree in device and every other dimension, but found {_shapes(values)}; "
             "give a spec or a function (merge_output), or keep the parts apart with Parts"
         ) from error
+
+
+def _alone(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
+    """The one value, uncopied; what two of its kind would not pass, it does not pass either."""
+    _all_tensors(rule, values)
+    if not _fit(rule, values):
+        raise IndexError(f"there is no dimension {rule.dim}")
+    return values[0]
 
 
 def _fit(rule: Concat, values: Sequence[torch.Tensor]) -> bool:
@@ -100,10 +108,10 @@ def _sum(rule: Sum, values: Sequence[Any]) -> Any:
 
 def _mean(rule: Mean, values: Sequence[Any], weights: Sequence[int]) -> Any:
     first = values[0]
-    if all(value is first for value in values):
-        return first
     if not isinstance(first, torch.Tensor):
         return sum(map(operator.mul, _all_numbers(rule, values), weights)) / sum(weights)
+    if all(value is first for value in values):
+        return first
     _all_alike(rule, values)
     narrow = torch.get_default_dtype() if _is_exact(first) else first.dtype
     return (_weighted(values, weights) / sum(weights)).to(narrow)
@@ -111,8 +119,9 @@ def _mean(rule: Mean, values: Sequence[Any], weights: Sequence[int]) -> Any:
 
 def _weighted(values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
     """The sum of values times weights, in double precision: the order and sizes of the parts leave no trace."""
-    wide = torch.promote_types(values[0].dtype, torch.float64)
-    terms = (value.to(wide) * weight for value, weight in zip(values, weights, strict=True))
+    wide = torch.complex128 if values[0].is_complex() else torch.float64
+    # A part of size 0 has no say: its mean is NaN, and 0 times NaN is NaN.
+    terms = (value.to(wide) * weight for value, weight in zip(values, weights, strict=True) if weight)
     return reduce(operator.add, terms)
 
 
@@ -122,7 +131,8 @@ def _equal(values: Sequence[Any]) -> Any:
         if value is not first and not same(first, value):
             raise Misfit(
                 f"the parts must be equal here, but part 0 has {brief(first)} and part {index} has {brief(value)}"
-                "; give a spec (merge_output) for this leaf, for example First() or Parts"
+                f"{_first_difference(first, value)}; give a spec (merge_output) for it, for example First() "
+                "or Parts"
             )
     return first
 
@@ -139,7 +149,7 @@ def _is_exact(value: torch.Tensor) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, Number)
 
 
 def _all_tensors(rule: MergeRule, values: Sequence[Any]) -> None:
@@ -167,12 +177,26 @@ def _all_numbers(rule: MergeRule, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _shapes(values: Sequence[Any]) -> str:
-    return ", ".join(f"{tuple(value.shape)} {value.dtype}".replace("torch.", "") for value in values)
+    several = len({value.device for value in values}) > 1
+    return ", ".join(
+        f"{tuple(value.shape)} {value.dtype}{f' on {value.device}' if several else ''}".replace("torch.", "")
+        for value in values
+    )
 
 
 def brief(value: Any) -> str:
     """A value as a message shows it."""
     if isinstance(value, torch.Tensor) and value.numel() > _MESSAGE_ELEMENTS:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= _MESSAGE_CHARACTERS else f"{text[: _MESSAGE_CHARACTERS - 3]}..."
+    return _repr.repr(value)
+
+
+def _first_difference(left: Any, right: Any) -> str:
+    """Where two tensors differ first, if only their values differ and are too many to be shown."""
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return ""
+    places = differing(left, right)
+    if places is None or left.numel() <= _MESSAGE_ELEMENTS:
+        return ""
+    first = tuple(map(int, places.nonzero()[0]))
+    return f", first at {list(first)}: {left[first]} and {right[first]}"

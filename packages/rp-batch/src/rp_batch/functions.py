@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from rp_batch.errors import SizeError, SplitError
@@ -25,11 +25,11 @@ def split_call(
     calls = [_call(item, index) for index, item in enumerate(_pairs(returned))]
     if not calls:
         raise _not_calls(f"returned {_brief(returned)}")
-    return Parts(calls, sizes=returned.sizes if isinstance(returned, Parts) else _sizes(calls))
+    return Parts(calls, sizes=_said(returned) or _sizes(calls))
 
 
 def split_tree(
-    function: Callable[..., Any], value: Any, parts: int, *, sizes: Iterable[int] | None, name: str
+    function: Callable[..., Any], value: Any, parts: int, *, sizes: tuple[int, ...] | None, name: str
 ) -> Parts[Any]:
     """Split a tree by a function, in exactly as many parts as asked for."""
     items = _items(returned := function(value, parts))
@@ -38,7 +38,18 @@ def split_tree(
             name,
             f"the split function must return a list of {parts} parts, but returned {_brief(returned)}",
         )
-    return Parts(items, sizes=sizes)
+    if sizes is not None and _said(returned) not in (None, sizes):
+        raise SizeError(
+            name,
+            f"the split function must return parts of the sizes of the input, {sizes}, but says that they are "
+            f"{_said(returned)}; divide it like the input",
+        )
+    return Parts(items, sizes=sizes or _said(returned))
+
+
+def _said(returned: Any) -> tuple[int, ...] | None:
+    """The sizes that a function gives its parts."""
+    return cast("Parts[Any]", returned).sizes if isinstance(returned, Parts) else None
 
 
 def _items(value: Any) -> list[Any] | None:

@@ -14,6 +14,7 @@ from rp_batch import spec as specs
 from rp_batch import tree
 from rp_batch.errors import SizeError, SpecError
 from rp_batch.place import Rules, place
+from rp_batch.sizes import read_batch_size
 from rp_batch.spec import Parts, Replicate, Split, SplitRule
 
 __all__ = ["Inferred", "Why", "infer"]
@@ -71,10 +72,18 @@ def infer(
     tensors share. A leading 1 beside a larger batch is a broadcast. What `spec` says, for all leaves or some, and
     `batch_size` come before both.
     """
+    _check_args(args)
     subject = Subject.call(args, dict(kwargs or {}))
     decided = decide(subject, spec, batch_size=batch_size)
     reasons = dict(zip(subject.paths(), decided.reasons, strict=True))
     return Inferred(tree.unflatten(subject.treedef, decided.rules), decided.batch_size, reasons)
+
+
+def _check_args(args: object) -> None:
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"args must be a tuple of positional arguments, but is a {type(args).__name__}; write (x,)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +182,7 @@ class _Batch:
 
     def __init__(self, subject: Subject, size: int | None) -> None:
         self.subject = subject
-        self.size = size
+        self.size = read_batch_size(size)
         self._source: int | None = None
 
     def agree(self, size: int, index: int) -> None:
@@ -187,7 +196,9 @@ class _Batch:
         paths = self.subject.paths()
         leaf = self.subject.leaves[index]
         source = "the input" if self._source is None else paths[self._source]
-        found = f"its shape is {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"its parts make {size}"
+        found = (
+            f"its shape is {tuple(_shape(leaf))}" if isinstance(leaf, torch.Tensor) else f"its parts make {size}"
+        )
         return SizeError(
             paths[index],
             f"must have the batch size {self.size} of {source}, but {found}; make them agree, or give a spec "
@@ -261,7 +272,7 @@ def _length(subject: Subject, rule: Split, index: int) -> int:
     if not -value.dim() <= rule.dim < value.dim():
         raise SpecError(
             subject.paths()[index],
-            f"must have the dimension of {rule}, but its shape is {tuple(value.shape)}; correct the dimension",
+            f"must have the dimension of {rule}, but its shape is {tuple(_shape(value))}; correct the dimension",
         )
     return value.shape[rule.dim]
 
@@ -271,6 +282,10 @@ def _length(subject: Subject, rule: Split, index: int) -> int:
 
 def _vote(subject: Subject, rules: Rules, batch: _Batch) -> None:
     """Let the tensors that the spec leaves open fix the batch size: the positional ones, else the others."""
+    sizes = {size for rule, size in zip(rules, subject.leading, strict=True) if rule is None} - {None}
+    if len(sizes) == 1:  # all agree, as they mostly do
+        batch.size = sizes.pop()
+        return
     leading = {
         index: size
         for index, (rule, size) in enumerate(zip(rules, subject.leading, strict=True))
@@ -297,24 +312,28 @@ def _most_shared(subject: Subject, leading: Mapping[int, int]) -> int:
     (size, most), *others = votes.most_common(2)
     if others and others[0][1] == most:
         raise _tie(subject, leading, size, others[0][0])
-    if ones >= most and _may_be_length(subject, leading, size):
+    # A size may also be the length of a batch of one: (128,) beside ids of shape (1, 128). Ids of shape (8, 8)
+    # beside positions of shape (1, 8) are a batch, unless most tensors have a leading 1.
+    is_square = _is_inside(subject, leading, size, first=size)
+    if ones + (not is_square) > most and _is_inside(subject, leading, size, first=1):
         raise _tie(subject, leading, size, 1)
     return size
 
 
-def _may_be_length(subject: Subject, leading: Mapping[int, int], size: int) -> bool:
-    """Whether a size may be the length of a batch of one: (128,) beside ids of shape (1, 128)."""
-    return any(size in subject.leaves[index].shape[1:] for index, first in leading.items() if first == 1)
+def _is_inside(subject: Subject, leading: Mapping[int, int], size: int, *, first: int) -> bool:
+    """Whether a tensor with the leading dimension `first` has another dimension of this size."""
+    return any(size in _shape(subject.leaves[index])[1:] for index in leading if leading[index] == first)
 
 
 def _tie(subject: Subject, leading: Mapping[int, int], size: int, other: int) -> SizeError:
     paths = subject.paths()
     first, second = (next(index for index in leading if leading[index] == found) for found in (size, other))
+    shape, other_shape = (tuple(_shape(subject.leaves[index])) for index in (first, second))
     return SizeError(
         paths[first],
-        f"the batch size may be {size}, as its shape {tuple(subject.leaves[first].shape)} has it, or {other}, as "
-        f"{paths[second]} of shape {tuple(subject.leaves[second].shape)} has it, and nothing decides; give a spec "
-        "(split_input): Split(0) for what has the batch, Replicate() for what has not",
+        f"the batch size may be {size}, as its shape {shape} has it, or {other}, as {paths[second]} of shape "
+        f"{other_shape} has it, and nothing decides; give a spec (split_input): Split(0) for what has the batch, "
+        "Replicate() for what has not",
     )
 
 
@@ -341,6 +360,15 @@ def _judge(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitRule
 
 def _leading(value: Any) -> int | None:
     """The leading dimension of a tensor that has one."""
-    if isinstance(value, torch.Tensor) and value.dim() > 0:
-        return value.shape[0]
-    return None
+    if not isinstance(value, torch.Tensor):
+        return None
+    shape = _shape(value)
+    return shape[0] if shape else None
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor, as far as it has one: a nested tensor of ragged rows has a length only."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        return (tensor.size(0),)

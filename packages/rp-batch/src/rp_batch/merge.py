@@ -13,6 +13,7 @@ from rp_batch.align import aligned, matched
 from rp_batch.combine import Misfit, combine, default_rule, suits
 from rp_batch.errors import MergeError
 from rp_batch.place import spec_for_each
+from rp_batch.sizes import read_sizes
 from rp_batch.spec import MergeRule, Parts
 
 __all__ = ["merge"]
@@ -34,8 +35,7 @@ def merge(
     `sizes`: those of the microbatches, weights for averages; by default those that `parts` know, else all one.
     `name` is what errors call the whole. A single part's tensors are not copied.
     """
-    if not parts:
-        raise MergeError(name, "wants at least one part, but there is none; merge what the microbatches returned")
+    _check_parts(parts, name)
     if specs.is_function(spec):
         return spec(list(parts))
     sizes = _sizes(parts, sizes, name)
@@ -44,14 +44,22 @@ def merge(
     return _Merge(sizes, weights).at(spec, list(parts), name)
 
 
+def _check_parts(parts: object, name: str) -> None:
+    if not isinstance(parts, Sequence) or isinstance(parts, (str, bytes)):
+        raise MergeError(
+            name, f"the parts must be a list, one for each microbatch, but are a {type(parts).__name__}"
+        )
+    if not parts:
+        raise MergeError(name, "wants at least one part, but there is none; merge what the microbatches returned")
+
+
 def _sizes(parts: Sequence[Any], sizes: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
     if sizes is None:
         return parts.sizes if isinstance(parts, Parts) else None
-    if len(sizes) != len(parts) or min(sizes) < 0:
-        raise MergeError(
-            name, f"sizes must hold one size for each of the {len(parts)} parts, but is {tuple(sizes)}"
-        )
-    return tuple(sizes)
+    try:
+        return read_sizes(sizes, len(parts))
+    except ValueError as error:
+        raise MergeError(name, str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +91,10 @@ class _Merge:
     def _whole(self, rule: MergeRule | None, parts: list[Any], where: str) -> Any:
         """Merge by one rule, or by the default rules, all leaves at once."""
         first, treedef = tree.flatten(parts[0])
+        types = list(map(type, first))
         rows = [first]
         for index, part in enumerate(parts[1:], 1):
-            rows.append(tree.flatten_like(treedef, first, part) or aligned(parts[0], part, where, index))
+            rows.append(tree.flatten_like(treedef, types, part) or aligned(parts[0], part, where, index))
         chosen = _rules(rule, first, alone=treedef.is_leaf())
         return treedef.unflatten(self._columns(chosen, rows, treedef, where))
 

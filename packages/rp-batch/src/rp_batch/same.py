@@ -1,4 +1,4 @@
-"""Whether two values of any type are the same."""
+"""Whether two values of any type are the same, or where they differ."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["same"]
+__all__ = ["differing", "same"]
 
 
 def same(left: Any, right: Any) -> bool:
@@ -31,11 +31,28 @@ def same(left: Any, right: Any) -> bool:
     return _same_objects(left, right)
 
 
-def _same_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
-        return False
+def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Where two tensors of one kind differ, element by element; None if they cannot be compared.
+
+    >>> differing(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan]))
+    tensor([ True, False])
+    """
+    if not (_is_plain(left) and _is_plain(right)):
+        return None
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
+        return None
     # A NaN is the only value that differs from itself.
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    return (left != right) & ((left == left) | (right == right))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, and one at each place: sparse and nested ones have no `!=`."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def _same_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
+    places = differing(left, right)
+    return places is not None and not bool(places.any())
 
 
 def _same_mappings(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:

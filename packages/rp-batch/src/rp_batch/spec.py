@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 from rp_batch import tree
 from rp_batch.errors import SpecError
+from rp_batch.sizes import read_sizes
 
 __all__ = [
     "Concat",
@@ -40,6 +41,9 @@ class Split:
 
     dim: int = 0
 
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+
 
 @tree.leaf
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,9 @@ class Concat:
     """
 
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
 
 
 @tree.leaf
@@ -126,6 +133,15 @@ class Reduce:
     function: Callable[[Any, Any], Any]
     initial: Any
 
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"the function of Reduce must be callable, but is {self.function!r}; give it first")
+
+
+def _check_dim(dim: object) -> None:
+    if type(dim) is not int:
+        raise TypeError(f"dim must be an integer, but is {dim!r}; negative ones count from the last dimension")
+
 
 class Parts(list[_Item]):
     """A list of parts, one a microbatch, that stays apart.
@@ -146,12 +162,7 @@ class Parts(list[_Item]):
 
     def __init__(self, items: Iterable[_Item] = (), *, sizes: Iterable[int] | None = None) -> None:
         super().__init__(items)
-        self.sizes = None if sizes is None else tuple(sizes)
-        if self.sizes is not None and len(self.sizes) != len(self):
-            raise ValueError(
-                f"sizes must hold one size for each of the {len(self)} parts, but is {self.sizes}; "
-                "leave it out if the sizes are not known"
-            )
+        self.sizes = None if sizes is None else read_sizes(sizes, len(self))
 
     @property
     def batch_size(self) -> int | None:

@@ -12,19 +12,10 @@ from rp_batch import tree
 from rp_batch.errors import FewerParts, SizeError, SplitError
 from rp_batch.functions import split_call, split_tree
 from rp_batch.infer import Decided, Subject, decide
+from rp_batch.sizes import part_sizes, read_sizes
 from rp_batch.spec import Parts, Split, SplitRule, is_function
 
-__all__ = ["part_sizes", "split"]
-
-
-def part_sizes(batch_size: int, parts: int) -> tuple[int, ...]:
-    """Divide a batch into parts whose sizes differ by at most one, larger ones first.
-
-    >>> part_sizes(8, 3)
-    (3, 3, 2)
-    """
-    small, larger = divmod(batch_size, parts)
-    return (small + 1,) * larger + (small,) * (parts - larger)
+__all__ = ["split"]
 
 
 def split(
@@ -58,7 +49,7 @@ def split(
     """
     _check_count(parts)
     if sizes is not None:
-        batch_size = _total(sizes, parts)
+        sizes, batch_size = _agreeing(sizes, parts, batch_size)
     exact = exact or batch_size is not None
     is_call = not exact and name is None and _is_call(value)
     name = name or ("label" if exact else "tree")
@@ -71,7 +62,13 @@ def split(
 
 
 def _by_function(
-    function: Callable[..., Any], value: Any, parts: int, sizes: Sequence[int] | None, *, is_call: bool, name: str
+    function: Callable[..., Any],
+    value: Any,
+    parts: int,
+    sizes: tuple[int, ...] | None,
+    *,
+    is_call: bool,
+    name: str,
 ) -> Parts[Any]:
     if not is_call:
         return split_tree(function, value, parts, sizes=sizes, name=name)
@@ -84,10 +81,12 @@ def _check_count(parts: int) -> None:
         raise ValueError(f"the number of parts must be an integer of at least 1, but is {parts!r}")
 
 
-def _total(sizes: Sequence[int], parts: int) -> int:
-    if len(sizes) != parts:
-        raise ValueError(f"sizes must hold one size for each of the {parts} parts, but is {tuple(sizes)}")
-    return sum(sizes)
+def _agreeing(sizes: Sequence[int], parts: int, batch_size: int | None) -> tuple[tuple[int, ...], int]:
+    """The sizes of the parts and that of the batch, where a caller gives the first and perhaps both."""
+    read = read_sizes(sizes, parts)
+    if batch_size not in (None, sum(read)):
+        raise ValueError(f"batch_size must be the sum of sizes {read}, but is {batch_size}; give one of them")
+    return read, sum(read)
 
 
 def _is_call(value: Any) -> bool:
@@ -155,9 +154,10 @@ def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> li
     for index, (value, rule) in enumerate(zip(subject.leaves, rules, strict=True)):
         if isinstance(rule, Split):
             key = (id(value), rule.dim)
-            if key not in views:
-                views[key] = _views(subject, index, rule.dim, sizes)
-            columns.append(views[key])
+            cut = views.get(key)
+            if cut is None:
+                cut = views[key] = _views(subject, index, rule.dim, sizes)
+            columns.append(cut)
         else:
             columns.append(value if rule is Parts else (value,) * len(sizes))
     rows = zip(*columns, strict=True) if columns else [()] * len(sizes)
@@ -173,5 +173,10 @@ def _views(subject: Subject, index: int, dim: int, sizes: tuple[int, ...]) -> Se
         raise SplitError(
             subject.paths()[index],
             f"torch must be able to split it along dimension {dim}, but says of this {type(value).__name__}: "
-            f"{error}; replicate it, or give a function as the spec",
+            f"{_first_line(error)}; replicate it, or give a function as the spec",
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    # torch adds pages about its registry; they are in the cause.
+    return str(error).partition("\n")[0]

@@ -67,8 +67,8 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
     return treedef.unflatten(leaves)
 
 
-def flatten_like(treedef: TreeDef, leaves: list[Any], tree: Tree) -> list[Any] | None:
-    """The leaves of a tree with the structure of another, which has these `leaves`; None if it is not sure.
+def flatten_like(treedef: TreeDef, types: list[type], tree: Tree) -> list[Any] | None:
+    """The leaves of a tree with the structure of another, whose leaves have these `types`; None if it is not sure.
 
     Several times faster than `flatten`, which asks of each leaf whether it is one: here its type must be that of
     the leaf in the same place.
@@ -77,7 +77,7 @@ def flatten_like(treedef: TreeDef, leaves: list[Any], tree: Tree) -> list[Any] |
         found = treedef.flatten_up_to(tree)
     except ValueError:
         return None
-    return found if list(map(type, found)) == list(map(type, leaves)) else None
+    return found if list(map(type, found)) == types else None
 
 
 def paths(tree: Tree) -> list[str]:
