@@ -43,27 +43,43 @@ class Wait:
 
 
 WAITS = [
-    Wait("weights.py", "ticket.enter(stream)", "an upload waits for the weights to be published"),
-    Wait("weights.py", "self._device.compute.wait(arrived)", "a layer waits for its weights to arrive"),
+    Wait(
+        "weights.py",
+        "ticket.enter(None if block.is_staged else porter.stream)",
+        "an upload waits for the weights to be published",
+    ),
+    Wait(
+        "weights.py",
+        "self._device.compute.wait(arriving.result())",
+        "a layer waits for its weights to arrive",
+        "arriving.result()",
+    ),
     Wait(
         "weights.py", "out.wait(self._device.compute.record())", "buffers go home after the layers that write them"
     ),
     Wait(
         "weights.py",
-        "ticket.enter(self._device.results_out)",
+        "            ticket.enter()\n",
         "a task's gradients wait for those before them, and for the optimizer",
+        "",
     ),
-    Wait("weights.py", ".synchronize()", "the host adds staged gradients when they have come", ""),
-    Wait("weights.py", "out.wait(self._device.compute.record())", "gradients go home after backward", nth=1),
-    Wait("weights.py", "self._retainer.keep(sent, source, target)", "gradients live until they are home"),
+    Wait("weights.py", "self.porter.stream.wait(self.made)", "gradients go home after backward"),
+    Wait("weights.py", "conveyor.drain()", "gradients live until they are home"),
     Wait(
         "weights.py",
-        "self._retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)",
+        "self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)",
         "weights live until the layers are done with them",
     ),
+    Wait(
+        "weights.py",
+        "wait([arriving for _, arriving in self._arriving.values() if not arriving.cancel()])",
+        "a task that steps aside waits for its uploads",
+    ),
+    Wait("run.py", "delivery.porter.wait()", "gradients that cannot leave hold up the next task"),
+    Wait("run.py", "        wait(self._deliveries)\n", "a run is over when its gradients are at home", ""),
     Wait("saved.py", "device.activations_in.wait(packet.event)", "activations come in after they went out"),
     Wait("saved.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
-    Wait("saved.py", "device.results_out.wait(device.compute.record())", "activations go out after they are made"),
+    Wait("saved.py", "device.results_out.wait(made)", "activations go out after they are made"),
     Wait(
         "saved.py", "self._retainer.keep(arrived, packet.leaves)", "activations stay on the host until they are in"
     ),
@@ -134,8 +150,10 @@ def run_changed(folder: str) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
     sys.path[:0] = [folder, str(HERE)]
-    import waiting
-
+    try:
+        import waiting
+    except BaseException:
+        os._exit(3)
     try:
         waiting.main()
     except (AssertionError, RuntimeError):

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import roundpipe
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import Busy, RoundPipe, RoundPipeRunConfig, Runtime
-from rp_transfer import Closed
+from rp_transfer import Closed, CpuBackend, PinningWarning
 from torch import nn
 
 pytestmark = pytest.mark.timeout(100)
@@ -255,11 +256,33 @@ def test_nothing_grows_over_many_calls(runtime: Runtime) -> None:
 
     work(40)
     tensors, threads, host, used = work(40)
-    tensors_later, threads_later, host_later, used_later = work(160)
+    tensors_later, threads_later, host_later, used_later = work(1000 if len(runtime.lanes) == 2 else 160)
     assert tensors_later <= tensors + 8
     assert threads_later == threads
     assert host_later <= host * 1.05 + 4096
     assert all(after <= before + 65536 for before, after in zip(used, used_later, strict=True))
+
+
+def test_training_is_the_same_where_pinning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(devices: str | None, *, strict: bool) -> CpuBackend:
+        del devices
+        return CpuBackend(2, strict=strict, pin_limit_bytes=100)
+
+    monkeypatch.setattr("roundpipe.runtime.open_backend", limited)
+    losses: list[list[torch.Tensor]] = []
+    for refused in (True, False):
+        with Runtime("cpu:2") as runtime, pytest.warns(PinningWarning) if refused else nullcontext():
+            model = RoundPipe(mlp(), runtime=runtime)
+            optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+            found = []
+            for seed in range(4):
+                x, y = batch(6, seed)
+                found.append(model.forward_backward((x,), None, y, square_error))
+                if seed % 2:
+                    model.step(lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()))
+            losses.append(found)
+        monkeypatch.undo()
+    assert losses[0] == losses[1]
 
 
 def test_a_forgotten_model_gives_its_memory_back(runtime: Runtime) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -375,7 +376,7 @@ def test_an_optimizer_over_the_raw_parameters_works_after_synchronize(runtime: R
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("through", ["model", "layers"])
+@pytest.mark.parametrize("through", ["model", "assign", "layers"])
 def test_loaded_weights_reach_the_masters(runtime: Runtime, when: str, through: str) -> None:
     layers, other = mlp(seed=1), mlp(seed=2)
     model = RoundPipe(layers, runtime=runtime)
@@ -384,8 +385,9 @@ def test_loaded_weights_reach_the_masters(runtime: Runtime, when: str, through: 
         x, y = batch(6)
         model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    if through == "model":
-        model.load_state_dict({f"model.{name}": value for name, value in other.state_dict().items()})
+    if through != "layers":
+        state = {f"model.{name}": value for name, value in twin(other).state_dict().items()}
+        model.load_state_dict(state, assign=through == "assign")
     else:
         model.synchronize()
         layers.load_state_dict(other.state_dict())
@@ -400,6 +402,66 @@ def test_loaded_weights_reach_the_masters(runtime: Runtime, when: str, through: 
     model.synchronize()
     truth.synchronize()
     assert_near(weights(layers), weights(truth.weights), 1e-5)
+
+
+class Tied(nn.Module):
+    """Uses a weight that another layer has, too."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def tied_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Linear(4, 6)
+    return nn.Sequential(first, nn.Tanh(), Tied(first.weight), nn.Linear(4, 3))
+
+
+def test_assigned_weights_stay_tied_and_are_trained_by_the_optimizer_that_was_there(runtime: Runtime) -> None:
+    layers, truth = tied_layers(), tied_layers()
+    model = RoundPipe(layers, runtime=runtime)
+    ours = torch.optim.SGD(model.optim_parameters(), lr=1e-3)
+    state = {name: torch.randn(value.shape) for name, value in truth.state_dict().items()}
+    state["2.weight"] = state["0.weight"]
+    truth.load_state_dict(state)
+    plain = torch.optim.SGD(truth.parameters(), lr=1e-3)
+    model.load_state_dict({f"model.{name}": value.clone() for name, value in state.items()}, assign=True)
+    assert layers[0].weight is layers[2].weight
+    for seed in range(3):
+        x, y = batch(6, seed)
+        loss = model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+        assert_near(loss, train_call(truth, x, y, microbatches=1), 1e-5)
+        plain.step()
+        plain.zero_grad()
+    model.synchronize()
+    assert_near(weights(layers), weights(truth), 1e-5)
+
+
+@pytest.mark.parametrize("pin", ["alloc", "register", "off"])
+def test_weights_train_alike_wherever_they_lie(runtime: Runtime, pin: str, tmp_path: Path) -> None:
+    layers, truth = mlp(), mlp()
+    model = RoundPipe(layers, runtime=runtime, pin_model=pin)
+    torch.save({f"model.{name}": value for name, value in truth.state_dict().items()}, tmp_path / "state")
+    mapped = torch.load(tmp_path / "state", mmap=True)
+    model.load_state_dict(mapped, assign=True)
+    ours = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    plain = torch.optim.SGD(truth.parameters(), lr=0.1)
+    for seed in range(3):
+        x, y = batch(6, seed)
+        loss = model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.step(lambda: (ours.step(), ours.zero_grad()), is_async=False)
+        assert_near(loss, train_call(truth, x, y, microbatches=1), 1e-4)
+        plain.step()
+        plain.zero_grad()
+    model.synchronize()
+    assert_near(weights(layers), weights(truth), 1e-4)
+    stayed = layers[0].weight.untyped_storage().data_ptr() == mapped["model.0.weight"].untyped_storage().data_ptr()
+    assert stayed == (pin != "alloc")
 
 
 def test_loading_some_weights_leaves_the_others_as_the_last_step_made_them(two: Runtime) -> None:

@@ -481,6 +481,48 @@ def pace() -> None:
     assert peaks[1] < 1.5 * peaks[0], peaks
 
 
+def gradients_do_not_pile_up() -> None:
+    """While a step keeps the gradient blocks, no more than two tasks' gradients wait on the device."""
+    ours = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    one_each = [range(index, index + 1) for index in range(8)]
+    released = threading.Event()
+    with Runtime("cpu:1") as runtime:
+        plan = Plan(one_each[:7], one_each[7], one_each[6::-1])
+        config = RoundPipeRunConfig(num_microbatch=4, execute_plan=plan)
+        model = RoundPipe(ours, runtime=runtime, model_run_config=config)
+        x = torch.randn(4, 64)
+        peaks: list[int] = []
+        for late in (False, True):
+            model.forward_backward(input_args=(x,), loss_fn=lambda out, _: out.sum())
+            model.synchronize()
+            runtime.lanes[0].device.reset_peak_memory()
+            if late:
+                model.step(lambda: released.wait(30))
+                threading.Timer(DELAY_S, released.set).start()
+            model.forward_backward(input_args=(x,), loss_fn=lambda out, _: out.sum())
+            model.synchronize()
+            peaks.append(runtime.memory()[0].peak_bytes)
+    assert peaks[1] < peaks[0] + 3 * ours[0].weight.nbytes, peaks
+
+
+def an_error_waits_for_gradients_on_their_way() -> None:
+    """What was delivered before the error is at home, or given up, when the error reaches the caller."""
+    ours = layers()
+    ours[1] = nn.Sequential(ours[1], Fragile())
+    released = threading.Event()
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        x, y = data(0)
+        loss = loss_fn(model(x.requires_grad_()), y)
+        model.step(lambda: released.wait(30))
+        FAILS[:] = [0]
+        threading.Timer(DELAY_S, released.set).start()
+        with pytest.raises(ValueError, match="told to"):
+            loss.backward()
+        FAILS.clear()
+        assert released.is_set(), "gradients were still on their way"
+
+
 SCENARIOS: list[Callable[[], None]] = [
     lambda: delayed_training(STAGED),
     lambda: delayed_training(DIVIDED),
@@ -499,6 +541,8 @@ SCENARIOS: list[Callable[[], None]] = [
     what_users_write_comes_after_the_step,
     changes_wait_for_the_call,
     pace,
+    gradients_do_not_pile_up,
+    an_error_waits_for_gradients_on_their_way,
 ]
 
 

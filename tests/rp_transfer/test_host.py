@@ -1,42 +1,118 @@
-"""The pool of host memory: to the byte, reused when it is short-lived, given back when it is not."""
+"""Host memory: to the byte, pinned by the page, reused when it is short-lived, given back when it is not."""
 
 from __future__ import annotations
 
-import ctypes
+import gc
+import warnings
+from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_transfer.host import HostMemory, Slab
+from rp_transfer import Layout, PinningWarning
+from rp_transfer.errors import PinningRefused
+from rp_transfer.host import HostMemory
+from rp_transfer.pages import PAGE_BYTES, Pinned, whole_pages
+from rp_transfer.regions import Regions
 
 
-class Source:
-    """An allocator that counts."""
+class Driver:
+    """What a driver does with pins: it counts them, and refuses those that overlap or go over a limit."""
 
-    def __init__(self) -> None:
-        self.asked: list[int] = []
+    def __init__(self, limit_bytes: int = 1 << 40) -> None:
+        self.limit_bytes = limit_bytes
+        self.pinned: dict[int, int] = {}
 
-    def allocate(self, nbytes: int) -> Slab:
-        self.asked.append(nbytes)
-        memory = ctypes.create_string_buffer(nbytes)
-        return ctypes.addressof(memory), memory
+    def pin(self, address: int, nbytes: int) -> None:
+        overlapping = any(start < address + nbytes and address < start + n for start, n in self.pinned.items())
+        if overlapping or sum(self.pinned.values()) + nbytes > self.limit_bytes:
+            raise PinningRefused(f"{nbytes} bytes")
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
 
 
-def test_memory_is_asked_for_to_the_byte() -> None:
-    source = Source()
-    host = HostMemory(source.allocate, 1 << 20)
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def host(driver: Driver) -> HostMemory:
+    return HostMemory(Pinned(driver), 1 << 20)
+
+
+def block(nbytes: int) -> Layout:
+    return Layout.of([torch.empty(nbytes, dtype=torch.uint8, device="meta")])
+
+
+def test_memory_counts_to_the_byte(host: HostMemory) -> None:
     kept = [host.empty((n, 3), torch.int16, short_lived=False) for n in (1, 5, 0)]
-    assert source.asked == [6, 30]
     assert [tuple(tensor.shape) for tensor in kept] == [(1, 3), (5, 3), (0, 3)]
-    assert (host.memory().used_bytes, host.memory().peak_bytes, host.memory().total_bytes) == (36, 36, 1 << 20)
+    assert (host.use().used_bytes, host.use().peak_bytes, host.use().total_bytes) == (36, 36, 1 << 20)
     kept.clear()
-    assert (host.memory().used_bytes, host.memory().peak_bytes) == (0, 36)
+    assert (host.use().used_bytes, host.use().peak_bytes) == (0, 36)
 
 
-def test_a_short_lived_buffer_is_used_again_only_when_its_last_tensor_is_gone() -> None:
-    source = Source()
-    host = HostMemory(source.allocate, 1 << 20)
+def test_a_large_tensor_is_pinned_by_itself_in_whole_pages(driver: Driver, host: HostMemory) -> None:
+    tensor = host.empty((100_001,), torch.uint8, short_lived=False)
+    assert driver.pinned == {tensor.data_ptr(): 100_001}
+    assert host.use().pinned_bytes == -(-100_001 // PAGE_BYTES) * PAGE_BYTES
+    del tensor
+    assert driver.pinned == {}
+    assert host.use().pinned_bytes == 0
+
+
+def test_a_slab_is_unpinned_when_the_last_of_its_tensors_is_gone(driver: Driver, host: HostMemory) -> None:
+    first, second = (host.empty((10,), torch.float64, short_lived=False) for _ in range(2))
+    assert len(driver.pinned) == 1
+    second.fill_(2)
+    assert not torch.equal(first, second)
+    host.clear()
+    del first
+    assert len(driver.pinned) == 1
+    assert second.sum() == 20
+    del second
+    assert driver.pinned == {}
+
+
+def test_the_next_slab_is_begun_when_one_is_full(driver: Driver, host: HostMemory) -> None:
+    kept = [host.empty((60_000,), torch.uint8, short_lived=False) for _ in range(40)]
+    assert len(driver.pinned) == 3
+    ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + 60_000) for tensor in kept)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.sampled_from([0, 1, 63, 64, 65, 5000, 70_000, 5 << 20]), min_size=1, max_size=30))
+def test_blocks_of_one_model_take_few_pages_and_count_to_the_byte(sizes: list[int]) -> None:
+    host = HostMemory(Pinned(Driver()), 1 << 40)
+    blocks = host.blocks([block(nbytes) for nbytes in sizes])
+    for number, tensor in enumerate(blocks):
+        tensor.fill_(number)
+    assert [tensor.numel() for tensor in blocks] == sizes
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(blocks))
+    assert host.use().used_bytes == sum(sizes)
+    assert host.use().pinned_bytes <= sum(sizes) + 63 * len(sizes) + PAGE_BYTES * (1 + sizes.count(5 << 20))
+    blocks.clear()
+    del tensor
+    assert (host.use().used_bytes, host.use().pinned_bytes) == (0, 0)
+
+
+def test_ten_thousand_small_parameters_take_two_per_cent_more_at_most() -> None:
+    # 100 layers of 100 parameters, as norms and biases of odd sizes are.
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(200, 6000, (100, 100), generator=generator).tolist()
+    layouts = [Layout.of([torch.empty(n, device="meta") for n in layer]) for layer in sizes]
+    host = HostMemory(Pinned(Driver()), 1 << 40)
+    blocks = host.blocks(layouts)
+    assert len(blocks) == 100
+    assert host.use().pinned_bytes <= 1.02 * 4 * sum(map(sum, sizes))
+
+
+def test_a_short_lived_buffer_is_used_again_only_when_its_last_tensor_is_gone(host: HostMemory) -> None:
     first = host.empty((8,), torch.float32, short_lived=True)
     view, address = first[2:], first.data_ptr()
     del first
@@ -44,34 +120,140 @@ def test_a_short_lived_buffer_is_used_again_only_when_its_last_tensor_is_gone() 
     assert second.data_ptr() != address
     del view
     assert host.empty((4, 4), torch.int16, short_lived=True).data_ptr() == address
-    assert source.asked == [32, 32]
 
 
-def test_clearing_gives_back_what_nobody_uses() -> None:
-    host = HostMemory(Source().allocate, 1 << 20)
-    kept = host.empty((8,), torch.float32, short_lived=True)
-    host.empty((8,), torch.int8, short_lived=True)
+def test_clearing_gives_back_what_nobody_uses(driver: Driver, host: HostMemory) -> None:
+    kept = host.empty((100_000,), torch.float32, short_lived=True)
+    host.empty((100_000,), torch.int8, short_lived=True)
+    assert len(driver.pinned) == 2
     host.clear()
-    assert host.memory().used_bytes == 32
+    assert host.use().used_bytes == 400_000
     del kept
     host.clear()
-    assert host.memory().used_bytes == 0
-
-
-def test_memory_that_cannot_be_had_is_not_counted() -> None:
-    def refuse(nbytes: int) -> Slab:
-        raise MemoryError(f"no {nbytes} bytes")
-
-    host = HostMemory(refuse, 1 << 20)
-    with pytest.raises(MemoryError, match="no 32 bytes"):
-        host.empty((8,), torch.float32, short_lived=False)
-    assert host.memory().used_bytes == 0
+    assert host.use().used_bytes == 0
+    assert driver.pinned == {}
 
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=30))
 def test_a_pool_never_holds_more_than_was_needed_at_once(sizes: list[tuple[int, bool]]) -> None:
-    source = Source()
-    host = HostMemory(source.allocate, 1 << 20)
+    host = HostMemory(Pinned(Driver()), 1 << 20)
     for numel, short_lived in sizes * 3:
         host.empty((numel,), torch.float32, short_lived=short_lived)
-    assert host.memory().used_bytes <= 4 * (1 + 2 + 3 + 4)
+    assert host.use().used_bytes <= 4 * (1 + 2 + 3 + 4)
+
+
+def test_refused_pinning_is_said_once_and_the_memory_is_plain() -> None:
+    driver = Driver(limit_bytes=150_000)
+    pinned = Pinned(driver)
+    host = HostMemory(pinned, 1 << 40)
+    first = host.empty((100_000,), torch.uint8, short_lived=False)
+    with pytest.warns(PinningWarning, match="100001 bytes.*ulimit -l"):
+        second = host.empty((100_001,), torch.uint8, short_lived=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        third = host.empty((100_002,), torch.uint8, short_lived=True)
+    assert second.fill_(3).sum() == 300_003
+    assert [pinned.covers(t.data_ptr(), t.nbytes) for t in (first, second, third)] == [True, False, False]
+    assert host.use().pinned_bytes == whole_pages(first.data_ptr(), first.nbytes)
+    del second, third
+    host.clear()
+    assert list(driver.pinned.values()) == [100_000]
+
+
+def pages_of(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start // PAGE_BYTES, (start + tensor.nbytes - 1) // PAGE_BYTES
+
+
+def storages_within(memory: torch.Tensor, *ranges: tuple[int, int]) -> list[torch.Tensor]:
+    """Storages of their own at places in `memory`, which begins a page."""
+    return Layout.of([memory]).storages(memory) if not ranges else [own(memory, *span) for span in ranges]
+
+
+def own(memory: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return Layout.of([memory[start:stop]]).storages(memory[start:stop])[0]
+
+
+@pytest.fixture
+def pages() -> torch.Tensor:
+    """Ten pages of plain memory."""
+    memory = torch.zeros(11 * PAGE_BYTES, dtype=torch.uint8)
+    skip = -memory.data_ptr() % PAGE_BYTES
+    return memory[skip : skip + 10 * PAGE_BYTES]
+
+
+def test_storages_on_one_page_are_pinned_together_and_others_apart(driver: Driver, pages: torch.Tensor) -> None:
+    pinned = Pinned(driver)
+    near, apart = PAGE_BYTES + 100, 6 * PAGE_BYTES
+    tensors = storages_within(pages, (0, near), (near + 50, 2 * near), (apart, apart + 10))
+    held = Regions(pinned).register(tensors)
+    base = pages.data_ptr()
+    assert driver.pinned == {base: 2 * near, base + apart: 10}
+    assert all(pinned.covers(t.data_ptr(), t.nbytes) for t in tensors)
+    del held
+    assert driver.pinned == {}
+
+
+def test_registered_storages_live_as_long_as_they_are_pinned(driver: Driver, pages: torch.Tensor) -> None:
+    regions = Regions(Pinned(driver))
+    tensors = storages_within(pages, (0, 100))
+    first, second = regions.register(tensors), regions.register(tensors)
+    assert len(driver.pinned) == 1
+    tensors.clear()
+    del first
+    gc.collect()
+    assert len(driver.pinned) == 1
+    del second
+    assert driver.pinned == {}
+
+
+def test_memory_that_is_pinned_already_is_not_pinned_again(driver: Driver, host: HostMemory) -> None:
+    tensor = host.empty((100_000,), torch.uint8, short_lived=False)
+    pinned = dict(driver.pinned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Regions(Pinned(driver)).register([]) == ()
+        assert Regions(host._pinned).register([tensor, torch.empty(0)]) == ()
+    assert driver.pinned == pinned
+
+
+def test_a_copy_may_not_cross_from_one_region_to_the_next(driver: Driver, pages: torch.Tensor) -> None:
+    pinned = Pinned(driver)
+    regions = Regions(pinned)
+    first, second = storages_within(pages, (0, PAGE_BYTES), (PAGE_BYTES, 2 * PAGE_BYTES))
+    held = regions.register([first]), regions.register([second])
+    assert len(driver.pinned) == 2
+    assert pinned.covers(pages.data_ptr(), PAGE_BYTES)
+    assert not pinned.covers(pages.data_ptr() + 10, PAGE_BYTES)
+    del held
+
+
+def test_a_storage_across_the_edge_of_a_region_stays_plain(driver: Driver, pages: torch.Tensor) -> None:
+    pinned = Pinned(driver)
+    regions = Regions(pinned)
+    inside, across = storages_within(pages, (0, 100), (50, 150))
+    held = regions.register([inside])
+    assert regions.register([across]) == ()
+    assert not pinned.covers(across.data_ptr(), across.nbytes)
+    assert len(held) == len(driver.pinned) == 1
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_regions_follow_whoever_holds_them(data: st.DataObject) -> None:
+    memory = torch.zeros(40_000, dtype=torch.uint8)
+    cuts = sorted(data.draw(st.sets(st.integers(0, 40_000), min_size=2, max_size=12)))
+    tensors = [own(memory, start, stop) for start, stop in pairwise(cuts)]
+    driver = Driver()
+    pinned, held = Pinned(driver), []
+    regions = Regions(pinned)
+    for _ in range(data.draw(st.integers(1, 12))):
+        if held and data.draw(st.booleans()):
+            held.pop(data.draw(st.integers(0, len(held) - 1)))
+        else:
+            chosen = data.draw(st.lists(st.sampled_from(tensors), max_size=4))
+            held.append((chosen, regions.register(chosen)))
+        assert all(pinned.covers(t.data_ptr(), t.nbytes) for chosen, _ in held for t in chosen)
+        assert pinned.nbytes == sum(whole_pages(start, nbytes) for start, nbytes in driver.pinned.items())
+    held.clear()
+    assert driver.pinned == {}

@@ -11,7 +11,16 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 from rp_transfer import CpuBackend, Ticket, Turns
 from rp_transfer.bounded import bounded
 
@@ -279,9 +288,9 @@ class Place:
 
 
 class TurnsMachine(RuleBasedStateMachine):
-    """Readers, writers, failing holders and skipped tickets of one line, on a strict backend, in any order.
+    """Readers, writers, prefetches, failing holders and skipped tickets of one line, in any order.
 
-    Every use really copies from or to one host block, so a wait that is missing raises `Unordered`.
+    Every use really copies from or to one block of a strict backend, so a wait that is missing raises `Unordered`.
     """
 
     tickets = Bundle("tickets")
@@ -308,13 +317,24 @@ class TurnsMachine(RuleBasedStateMachine):
         self.places.append(Place(len(self.places), kind, getattr(self.line, kind)()))
         return self.places[-1]
 
+    @precondition(lambda self: self.places)
     @rule(place=consumes(tickets))
     def skip(self, place: Place) -> None:
         place.ticket.leave()
         place.left = True
 
+    @rule(target=inside, place=tickets)
+    def prefetch(self, place: Place) -> Place | MultipleResults[Place]:
+        if place.left or place.entered or not place.ticket.open():
+            return multiple()
+        place.entered = "weights_in"
+        place.ticket.enter(self.backend.devices[place.number % 2].weights_in)
+        return place
+
     @rule(target=inside, place=consumes(tickets), stream=st.sampled_from(["", "weights_in", "compute"]))
-    def enter(self, place: Place, stream: str) -> Place:
+    def enter(self, place: Place, stream: str) -> Place | MultipleResults[Place]:
+        if place.left or place.entered:
+            return multiple()
         if not self._may_enter(place):
             self.skip(place)
             return place

@@ -149,6 +149,13 @@ class Engine:
             self._refresh()
             self._forget_failed_step()
 
+    def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Within `replacing_weights`: new parameters, by the old ones, keep the optimizer's masters."""
+        for old, new in parameters.items():
+            if new is not old and (master := self._state.masters.pop(old, None)) is not None:
+                self._state.masters[new] = master
+        self._masters_from_weights(list(parameters.values()))
+
     def _forget_failed_step(self) -> None:
         if self._state.failed is not None:
             self._state.failed = None

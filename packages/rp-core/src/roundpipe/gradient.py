@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from rp_transfer import Backend, Layout, Turns
+from rp_transfer import Backend, Conveyor, Layout, Turns
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,14 +37,22 @@ class Gradient:
             self.block = self._backend.host_empty((self.layout.numel,), self._dtype)
         return self.block
 
-    def add(self, more: torch.Tensor) -> None:
-        """Add a further task's gradients: (numel,), in the summing dtype, on the host."""
+    def receive(self, sums: torch.Tensor, written: set[int], conveyor: Conveyor) -> None:
+        """Overwrite the gradients with a task's sums, rounded, or add them: (numel,) on a device."""
+        if self.written:
+            conveyor.add(self._summing(), sums)
+        else:
+            conveyor.download(self.first(), sums)
+        self.written |= written
+
+    def _summing(self) -> torch.Tensor:
         block = self.widen()
-        self._backend.host_touch(read=(more,), write=(block,), what="adding gradients")
-        for index in set(range(len(self.layout.spans))) - self.written:
+        dropped = set(range(len(self.layout.spans))) - self.written
+        self._backend.host_touch(write=(block,) if dropped else (), what="dropped gradients")
+        for index in dropped:
             # Dropped since it was written: its old numbers are still there.
             self.view(index).zero_()
-        block.add_(more)
+        return block
 
     def widen(self) -> torch.Tensor:
         """The block in the summing dtype, which it keeps from now on."""

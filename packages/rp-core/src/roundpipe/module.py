@@ -198,11 +198,31 @@ class RoundPipe(nn.Module):
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; the optimizer's parameters become the loaded ones, and a failed step is forgotten."""
-        if assign:
-            raise ValueError("assign=True would part the weights from the optimizer's parameters; load without it")
+        """Load weights; the optimizer's parameters become the loaded ones, and a failed step is forgotten.
+
+        With `assign` the given tensors take the parameters' places, as in torch; tied parameters stay tied, and
+        with ``pin_model="off"`` tensors of a memory-mapped file stay where they are.
+        """
         with self._engine.replacing_weights():
-            return super().load_state_dict(state_dict, strict, assign)
+            before = self._places()
+            found = super().load_state_dict(state_dict, strict, assign)
+            if assign:
+                self._engine.replaced(self._keep_tied(before))
+            return found
+
+    def _places(self) -> dict[str, torch.Tensor]:
+        # Torch leaves the types of this one open.
+        return dict(nn.Module.named_parameters(self, remove_duplicate=False))
+
+    def _keep_tied(self, before: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """What took each parameter's place; of several for a tied one, the last, as when values are copied."""
+        after = self._places()
+        replaced = {old: after[name] for name, old in before.items()}
+        for name, old in before.items():
+            if after[name] is not replaced[old]:
+                module, _, own = name.rpartition(".")
+                setattr(self.get_submodule(module), own, replaced[old])
+        return replaced
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         del fn, recurse

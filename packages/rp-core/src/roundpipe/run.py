@@ -22,7 +22,7 @@ from roundpipe.runtime import Lane, Runtime
 from roundpipe.saved import Packet
 from roundpipe.stage import Stage
 from roundpipe.twin import Twins
-from roundpipe.weights import Weights
+from roundpipe.weights import Delivery, Weights
 
 Key = tuple[Literal["input", "grad", "label", "loss"], int, int]
 
@@ -86,6 +86,7 @@ class Run:
         self._recomputed: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._futures: list[Future[None]] = []
+        self._deliveries: list[Future[None]] = []
         self.number = 0
         self._adds_gradients = False
 
@@ -151,9 +152,8 @@ class Run:
             for block in blocks
             if block.gradient is not None and task.kind != "F"
         }
-        backend = self._runtime.backend
-        weights = Weights(backend, lane.device, lane.retainer, twins, turns, gradient_turns)
-        stage = Stage(self.call, task, lane, backend, twins, weights, self)
+        weights = Weights(lane, twins, turns, gradient_turns)
+        stage = Stage(self.call, task, lane, self._runtime.backend, twins, weights, self)
         return lane, _TaskJob(self, stage, weights)
 
     # The exchange
@@ -203,6 +203,21 @@ class Run:
     def put_loss(self, microbatch: int, packet: Packet) -> None:
         """See `Exchange`."""
         self.put(("loss", 0, microbatch), packet)
+
+    def send_home(self, delivery: Delivery, where: str) -> None:
+        """See `Exchange`."""
+        # The sums of the task before take their room on the device until they have left.
+        delivery.porter.wait()
+        self._deliveries.append(delivery.porter.submit(self._deliver, delivery, where))
+
+    def _deliver(self, delivery: Delivery, where: str) -> None:
+        try:
+            if not self.aborted:
+                delivery.run()
+        except BaseException as error:
+            self.abort(error, where)
+        finally:
+            delivery.leave()
 
     def put(self, key: Key, packet: Packet) -> None:
         """Fill a slot."""
@@ -273,8 +288,9 @@ class Run:
         self._adds_gradients = True
 
     def wait(self) -> None:
-        """Block until all tasks are over."""
+        """Block until all tasks are over, and all gradients at home."""
         wait(self._futures)
+        wait(self._deliveries)
 
     def finish(self) -> None:
         """Block until all tasks are over and raise the run's error, once."""
@@ -294,7 +310,7 @@ class Run:
 
     def over(self) -> bool:
         """Whether all tasks are over, or have failed."""
-        return self.aborted or all(future.done() for future in self._futures)
+        return self.aborted or all(future.done() for future in [*self._futures, *self._deliveries])
 
 
 def sum_losses(packets: Sequence[Packet]) -> torch.Tensor | list[torch.Tensor]:

@@ -13,9 +13,10 @@ from typing import Protocol
 
 import torch
 from rp_optim import OptimizerThread
-from rp_transfer import Backend, Closed, Device, MemoryUse, Retainer, open_backend
+from rp_transfer import Backend, Closed, Device, HostUse, MemoryUse, Retainer, open_backend
 
 from roundpipe.errors import Busy
+from roundpipe.porter import Porter
 
 
 class Job(Protocol):
@@ -31,11 +32,16 @@ class Job(Protocol):
 
 
 class Lane:
-    """One device and the thread that alone puts work on its streams, job by job in the order of launch."""
+    """One device and the thread that runs its tasks, job by job in the order of launch.
 
-    def __init__(self, device: Device) -> None:
+    Its porters carry blocks: `inbox` weights to the device, `outbox` gradients from it.
+    """
+
+    def __init__(self, backend: Backend, device: Device, num_threads: int) -> None:
         self.device = device
         self.retainer = Retainer()
+        self.inbox = Porter(backend, device, device.weights_in, num_threads)
+        self.outbox = Porter(backend, device, device.gradients_out, num_threads)
         self._waiting: deque[Job] = deque()
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix=f"roundpipe-{device.name}", initializer=device.attach_thread
@@ -78,6 +84,8 @@ class Lane:
     def close(self) -> None:
         """Finish the jobs and end the thread."""
         self._executor.shutdown(wait=True)
+        self.inbox.close()
+        self.outbox.close()
         self.retainer.drain()
 
 
@@ -99,7 +107,8 @@ class Runtime:
     def __init__(self, devices: str | None = None, *, strict: bool = True) -> None:
         threads = torch.get_num_threads()
         self.backend: Backend = open_backend(devices, strict=strict)
-        self.lanes = tuple(Lane(device) for device in self.backend.devices)
+        share = _share(threads, len(self.backend.devices))
+        self.lanes = tuple(Lane(self.backend, device, share) for device in self.backend.devices)
         self.optimizer = OptimizerThread()
         self.next_device = 0
         self._launch = threading.Lock()
@@ -135,7 +144,7 @@ class Runtime:
         """Used, peak and total bytes of each device."""
         return tuple(lane.device.memory() for lane in self.lanes)
 
-    def host_memory(self) -> MemoryUse:
+    def host_memory(self) -> HostUse:
         """Bytes that blocks and activations take on the host."""
         return self.backend.host_memory()
 
@@ -154,6 +163,11 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _share(num_threads: int, num_devices: int) -> int:
+    # Two porters a device, and half of the cores for lanes and the optimizer.
+    return max(num_threads // (4 * num_devices), 1)
 
 
 _default_lock = threading.Lock()

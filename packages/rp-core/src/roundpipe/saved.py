@@ -8,7 +8,9 @@ from typing import Any
 
 import rp_batch
 import torch
-from rp_transfer import Backend, Device, Event, Retainer
+from rp_transfer import Backend, Event
+
+from roundpipe.runtime import Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,16 @@ def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list
 
 
 class Courier:
-    """Carries packets between the host and one device; used by that device's thread."""
+    """Carries packets between the host and one device; used by that device's thread.
 
-    def __init__(self, backend: Backend, device: Device, retainer: Retainer) -> None:
+    Blocks on their way let packets pass, once these can start.
+    """
+
+    def __init__(self, backend: Backend, lane: Lane) -> None:
         self._backend = backend
-        self._device = device
-        self._retainer = retainer
+        self._lane = lane
+        self._device = lane.device
+        self._retainer = lane.retainer
         self._visiting: list[torch.Tensor] = []
 
     def bring(self, packet: Packet) -> list[Any]:
@@ -119,6 +125,7 @@ class Courier:
             device.activations_in.wait(packet.event)
         leaves = [self._upload(leaf) for leaf in packet.leaves]
         arrived = device.activations_in.record()
+        self._lane.inbox.conveyor.let_pass(packet.event, arrived)
         self._retainer.keep(arrived, packet.leaves)
         device.compute.wait(arrived)
         device.compute.touch(read=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], what="activations")
@@ -153,12 +160,14 @@ class Courier:
         ]
         device = self._device
         device.compute.touch(write=[leaf for leaf in plain if leaf is not None], what="results")
-        device.results_out.wait(device.compute.record())
+        made = device.compute.record()
+        device.results_out.wait(made)
         held = [
             host if host is not None else leaf if out is None else self._download(out)
             for leaf, host, out in zip(leaves, known, plain, strict=True)
         ]
         event = device.results_out.record()
+        self._lane.outbox.conveyor.let_pass(made, event)
         self._retainer.keep(event, plain, held)
         return Packet(treedef, tuple(held), tuple(grads), event)
 

@@ -16,7 +16,7 @@ from roundpipe.runtime import Lane
 from roundpipe.saved import Arrived, Courier, Origins, Packet, enter
 from roundpipe.state import Block
 from roundpipe.twin import Twins
-from roundpipe.weights import Weights
+from roundpipe.weights import Delivery, Weights
 
 # A worker may put this many microbatches on its device before it waits for the oldest one.
 _AHEAD = 2
@@ -72,6 +72,10 @@ class Exchange(Protocol):
         """Hand the losses over."""
         ...
 
+    def send_home(self, delivery: Delivery, where: str) -> None:
+        """Have gradients carried to the host; `where` says in words what failed if that does."""
+        ...
+
 
 class Stage:
     """Carries out one task on its lane's device."""
@@ -93,7 +97,7 @@ class Stage:
         self._twins = twins
         self._weights = weights
         self._exchange = exchange
-        self._courier = Courier(backend, lane.device, lane.retainer)
+        self._courier = Courier(backend, lane)
         self._pace: deque[Event] = deque()
         self._place = ""
         # The buffers that a layer's next microbatch starts from, where they have gone home already.
@@ -113,15 +117,17 @@ class Stage:
                 body(microbatch)
                 self._end_of_microbatch()
             self._weights.return_buffers()
-            self._weights.deliver()
+            if self._task.kind != "F":
+                where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
+                self._exchange.send_home(self._weights.deliver(), where)
             self._weights.release()
 
     def step_aside(self) -> None:
         """Let go of what is on the device, once the work already put there is done with it."""
         with self._device.computing():
             self._courier.let_go(self._device.compute.record())
-            self._weights.release()
             self._weights.abandon()
+            self._weights.release()
 
     def _end_of_microbatch(self) -> None:
         done = self._device.compute.record()

@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from rp_transfer import Backend, Layout, Turns
+from rp_transfer import Backend, Group, Kind, Turns, group, tensors_of
 
 from roundpipe.gradient import Gradient
 
-Kind = Literal["trainable", "frozen", "buffer"]
 PinMode = Literal["alloc", "register", "off"]
 
 
 class Block:
     """Tensors of one kind and dtype that the same layers use, and the line for whoever reads or writes them.
 
-    `memory` is their one contiguous block, (numel,), or None where they stay in the storages they came in.
-    `writes` is whether running a layer was seen to change these buffers; None until one has run in this mode.
+    `memory` is their one contiguous block, (numel,), or None where they stay in the storages they came in, which
+    `registration` keeps pinned if they are registered. `is_staged` says that some of this memory is not pinned, so
+    that the host itself reads it for the devices. `writes` is whether running a layer was seen to change these
+    buffers; None until one has run in this mode.
     """
 
-    def __init__(self, backend: Backend, kind: Kind, tensors: Sequence[torch.Tensor], pin: PinMode) -> None:
-        self.kind: Kind = kind
-        self.tensors = tuple(tensors)
-        self.layout = Layout.of(self.tensors)
+    def __init__(self, backend: Backend, found: Group, memory: torch.Tensor | None, registration: object) -> None:
+        self.kind = found.kind
+        self.users = found.users
+        self.tensors = found.tensors
+        self.layout = found.layout
         self.turns = Turns()
-        self.gradient = Gradient(backend, self.layout) if kind == "trainable" else None
-        self.memory: torch.Tensor | None = None
+        self.gradient = Gradient(backend, self.layout) if found.kind == "trainable" else None
+        self.memory = memory
+        self.registration = registration
         self.writes: bool | None = None
-        if pin == "alloc" or kind == "buffer" or not all(tensor.is_contiguous() for tensor in tensors):
-            self._move_in(backend)
-        elif pin == "register":
-            for tensor in self.tensors:
-                backend.register(tensor)
+        if memory is not None:
+            self.layout.move_in(memory, self.tensors)
         # Written by the engine without a trace in the parameters' version counters, which tell of other writers.
         self.values = [tensor.data for tensor in self.tensors]
         self.seen = [tensor._version for tensor in self.tensors]
-
-    def _move_in(self, backend: Backend) -> None:
-        self.memory = backend.host_empty((self.layout.numel,), self.layout.dtype)
-        self.layout.fill(self.memory, [tensor.detach() for tensor in self.tensors])
-        for tensor, own in zip(self.tensors, self.layout.storages(self.memory), strict=True):
-            tensor.data = own
+        self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +98,7 @@ def signature(layers: Sequence[torch.nn.Module]) -> Signature:
     tensors = tuple(
         (id(tensor), tensor.requires_grad, tensor.data_ptr(), _has_hooks(tensor))
         for layer in layers
-        for _, tensor in _tensors(layer)
+        for _, tensor in tensors_of(layer)
     )
     return modules, tensors
 
@@ -124,13 +118,6 @@ def training_flags(layers: Sequence[torch.nn.Module]) -> tuple[tuple[bool, ...],
     return tuple(tuple(module.training for module in layer.modules()) for layer in layers)
 
 
-def _tensors(layer: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
-    for parameter in layer.parameters():
-        yield ("trainable" if parameter.requires_grad else "frozen"), parameter
-    for buffer in layer.buffers():
-        yield "buffer", buffer
-
-
 def _has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
@@ -143,21 +130,26 @@ def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinM
 
     Raises `ValueError` for tensors that are not on the host, and for buffers that require grad.
     """
-    users: defaultdict[torch.Tensor, list[int]] = defaultdict(list)
-    kinds: dict[torch.Tensor, Kind] = {}
     for index, module in enumerate(modules):
-        for kind, tensor in _tensors(module):
+        for kind, tensor in tensors_of(module):
             _check_tensor(index, module, kind, tensor)
-            users[tensor].append(index)
-            kinds[tensor] = kind
-    groups: defaultdict[tuple[tuple[int, ...], Kind, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for tensor, indices in users.items():
-        groups[tuple(indices), kinds[tensor], tensor.dtype].append(tensor)
-    blocks = {key: Block(backend, key[1], tensors, pin) for key, tensors in groups.items()}
+    blocks = _build_blocks(backend, group(modules), pin)
     return tuple(
-        LayerState(index, module, tuple(block for key, block in blocks.items() if index in key[0]))
+        LayerState(index, module, tuple(block for block in blocks if index in block.users))
         for index, module in enumerate(modules)
     )
+
+
+def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> list[Block]:
+    moving = [found for found in groups if _moves(found, pin)]
+    memories = dict(zip(moving, backend.host_blocks([found.layout for found in moving]), strict=True))
+    staying = [tensor for found in groups if found not in memories for tensor in found.tensors]
+    registration = backend.register(staying) if pin == "register" else None
+    return [Block(backend, found, memories.get(found), registration) for found in groups]
+
+
+def _moves(found: Group, pin: PinMode) -> bool:
+    return pin == "alloc" or found.kind == "buffer" or not all(tensor.is_contiguous() for tensor in found.tensors)
 
 
 def _check_tensor(index: int, module: torch.nn.Module, kind: Kind, tensor: torch.Tensor) -> None:

@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 
 import torch
-from rp_transfer import Backend, Device, Event, Retainer, Ticket
+from rp_transfer import Event, Ticket
 
 from roundpipe.gradient import sum_dtype
+from roundpipe.porter import Porter
+from roundpipe.runtime import Lane
 from roundpipe.state import Block, LayerState
 from roundpipe.twin import Twins
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Sums of gradients on their way home; the porter that carries them enters the turns and leaves them.
+
+    `made` is when the sums are complete. Each is a block, its sums on the device, the indices of the parameters
+    that have any, and the turn.
+    """
+
+    porter: Porter
+    made: Event
+    sums: list[tuple[Block, torch.Tensor, set[int], Ticket]]
+
+    def run(self) -> None:
+        """Block by block; the sums may go when it is over."""
+        conveyor = self.porter.conveyor
+        self.porter.stream.wait(self.made)
+        for block, memory, written, ticket in self.sums:
+            ticket.enter()
+            if written and block.gradient is not None:
+                block.gradient.receive(memory, written, conveyor)
+            ticket.leave(conveyor.record())
+        conveyor.drain()
+
+    def leave(self) -> None:
+        """Give up the turns that are left; those behind still wait for what was begun."""
+        begun = self.porter.conveyor.record()
+        for *_, ticket in self.sums:
+            ticket.leave(begun)
 
 
 class Weights:
@@ -19,58 +53,45 @@ class Weights:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        device: Device,
-        retainer: Retainer,
-        twins: Twins,
-        turns: dict[Block, Ticket],
-        gradient_turns: dict[Block, Ticket],
+        self, lane: Lane, twins: Twins, turns: dict[Block, Ticket], gradient_turns: dict[Block, Ticket]
     ) -> None:
-        self._backend = backend
-        self._device = device
-        self._retainer = retainer
+        self._lane = lane
+        self._device = lane.device
         self._twins = twins
         self._turns = turns
         self._gradient_turns = gradient_turns
-        self._arriving: dict[Block, tuple[torch.Tensor, Event]] = {}
+        self._arriving: dict[Block, tuple[torch.Tensor, Future[Event]]] = {}
         self._bound: dict[Block, torch.Tensor] = {}
         self._sums: dict[Block, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._written: set[Block] = set()
 
     def prefetch(self) -> None:
-        """Upload what has its turn already, in order, up to the first that has not."""
+        """Send for what has its turn already, in order, up to the first that has not."""
         for block, ticket in self._turns.items():
             if block not in self._arriving:
                 if not ticket.open():
                     return
-                self._upload(block, ticket)
+                self._send_for(block, ticket)
 
     def upload(self) -> None:
-        """Upload the rest; the thread blocks until those before have put their work on streams."""
+        """Send for the rest; the porter waits for its turn."""
         for block, ticket in self._turns.items():
             if block not in self._arriving:
-                self._upload(block, ticket)
+                self._send_for(block, ticket)
 
-    def _upload(self, block: Block, ticket: Ticket) -> None:
-        stream = self._device.weights_in
-        ticket.enter(stream)
+    def _send_for(self, block: Block, ticket: Ticket) -> None:
+        stream = self._lane.inbox.stream
         memory = self._device.empty((block.layout.numel,), block.layout.dtype, stream=stream)
-        for target, source in block.pieces(memory):
-            stream.copy(target, source)
-        event = stream.record()
-        if block.kind != "buffer":
-            ticket.leave(event)
-        self._retainer.keep(event, memory, block.host_tensors())
-        self._arriving[block] = (memory, event)
+        arriving = self._lane.inbox.submit(_bring, self._lane.inbox, block, memory, ticket)
+        self._arriving[block] = (memory, arriving)
 
     def bind(self, layer: LayerState, *, training: bool) -> None:
         """Make a layer ready to run: its weights have arrived; `training`, its gradients have a place."""
         for block in layer.blocks:
             if block in self._bound:
                 continue
-            memory, arrived = self._arriving[block]
-            self._device.compute.wait(arrived)
+            memory, arriving = self._arriving[block]
+            self._device.compute.wait(arriving.result())
             self._device.compute.touch(
                 read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights"
             )
@@ -103,31 +124,32 @@ class Weights:
         """Send the buffers that were written home, and give up the turns of all."""
         for block, ticket in self._turns.items():
             if block.kind == "buffer":
-                self._return_buffer(block, ticket)
+                ticket.leave(self._return_buffer(block))
 
-    def _return_buffer(self, block: Block, ticket: Ticket) -> None:
-        memory, event = self._arriving[block]
-        if block in self._written:
-            out = self._device.results_out
-            self._device.compute.touch(write=(memory,), what="buffers")
-            out.wait(self._device.compute.record())
-            for source, target in block.pieces(memory):
-                out.copy(target, source)
-            event = out.record()
-            self._retainer.keep(event, memory, block.host_tensors())
-        ticket.leave(event)
+    def _return_buffer(self, block: Block) -> Event:
+        memory, arriving = self._arriving[block]
+        if block not in self._written:
+            return arriving.result()
+        out = self._device.results_out
+        self._device.compute.touch(write=(memory,), what="buffers")
+        out.wait(self._device.compute.record())
+        for source, target in block.pieces(memory):
+            out.copy(target, source)
+        event = out.record()
+        self._lane.retainer.keep(event, memory, block.host_tensors())
+        return event
 
     # Gradients
 
-    def deliver(self) -> None:
-        """Send the sums of all gradients home: rounded if they are the first, to be added on the host if not."""
-        for block, (memory, views) in self._sums.items():
-            ticket = self._gradient_turns[block]
-            written = self._gather(block, views)
-            ticket.enter(self._device.results_out)
-            if written:
-                self._deliver(block, memory, written)
-            ticket.leave(self._device.results_out.record())
+    def deliver(self) -> Delivery:
+        """Hand the sums of all gradients over, to be sent home."""
+        sums = [
+            (block, memory, self._gather(block, views), self._gradient_turns.pop(block))
+            for block, (memory, views) in self._sums.items()
+        ]
+        self._sums = {}
+        self._device.compute.touch(write=[memory for _, memory, _, _ in sums], what="gradients")
+        return Delivery(self._lane.outbox, self._device.compute.record(), sums)
 
     def _gather(self, block: Block, views: list[torch.Tensor]) -> set[int]:
         written: set[int] = set()
@@ -138,28 +160,6 @@ class Weights:
                 written.add(index)
         return written
 
-    def _deliver(self, block: Block, memory: torch.Tensor, written: set[int]) -> None:
-        gradient = block.gradient
-        assert gradient is not None
-        if gradient.written:
-            staged = self._backend.host_empty(memory.shape, memory.dtype, short_lived=True)
-            self._send(staged, memory).synchronize()
-            self._backend.host_touch(read=(staged,), what="staged gradients")
-            gradient.add(staged)
-        else:
-            target = gradient.first()
-            self._send(target, memory.to(target.dtype))
-        gradient.written |= written
-
-    def _send(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        out = self._device.results_out
-        self._device.compute.touch(write=(source,), what="gradients")
-        out.wait(self._device.compute.record())
-        out.copy(target, source)
-        sent = out.record()
-        self._retainer.keep(sent, source, target)
-        return sent
-
     # The end
 
     def release(self) -> None:
@@ -168,16 +168,29 @@ class Weights:
             self._twins.release(block)
         done = self._device.compute.record()
         sums = [memory for memory, _ in self._sums.values()]
-        self._retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)
+        self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)
         self._bound, self._arriving, self._sums = {}, {}, {}
 
     def abandon(self) -> None:
         """Give up all turns; those behind still wait for what was begun with them."""
-        begun = (self._device.weights_in.record(), self._device.results_out.record())
+        wait([arriving for _, arriving in self._arriving.values() if not arriving.cancel()])
+        begun = (self._lane.inbox.stream.record(), self._device.results_out.record())
         for ticket in self.tickets():
             ticket.leave(*begun)
+        self._lane.retainer.keep(begun[0], list(self._arriving.values()))
 
     def tickets(self) -> Iterable[Ticket]:
-        """All tickets of the task."""
+        """The turns that the task itself has to give up."""
         yield from self._turns.values()
         yield from self._gradient_turns.values()
+
+
+def _bring(porter: Porter, block: Block, memory: torch.Tensor, ticket: Ticket) -> Event:
+    """Upload a block; its turn is over when it has arrived, but for buffers, which the layers may write."""
+    ticket.enter(None if block.is_staged else porter.stream)
+    for target, source in block.pieces(memory):
+        porter.conveyor.upload(target, source)
+    arrived = porter.conveyor.record()
+    if block.kind != "buffer":
+        ticket.leave(arrived)
+    return arrived

@@ -8,14 +8,16 @@ Importing this opens nothing: no device, stream, thread or context.
 >>> backend.close()
 """
 
-from rp_transfer.api import Backend, Device, Event, MemoryUse, Stream
-from rp_transfer.blocks import Layout, Span
+from rp_transfer.api import Backend, Device, Event, HostUse, MemoryUse, Stream
+from rp_transfer.blocks import Group, Kind, Layout, Span, group, tensors_of
+from rp_transfer.copies import Conveyor
 from rp_transfer.cpu import CpuBackend
 from rp_transfer.errors import (
     BackendUnavailable,
     Closed,
     DeviceStringError,
     NotConforming,
+    PinningWarning,
     TransferError,
     Unordered,
 )
@@ -29,13 +31,18 @@ __all__ = [
     "Backend",
     "BackendUnavailable",
     "Closed",
+    "Conveyor",
     "CpuBackend",
     "Device",
     "DeviceStringError",
     "Event",
+    "Group",
+    "HostUse",
+    "Kind",
     "Layout",
     "MemoryUse",
     "NotConforming",
+    "PinningWarning",
     "Retainer",
     "Span",
     "Stream",
@@ -43,6 +50,8 @@ __all__ = [
     "TransferError",
     "Turns",
     "Unordered",
+    "group",
     "open_backend",
     "parse_devices",
+    "tensors_of",
 ]

@@ -1,6 +1,6 @@
 """The seam between the engine and a kind of device: what a backend must provide.
 
-A backend owns devices; a device owns four streams. Streams run their work in order, and independently of each
+A backend owns devices; a device owns five streams. Streams run their work in order, and independently of each
 other unless one waits for an event of another. `rp_transfer.testing` checks that a backend keeps these promises.
 """
 
@@ -13,10 +13,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from rp_transfer.blocks import Layout
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory of one device, or of the host, in bytes.
+    """Memory of one device, in bytes.
 
     >>> MemoryUse(name="cpu:0", used_bytes=3, peak_bytes=5, total_bytes=8).used_bytes
     3
@@ -25,6 +27,23 @@ class MemoryUse:
     name: str
     used_bytes: int
     peak_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """Host memory that a backend gave or registered, in bytes.
+
+    `used_bytes` were asked for (idle buffers for later calls included), at most `peak_bytes` at once;
+    `pinned_bytes` of the machine's `total_bytes` are locked for the devices, counted in whole pages.
+
+    >>> HostUse(used_bytes=100, peak_bytes=200, pinned_bytes=4096, total_bytes=1 << 20).pinned_bytes
+    4096
+    """
+
+    used_bytes: int
+    peak_bytes: int
+    pinned_bytes: int
     total_bytes: int
 
 
@@ -40,9 +59,16 @@ class Event(Protocol):
         """Block the calling thread until the work before the event has finished."""
         ...
 
+    def seconds_since(self, earlier: Event) -> float:
+        """Time from `earlier` to this event, on the device's clock; both recorded as timed, and over.
+
+        Raises `ValueError` where one of them was not timed.
+        """
+        ...
+
 
 class Stream(Protocol):
-    """A queue of work on one device, run in order. One thread at a time puts work on it."""
+    """A queue of work on one device, run in order. Any thread may put work on it; each call is whole."""
 
     @property
     def name(self) -> str:
@@ -53,8 +79,8 @@ class Stream(Protocol):
         """Work put on this stream from now on starts after `event`. Does not block the calling thread."""
         ...
 
-    def record(self) -> Event:
-        """An event after all the work put on this stream so far."""
+    def record(self, *, timed: bool = False) -> Event:
+        """An event after all the work put on this stream so far; a `timed` one knows when that was over."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -63,6 +89,10 @@ class Stream(Protocol):
         The move is invisible to autograd and to torch's modes. It does not keep the tensors alive: whoever
         queues it retains both until an event recorded after it has finished.
         """
+        ...
+
+    def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a conversion to the destination's dtype, between tensors of this device, as `copy` otherwise."""
         ...
 
     def touch(
@@ -105,7 +135,12 @@ class Device(Protocol):
 
     @property
     def results_out(self) -> Stream:
-        """The stream for everything that goes to the host."""
+        """The stream for activations and other results to the host."""
+        ...
+
+    @property
+    def gradients_out(self) -> Stream:
+        """The stream for gradients of weights to the host."""
         ...
 
     def attach_thread(self) -> None:
@@ -136,7 +171,7 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block until everything put on the four streams has finished."""
+        """Block until everything put on the five streams has finished."""
         ...
 
 
@@ -149,10 +184,18 @@ class Backend(Protocol):
         ...
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
-        """Host memory for asynchronous copies, to the byte.
+        """Host memory for asynchronous copies, to the byte; plain memory where none can be pinned.
 
         `short_lived` memory may come from a pool of buffers of the same size and goes back to it.
         """
+        ...
+
+    def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """One block of host memory, (numel,), for each layout; small ones share pages."""
+        ...
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether devices copy from and to this host tensor at full speed, without the calling thread."""
         ...
 
     def host_touch(
@@ -161,12 +204,15 @@ class Backend(Protocol):
         """Declare that the calling thread itself now uses these host tensors; checked like `Stream.touch`."""
         ...
 
-    def register(self, tensor: torch.Tensor) -> None:
-        """Pin the host memory that `tensor` has already, for as long as its storage lives."""
+    def register(self, tensors: Iterable[torch.Tensor]) -> object:
+        """Pin the storages that these tensors have already, for as long as the returned object lives.
+
+        That object keeps the storages. What cannot be pinned stays as it is; `is_pinned` tells.
+        """
         ...
 
-    def host_memory(self) -> MemoryUse:
-        """Host memory taken through `host_empty`, and all there is."""
+    def host_memory(self) -> HostUse:
+        """Host memory taken through this backend, and all there is."""
         ...
 
     def close(self) -> None:

@@ -1,16 +1,23 @@
-"""Layouts: where each of several tensors lies in one contiguous piece of memory."""
+"""Blocks: which tensors of a row of modules lie together, and where each lies in that one piece of memory."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 # Cache lines on the host, and more than any load instruction of a device needs.
 ALIGNMENT = 64
+# What vector loads and compiled kernels need; enough for tensors that are small, and many.
+_SMALL_ALIGNMENT = 16
+_SMALL_BYTES = 4096
+
+Kind = Literal["trainable", "frozen", "buffer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +48,17 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0
 
 
+def _alignment(nbytes: int) -> int:
+    return ALIGNMENT if nbytes >= _SMALL_BYTES else _SMALL_ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Places for tensors of one dtype in a block of `numel` elements.
 
     >>> layout = Layout.of([torch.zeros(3), torch.zeros(2, 2)])
     >>> [span.offset for span in layout.spans], layout.numel
-    ([0, 16], 20)
+    ([0, 4], 8)
     """
 
     dtype: torch.dtype
@@ -61,10 +72,10 @@ class Layout:
         if len(dtypes) != 1:
             raise ValueError(f"a layout holds tensors of exactly one dtype, but got {sorted(map(str, dtypes))}")
         dtype = dtypes.pop()
-        step = max(ALIGNMENT // dtype.itemsize, 1)
         spans: list[Span] = []
         end = 0
         for tensor in tensors:
+            step = max(_alignment(tensor.numel() * dtype.itemsize) // dtype.itemsize, 1)
             offset = -(-end // step) * step
             stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
             spans.append(Span(offset, tensor.shape, stride))
@@ -92,6 +103,64 @@ class Layout:
         with torch.no_grad():
             for view, tensor in zip(self.views(block), tensors, strict=True):
                 view.copy_(tensor)
+
+    def move_in(self, block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the tensors into a host block and give each its place there as its own storage.
+
+        They stay the same objects, so their module saves and loads as before.
+        """
+        self.fill(block, (tensor.detach() for tensor in tensors))
+        for tensor, own in zip(tensors, self.storages(block), strict=True):
+            tensor.data = own
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Tensors of one kind and dtype that exactly the same modules use, so that they travel as one block.
+
+    `users` are the indices of those modules.
+    """
+
+    kind: Kind
+    users: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Where they lie in their block."""
+        return Layout.of(self.tensors)
+
+
+def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
+    """The blocks of a row of modules: parameters that are trained, frozen ones, and buffers, by dtype.
+
+    A tensor that several modules use (tied, or a module that stands twice in the row) is in a group of those.
+
+    >>> for found in group([torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)]):
+    ...     print(found.kind, found.users, found.layout.dtype, len(found.tensors))
+    trainable (0,) torch.float32 2
+    trainable (1,) torch.float32 2
+    buffer (1,) torch.float32 2
+    buffer (1,) torch.int64 1
+    """
+    users: defaultdict[torch.Tensor, list[int]] = defaultdict(list)
+    kinds: dict[torch.Tensor, Kind] = {}
+    for index, module in enumerate(modules):
+        for kind, tensor in tensors_of(module):
+            users[tensor].append(index)
+            kinds[tensor] = kind
+    found: defaultdict[tuple[tuple[int, ...], Kind, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor, indices in users.items():
+        found[tuple(indices), kinds[tensor], tensor.dtype].append(tensor)
+    return tuple(Group(kind, indices, tuple(tensors)) for (indices, kind, _), tensors in found.items())
+
+
+def tensors_of(module: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
+    """A module's parameters and buffers, each once, with its kind."""
+    for parameter in module.parameters():
+        yield ("trainable" if parameter.requires_grad else "frozen"), parameter
+    for buffer in module.buffers():
+        yield "buffer", buffer
 
 
 def _own_storage(block: torch.Tensor, span: Span) -> torch.Tensor:

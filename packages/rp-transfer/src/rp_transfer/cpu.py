@@ -14,92 +14,34 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from rp_transfer.api import Event, MemoryUse, Stream
-from rp_transfer.errors import Closed, Unordered
+from rp_transfer.api import Event, HostUse, MemoryUse, Stream
+from rp_transfer.blocks import Layout
+from rp_transfer.checks import check_cast, check_copy
+from rp_transfer.errors import Closed, PinningRefused, Unordered
 from rp_transfer.guard import Guard
 from rp_transfer.ledger import Allocation, Birth, Clock, Ledger, check, join
+from rp_transfer.pages import Pinned
+from rp_transfer.queued import Mark, Move, Place, poison
+from rp_transfer.regions import Regions
 
-_STREAMS = ("compute", "weights_in", "activations_in", "results_out")
+_STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
 _ALIGNMENT = 64
-
-
-def _poison_pattern(dtype: torch.dtype) -> bytes:
-    # All ones is NaN in every floating format; a byte may be part of anything, so it is treated as one.
-    if dtype == torch.bool:
-        return b"\0"
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.uint8:
-        return b"\xff"
-    return b"\0" * (dtype.itemsize - 1) + b"\x80" if dtype.is_signed else b"\0"
-
-
-def poison(address: int, nbytes: int, dtype: torch.dtype) -> None:
-    """Fill memory with NaN, or with the smallest integer of `dtype`."""
-    pattern = _poison_pattern(dtype)
-    if len(pattern) == 1:
-        ctypes.memset(address, pattern[0], nbytes)
-    else:
-        ctypes.memmove(address, pattern * (nbytes // len(pattern)), nbytes)
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """A queued move of bytes; it holds both memories weakly, as the hardware would.
-
-    Poison may not reach copies that were queued before and still need the old bytes: `overwrites` counts them,
-    and `overwritten_by` are the later copies that wait for this one with their poison.
-    """
-
-    destination: int
-    source: int
-    nbytes: int
-    dtype: torch.dtype
-    storages: tuple[StorageWeakRef, StorageWeakRef]
-    what: str
-    overwrites: int = 0
-    overwritten_by: list[_Copy] = field(default_factory=list["_Copy"])
-
-    def uses(self, start: int, nbytes: int) -> bool:
-        return any(
-            address < start + nbytes and start < address + self.nbytes
-            for address in (self.destination, self.source)
-        )
-
-    def poison_after(self, earlier: Sequence[_Copy]) -> None:
-        self.overwrites = len(earlier)
-        for move in earlier:
-            move.overwritten_by.append(self)
-        if not earlier:
-            poison(self.destination, self.nbytes, self.dtype)
-
-    def run(self) -> None:
-        for storage, role in zip(self.storages, ("destination", "source"), strict=True):
-            if storage.expired():
-                raise Unordered(
-                    f"{self.what}: its {role} was freed before the copy ran; retain both tensors "
-                    "until an event recorded after the copy has finished"
-                )
-        ctypes.memmove(self.destination, self.source, self.nbytes)
-        for later in self.overwritten_by:
-            later.overwrites -= 1
-            if later.overwrites == 0 and not later.storages[0].expired():
-                poison(later.destination, later.nbytes, later.dtype)
 
 
 class CpuEvent:
     """A point in a stream: how many operations it had, and what it knew of the others."""
 
-    __slots__ = ("_backend", "clock", "position", "stream")
+    __slots__ = ("_backend", "clock", "mark", "position", "stream")
 
-    def __init__(self, stream: CpuStream, position: int, clock: tuple[int, ...]) -> None:
+    def __init__(self, stream: CpuStream, position: int, clock: tuple[int, ...], mark: Mark | None) -> None:
         self.stream = stream
         self.position = position
         self.clock = clock
+        self.mark = mark
         self._backend = stream.backend
 
     def query(self) -> bool:
@@ -117,6 +59,12 @@ class CpuEvent:
             self._backend.pull(self)
             join(self._backend.host_clock, self.clock)
 
+    def seconds_since(self, earlier: Event) -> float:
+        """By the process's clock."""
+        if not isinstance(earlier, CpuEvent) or self.mark is None or earlier.mark is None:
+            raise ValueError("both events must be recorded with timed=True")
+        return self.mark.seconds - earlier.mark.seconds
+
     def __repr__(self) -> str:
         return f"CpuEvent({self.stream.name} #{self.position})"
 
@@ -127,7 +75,7 @@ class CpuStream:
     def __init__(self, backend: CpuBackend, name: str, index: int, eager: bool) -> None:
         self.backend = backend
         self.executed = 0
-        self.queue: deque[_Copy | CpuEvent] = deque()
+        self.queue: deque[Move | Mark | CpuEvent] = deque()
         self.eager = eager
         self._name = name
         self._index = index
@@ -150,38 +98,47 @@ class CpuStream:
             elif event.stream.executed < event.position:
                 self._put(event)
 
-    def record(self) -> CpuEvent:
+    def record(self, *, timed: bool = False) -> CpuEvent:
         """An event after everything put here so far."""
         with self.backend.lock:
             self._learn()
+            mark = Mark() if timed else None
+            if mark is not None:
+                self._do(mark)
             # What an eager stream did is over, but nobody knows before they have waited for it.
             self._issued += self.eager
-            return CpuEvent(self, self._issued, tuple(self._clock))
+            return CpuEvent(self, self._issued, tuple(self._clock), mark)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a move of raw bytes and poison the destination until it runs."""
-        _check_copy(destination, source)
-        nbytes = source.numel() * source.element_size()
-        if nbytes == 0:
-            return
-        with self.backend.lock:
-            move = self._prepare(destination, source, nbytes)
-            if self.eager:
-                move.run()
-            else:
-                self._put(move)
+        check_copy(destination, source)
+        self._move(destination, source, "copy")
 
-    def _put(self, work: _Copy | CpuEvent) -> None:
+    def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a conversion and poison the destination until it runs."""
+        check_cast(destination, source)
+        self._move(destination, source, "conversion")
+
+    def _move(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
+        if source.numel():
+            with self.backend.lock:
+                self._do(self._prepare(destination, source, what))
+
+    def _do(self, work: Move | Mark) -> None:
+        if self.eager:
+            work.run()
+        else:
+            self._put(work)
+
+    def _put(self, work: Move | Mark | CpuEvent) -> None:
         self.queue.append(work)
         self._issued += 1
 
-    def _prepare(self, destination: torch.Tensor, source: torch.Tensor, nbytes: int) -> _Copy:
-        what = f"copy of {nbytes} bytes on {self._name}"
-        self._use(read=(source,), write=(destination,), what=what)
-        storages = (StorageWeakRef(destination.untyped_storage()), StorageWeakRef(source.untyped_storage()))
-        move = _Copy(destination.data_ptr(), source.data_ptr(), nbytes, destination.dtype, storages, what)
+    def _prepare(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> Move:
+        move = Move(Place.of(destination), Place.of(source), f"{what} of {source.nbytes} bytes on {self._name}")
+        self._use(read=(source,), write=(destination,), what=move.what)
         if self.backend.strict and not self.eager:
-            move.poison_after([old for old in self.backend.queued() if old.uses(move.destination, nbytes)])
+            move.poison_after([old for old in self.backend.queued() if old.uses(move.destination)])
         return move
 
     def touch(
@@ -216,17 +173,6 @@ class CpuStream:
         join(self._clock, self.backend.host_clock)
 
 
-def _check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    if destination.dtype != source.dtype or destination.numel() != source.numel():
-        raise ValueError(
-            f"a copy moves bytes between tensors of one dtype and size, but the destination is "
-            f"{destination.dtype} {tuple(destination.shape)} and the source {source.dtype} {tuple(source.shape)}"
-        )
-    for tensor, role in ((destination, "destination"), (source, "source")):
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise ValueError(f"the {role} of a copy must be plain contiguous memory; call .contiguous() first")
-
-
 class CpuDevice:
     """A virtual device: host memory that only copies on its streams may fill."""
 
@@ -239,7 +185,8 @@ class CpuDevice:
             CpuStream(backend, f"{self._name}/{name}", index * len(_STREAMS) + offset, name == "compute")
             for offset, name in enumerate(_STREAMS)
         ]
-        self.compute, self.weights_in, self.activations_in, self.results_out = streams
+        self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = streams
+        self.copying = streams[1:]
 
     @property
     def name(self) -> str:
@@ -288,12 +235,30 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Run everything that was queued."""
-        for stream in (self.weights_in, self.activations_in, self.results_out, self.compute):
+        for stream in (*self.copying, self.compute):
             stream.record().synchronize()
 
 
 def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class _PretendedPins:
+    """Counts what real devices would pin, up to a limit."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit = limit_bytes
+        self._used = 0
+        self._sizes: dict[int, int] = {}
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if self._limit is not None and self._used + nbytes > self._limit:
+            raise PinningRefused(f"{nbytes} bytes would go over the limit of {self._limit}")
+        self._sizes[address] = nbytes
+        self._used += nbytes
+
+    def unpin(self, address: int) -> None:
+        self._used -= self._sizes.pop(address)
 
 
 class CpuBackend:
@@ -302,6 +267,7 @@ class CpuBackend:
     Args:
         count: number of devices.
         strict: poison memory and check the order of every use; False for benchmarks.
+        pin_limit_bytes: host memory beyond it counts as not pinned, as on a machine that limits locked memory.
 
     >>> backend = CpuBackend(1)
     >>> device = backend.devices[0]
@@ -315,7 +281,7 @@ class CpuBackend:
     tensor([1., 1.])
     """
 
-    def __init__(self, count: int = 1, *, strict: bool = True) -> None:
+    def __init__(self, count: int = 1, *, strict: bool = True, pin_limit_bytes: int | None = None) -> None:
         if count < 1:
             raise ValueError(f"a CPU backend must have at least one device, but {count} were asked for")
         self.strict = strict
@@ -327,6 +293,8 @@ class CpuBackend:
         self._closed = False
         self._host_used = 0
         self._host_peak = 0
+        self._pinned = Pinned(_PretendedPins(pin_limit_bytes))
+        self._regions = Regions(self._pinned)
         self._devices = tuple(CpuDevice(self, index) for index in range(count))
 
     @property
@@ -335,11 +303,23 @@ class CpuBackend:
         return self._devices
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
-        """Plain memory: there is nothing to pin for."""
+        """Plain memory that counts as pinned: nothing here has to be."""
         del short_lived
         tensor = self.allocate(shape, dtype, owner=None, device=None)
-        self._count_host(tensor.numel() * tensor.element_size())
+        self._count_host(tensor.nbytes)
         return tensor
+
+    def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """Each by itself, so that each is checked by itself."""
+        return [self.host_empty((layout.numel,), layout.dtype) for layout in layouts]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it would be pinned on a device."""
+        return self._pinned.covers(tensor.data_ptr(), tensor.nbytes)
+
+    def register(self, tensors: Iterable[torch.Tensor]) -> object:
+        """Let the storages count as pinned."""
+        return self._regions.register(tensors)
 
     def host_touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
@@ -353,19 +333,16 @@ class CpuBackend:
                 for tensor in tensors:
                     self.ledger.check_host(tensor, self.host_clock, writes, what or "use")
 
-    def register(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: virtual devices copy at the same speed from any memory."""
-
-    def host_memory(self) -> MemoryUse:
-        """Bytes taken with `host_empty`."""
-        return MemoryUse("host", self._host_used, self._host_peak, _physical_bytes())
+    def host_memory(self) -> HostUse:
+        """Bytes taken with `host_empty`, and bytes that would be pinned."""
+        return HostUse(self._host_used, self._host_peak, self._pinned.nbytes, _physical_bytes())
 
     def close(self) -> None:
         """Drop what nobody waited for."""
         with self.lock:
             self._closed = True
             for device in self._devices:
-                for stream in (device.weights_in, device.activations_in, device.results_out):
+                for stream in device.copying:
                     stream.queue.clear()
 
     def raise_violation(self) -> None:
@@ -376,11 +353,11 @@ class CpuBackend:
         if violation is not None:
             raise violation
 
-    def queued(self) -> Iterator[_Copy]:
+    def queued(self) -> Iterator[Move]:
         """The copies that have not run yet, whichever streams they are on."""
         for device in self._devices:
-            for stream in (device.weights_in, device.activations_in, device.results_out):
-                yield from (work for work in stream.queue if isinstance(work, _Copy))
+            for stream in device.copying:
+                yield from (work for work in stream.queue if isinstance(work, Move))
 
     def pull(self, event: CpuEvent) -> None:
         """Run exactly the copies that `event` needs, whichever streams they are on."""
@@ -404,7 +381,7 @@ class CpuBackend:
             return
         stream.queue.popleft()
         stream.executed += 1
-        if isinstance(head, _Copy):
+        if not isinstance(head, CpuEvent):
             head.run()
 
     def allocate(
@@ -418,6 +395,8 @@ class CpuBackend:
         address = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         buffer = (ctypes.c_ubyte * nbytes).from_address(address)
         self._open(buffer, memory, address, nbytes, owner, device)
+        if device is None:
+            self._pinned.hold(buffer, address, nbytes)
         if self.strict:
             poison(address, nbytes, dtype)
         return torch.frombuffer(buffer, dtype=dtype).view(tuple(shape))

@@ -10,31 +10,38 @@ The only file that imports CuPy.
 from __future__ import annotations
 
 import os
-import weakref
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import cupy
 import torch
 
-from rp_transfer.api import Event, MemoryUse, Stream
-from rp_transfer.errors import BackendUnavailable, Closed
-from rp_transfer.host import HostMemory, Slab
+from rp_transfer.api import Event, HostUse, MemoryUse, Stream
+from rp_transfer.blocks import Layout
+from rp_transfer.checks import check_cast, check_copy
+from rp_transfer.errors import BackendUnavailable, Closed, PinningRefused
+from rp_transfer.host import HostMemory
+from rp_transfer.pages import Pinned
+from rp_transfer.regions import Regions
 
-_PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for every device
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses tell
-_STREAMS = ("compute", "weights_in", "activations_in", "results_out")
+# The driver's interrupt takes 0.3 ms to arrive in a virtual machine: short waits look for themselves.
+_POLL_S = 20e-6
+_POLLING_S = 10e-3
+_STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
 
 
 class CudaEvent:
     """A point in a CUDA stream."""
 
-    __slots__ = ("native",)
+    __slots__ = ("native", "timed")
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, *, timed: bool) -> None:
         self.native = native
+        self.timed = timed
 
     def query(self) -> bool:
         """Whether the work before it has finished."""
@@ -42,7 +49,18 @@ class CudaEvent:
 
     def synchronize(self) -> None:
         """Block until it has, without holding Python's lock."""
-        self.native.synchronize()
+        give_up = time.monotonic() + _POLLING_S
+        while not self.native.done:
+            if time.monotonic() > give_up:
+                self.native.synchronize()
+                return
+            time.sleep(_POLL_S)
+
+    def seconds_since(self, earlier: Event) -> float:
+        """What the device measured between the two."""
+        if not (isinstance(earlier, CudaEvent) and self.timed and earlier.timed):
+            raise ValueError("both events must be recorded with timed=True")
+        return float(cupy.cuda.get_elapsed_time(earlier.native, self.native)) / 1000
 
 
 class CudaStream:
@@ -64,27 +82,26 @@ class CudaStream:
             raise TypeError(f"{self._name} must wait for a CUDA event, but got {event!r} instead")
         self.native.wait_event(event.native)
 
-    def record(self) -> CudaEvent:
+    def record(self, *, timed: bool = False) -> CudaEvent:
         """An event after everything put here so far."""
-        native = cupy.cuda.Event(block=True, disable_timing=True)
+        native = cupy.cuda.Event(block=True, disable_timing=not timed)
         native.record(self.native)
-        return CudaEvent(native)
+        return CudaEvent(native, timed=timed)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue an asynchronous move of raw bytes."""
+        check_copy(destination, source)
         nbytes = source.numel() * source.element_size()
-        if destination.dtype != source.dtype or destination.numel() != source.numel():
-            raise ValueError(
-                f"a copy moves bytes between tensors of one dtype and size, but the destination is "
-                f"{destination.dtype} {tuple(destination.shape)} "
-                f"and the source {source.dtype} {tuple(source.shape)}"
-            )
-        if not (destination.is_contiguous() and source.is_contiguous()):
-            raise ValueError("both tensors of a copy must be contiguous; call .contiguous() first")
         if nbytes:
             cupy.cuda.runtime.memcpyAsync(
                 destination.data_ptr(), source.data_ptr(), nbytes, _ANY_DIRECTION, self.native.ptr
             )
+
+    def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue torch's conversion."""
+        check_cast(destination, source)
+        with torch.no_grad(), torch.cuda.stream(self.torch_stream):
+            destination.view(-1).copy_(source.view(-1))
 
     def touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
@@ -93,7 +110,7 @@ class CudaStream:
 
 
 class CudaDevice:
-    """One GPU and its four streams."""
+    """One GPU and its five streams."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -105,8 +122,8 @@ class CudaDevice:
                 CudaStream(f"{self._name}/{name}", cupy.cuda.Stream(non_blocking=True), self._torch_device)
                 for name in _STREAMS
             ]
-        self.compute, self.weights_in, self.activations_in, self.results_out = streams
-        self._torch_streams = {stream.native.ptr: stream.torch_stream for stream in streams}
+        self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = streams
+        self._streams = streams
 
     @property
     def name(self) -> str:
@@ -151,21 +168,31 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def synchronize(self) -> None:
-        """Block until the four streams are empty."""
-        for stream in (self.weights_in, self.activations_in, self.results_out, self.compute):
+        """Block until the five streams are empty."""
+        for stream in self._streams:
             stream.native.synchronize()
 
 
-def _pinned(device: int, nbytes: int) -> Slab:
-    # Neither pool: CuPy's and torch's both round a block up, to a power of two at worst. And from a device that is
-    # ours: the calling thread's current one would get a context, and memory, for nothing else.
-    with cupy.cuda.Device(device):
-        memory = cupy.cuda.PinnedMemory(nbytes, _PORTABLE)
-    return int(memory.ptr), memory
+class _CudaPins:
+    """The driver's registration of host memory.
 
+    Neither torch's pool nor CuPy's: both round a block up, to a power of two at worst. And under a device that is
+    ours: the calling thread's current one would get a context, and memory, for nothing else.
+    """
 
-def _unregister(address: int) -> None:
-    cupy.cuda.runtime.hostUnregister(address)
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def pin(self, address: int, nbytes: int) -> None:
+        try:
+            with cupy.cuda.Device(self._device):
+                cupy.cuda.runtime.hostRegister(address, nbytes, _PORTABLE)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise PinningRefused(f"{nbytes} bytes: {error}") from error
+
+    def unpin(self, address: int) -> None:
+        with cupy.cuda.Device(self._device):
+            cupy.cuda.runtime.hostUnregister(address)
 
 
 class CudaBackend:
@@ -178,7 +205,9 @@ class CudaBackend:
         _check_versions()
         self._devices = tuple(CudaDevice(index) for index in indices)
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._host = HostMemory(partial(_pinned, indices[0]), total)
+        self._pinned = Pinned(_CudaPins(indices[0]))
+        self._host = HostMemory(self._pinned, total)
+        self._regions = Regions(self._pinned)
         self._closed = False
 
     @property
@@ -188,26 +217,39 @@ class CudaBackend:
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
         """Pinned memory to the byte."""
+        self._check_open()
+        return self._host.empty(shape, dtype, short_lived=short_lived)
+
+    def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """Pinned blocks to the byte."""
+        self._check_open()
+        return self._host.blocks(layouts)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise Closed("the CUDA backend was closed; open another one")
-        return self._host.empty(shape, dtype, short_lived=short_lived)
 
     def host_touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
     ) -> None:
         """Nothing to check: the virtual devices do."""
 
-    def register(self, tensor: torch.Tensor) -> None:
-        """Pin the storage of `tensor` where it is, until it is freed."""
-        storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 or tensor.is_pinned():
-            return
-        cupy.cuda.runtime.hostRegister(storage.data_ptr(), storage.nbytes(), _PORTABLE)
-        weakref.finalize(storage, _unregister, storage.data_ptr())
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether one registration of ours holds all of it, or torch pinned it."""
+        nbytes = tensor.numel() * tensor.element_size()
+        return self._pinned.covers(tensor.data_ptr(), nbytes) or tensor.is_pinned()
 
-    def host_memory(self) -> MemoryUse:
-        """Pinned bytes."""
-        return self._host.memory()
+    def register(self, tensors: Iterable[torch.Tensor]) -> object:
+        """Pin storages where they are, those that share a page together."""
+        return self._regions.register(tensor for tensor in tensors if not self._is_pinned_by_torch(tensor))
+
+    def _is_pinned_by_torch(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return tensor.is_pinned() and not self._pinned.covers(storage.data_ptr(), storage.nbytes())
+
+    def host_memory(self) -> HostUse:
+        """Bytes given, and bytes pinned."""
+        return self._host.use()
 
     def close(self) -> None:
         """Wait for the devices and free the pooled host memory."""

@@ -5,7 +5,9 @@
     TransferError (RuntimeError)
     ├── Unordered            memory was touched before the work that owns it was waited for
     ├── Closed               the backend was closed
-    └── BackendUnavailable   the devices asked for cannot be opened here
+    ├── BackendUnavailable   the devices asked for cannot be opened here
+    └── PinningRefused       the system does not let memory be pinned; caught here, and memory is used as it is
+    PinningWarning (RuntimeWarning)  said once where that happens
     DeviceStringError (ValueError)   a device string nobody can read
     NotConforming (AssertionError)   a backend broke a promise; raised by `rp_transfer.testing`
 """
@@ -27,6 +29,14 @@ class Closed(TransferError):
 
 class BackendUnavailable(TransferError):
     """The devices asked for cannot be opened on this machine; the message says what to do."""
+
+
+class PinningRefused(TransferError):
+    """Memory cannot be pinned: a limit of the system, or memory of a kind that never can."""
+
+
+class PinningWarning(RuntimeWarning):
+    """Copies are slower than they could be, because memory could not be pinned."""
 
 
 class DeviceStringError(ValueError):

@@ -1,4 +1,4 @@
-"""A pool of short-lived host buffers by exact size, for memory that is slow to take, such as pinned memory."""
+"""Host memory to the byte: blocks that live long, and a pool of buffers that are used again and again."""
 
 from __future__ import annotations
 
@@ -7,28 +7,42 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from rp_transfer.api import MemoryUse
+from rp_transfer.api import HostUse
+from rp_transfer.blocks import ALIGNMENT, Layout
+from rp_transfer.pages import Pinned, Slab
 
-# A slab is whatever the backend allocates: an address, and an object that frees it when it goes.
-Slab = tuple[int, object]
+# Smaller memory shares slabs: whole pages for each would waste too many of them.
+_SMALL_BYTES = 1 << 16
+_SHARED_BYTES = 1 << 20
+# Of a model's blocks, which are known together and so can share one slab of exactly their size.
+_SMALL_BLOCK_BYTES = 1 << 22
+
+# An address, and the slab that it lies in.
+Piece = tuple[int, Slab]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class HostMemory:
-    """Host memory to the byte, from `allocate(nbytes)`; buffers of training calls are reused.
+    """Host memory from pinned slabs; buffers of training calls are reused.
 
     A buffer goes back to the pool when the last tensor on it is gone, so whoever queues a copy on it retains it
     until the copy has finished. The pool holds no more idle bytes than were ever lent at once: sizes that are not
     asked for any more go, the longest unused first.
     """
 
-    def __init__(self, allocate: Callable[[int], Slab], total_bytes: int) -> None:
-        self._allocate = allocate
+    def __init__(self, pinned: Pinned, total_bytes: int) -> None:
+        self._pinned = pinned
         self._total = total_bytes
-        self._free: OrderedDict[int, list[Slab]] = OrderedDict()
+        self._free: OrderedDict[int, list[Piece]] = OrderedDict()
+        self._shared: Slab | None = None
+        self._shared_used = 0
         self._idle = 0
         self._lent = 0
         self._most_lent = 0
@@ -41,68 +55,101 @@ class HostMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        slab = self._take(nbytes, short_lived)
-        buffer = (ctypes.c_ubyte * nbytes).from_address(slab[0])
-        give_back = self._give_back if short_lived else self._drop
-        weakref.finalize(buffer, give_back, nbytes, slab).atexit = False
-        return torch.frombuffer(buffer, dtype=dtype).view(tuple(shape))
+        piece = self._take(nbytes, short_lived)
+        return self._tensor(piece, nbytes, dtype, short_lived).view(tuple(shape))
 
-    def memory(self) -> MemoryUse:
-        """Bytes taken, pooled buffers included."""
-        return MemoryUse("host", self._used, self._peak, self._total)
+    def blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """(numel,) for each layout; the small ones lie together in one slab of exactly their size."""
+        small = [_aligned(layout.nbytes) for layout in layouts if layout.nbytes < _SMALL_BLOCK_BYTES]
+        slab = Slab(sum(small), self._pinned) if sum(small) else None
+        found: list[torch.Tensor] = []
+        offset = 0
+        for layout in layouts:
+            if slab is None or layout.nbytes == 0 or layout.nbytes >= _SMALL_BLOCK_BYTES:
+                found.append(self.empty((layout.numel,), layout.dtype, short_lived=False))
+                continue
+            self._count(layout.nbytes)
+            found.append(self._tensor((slab.address + offset, slab), layout.nbytes, layout.dtype, False))
+            offset += _aligned(layout.nbytes)
+        return found
+
+    def use(self) -> HostUse:
+        """Bytes taken, pooled buffers included, and bytes pinned."""
+        return HostUse(self._used, self._peak, self._pinned.nbytes, self._total)
 
     def clear(self) -> None:
         """Free the buffers that nobody uses."""
         with self._lock:
             freed = self._shrink(0)
+            self._shared = None
         freed.clear()
 
-    def _take(self, nbytes: int, short_lived: bool) -> Slab:
-        slab = self._reuse(nbytes) if short_lived else None
-        if slab is not None:
-            return slab
-        slab = self._allocate(nbytes)
-        with self._lock:
-            self._used += nbytes
-            self._peak = max(self._peak, self._used)
-            self._lend(nbytes if short_lived else 0)
-        return slab
+    def _tensor(self, piece: Piece, nbytes: int, dtype: torch.dtype, short_lived: bool) -> torch.Tensor:
+        buffer = (ctypes.c_ubyte * nbytes).from_address(piece[0])
+        give_back = self._give_back if short_lived else self._drop
+        weakref.finalize(buffer, give_back, nbytes, piece).atexit = False
+        return torch.frombuffer(buffer, dtype=dtype)
 
-    def _reuse(self, nbytes: int) -> Slab | None:
+    def _take(self, nbytes: int, short_lived: bool) -> Piece:
+        piece = self._reuse(nbytes) if short_lived else None
+        if piece is not None:
+            return piece
+        piece = self._carve(nbytes)
         with self._lock:
-            if not (slabs := self._free.get(nbytes)):
+            self._count(nbytes)
+            self._lend(nbytes if short_lived else 0)
+        return piece
+
+    def _carve(self, nbytes: int) -> Piece:
+        if nbytes >= _SMALL_BYTES:
+            slab = Slab(nbytes, self._pinned)
+            return slab.address, slab
+        with self._lock:
+            if self._shared is None or self._shared_used + nbytes > _SHARED_BYTES:
+                self._shared, self._shared_used = Slab(_SHARED_BYTES, self._pinned), 0
+            address = self._shared.address + self._shared_used
+            self._shared_used += _aligned(nbytes)
+            return address, self._shared
+
+    def _reuse(self, nbytes: int) -> Piece | None:
+        with self._lock:
+            if not (pieces := self._free.get(nbytes)):
                 return None
             self._free.move_to_end(nbytes)
             self._idle -= nbytes
             self._lend(nbytes)
-            return slabs.pop()
+            return pieces.pop()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
 
     def _lend(self, nbytes: int) -> None:
         self._lent += nbytes
         self._most_lent = max(self._most_lent, self._lent)
 
-    def _give_back(self, nbytes: int, slab: Slab) -> None:
+    def _give_back(self, nbytes: int, piece: Piece) -> None:
         with self._lock:
             self._lent -= nbytes
             self._idle += nbytes
-            self._free.setdefault(nbytes, []).append(slab)
+            self._free.setdefault(nbytes, []).append(piece)
             freed = self._shrink(self._most_lent)
-        # Freeing pinned memory takes its time: not under the lock.
+        # Unpinning takes its time: not under the lock.
         freed.clear()
 
-    def _shrink(self, most: int) -> list[Slab]:
-        freed: list[Slab] = []
+    def _shrink(self, most: int) -> list[Piece]:
+        freed: list[Piece] = []
         while self._idle > most:
-            nbytes, slabs = next(iter(self._free.items()))
-            if slabs:
-                freed.append(slabs.pop())
+            nbytes, pieces = next(iter(self._free.items()))
+            if pieces:
+                freed.append(pieces.pop())
                 self._idle -= nbytes
                 self._used -= nbytes
             else:
                 del self._free[nbytes]
         return freed
 
-    def _drop(self, nbytes: int, slab: Slab) -> None:
-        del slab
-        with self._lock:
-            self._used -= nbytes
+    def _drop(self, nbytes: int, piece: Piece) -> None:
+        del piece
+        self._count(-nbytes)

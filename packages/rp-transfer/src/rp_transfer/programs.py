@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-STREAMS = ("compute", "weights_in", "activations_in", "results_out")
+STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from rp_transfer.api import Backend, Device, Event, Stream
+from rp_transfer.blocks import Layout
 from rp_transfer.bounded import bounded
 from rp_transfer.errors import Closed, NotConforming
 
@@ -44,8 +45,14 @@ def _demand_raises(kind: type[Exception], call: Callable[[], object], what: str)
 
 
 def streams_of(device: Device) -> list[Stream]:
-    """The four streams."""
-    return [device.compute, device.weights_in, device.activations_in, device.results_out]
+    """The five streams."""
+    return [
+        device.compute,
+        device.weights_in,
+        device.activations_in,
+        device.results_out,
+        device.gradients_out,
+    ]
 
 
 def _filled(backend: Backend, values: torch.Tensor) -> torch.Tensor:
@@ -66,9 +73,9 @@ def _round_trip(backend: Backend, device: Device, values: torch.Tensor) -> torch
 
 
 def names_differ(backend: Backend, device: Device) -> None:
-    """A device has four streams, the same ones whenever it is asked."""
+    """A device has five streams, the same ones whenever it is asked."""
     names = [stream.name for stream in streams_of(device)]
-    _demand(len(set(names)) == 4, f"the four streams must have different names, but have {names}")
+    _demand(len(set(names)) == 5, f"the five streams must have different names, but have {names}")
     _demand(device.name in [other.name for other in backend.devices], "a device must be listed under its name")
     same = all(one is two for one, two in zip(streams_of(device), streams_of(device), strict=True))
     _demand(same, "a device must hand out the same streams each time")
@@ -103,8 +110,8 @@ def streams_keep_order(backend: Backend, device: Device) -> None:
 
 
 def devices_synchronize(backend: Backend, device: Device) -> None:
-    """`Device.synchronize` ends what is on all four streams."""
-    results = [backend.host_empty((3,), torch.float32) for _ in range(4)]
+    """`Device.synchronize` ends what is on all five streams."""
+    results = [backend.host_empty((3,), torch.float32) for _ in range(5)]
     there = [device.empty((3,), torch.float32, stream=stream) for stream in streams_of(device)]
     source = _filled(backend, torch.ones(3))
     for stream, memory, result in zip(streams_of(device), there, results, strict=True):
@@ -112,7 +119,7 @@ def devices_synchronize(backend: Backend, device: Device) -> None:
         stream.copy(result, memory)
     device.synchronize()
     backend.host_touch(read=results)
-    _demand(all(bool((result == 1).all()) for result in results), "synchronize() must end all four streams' work")
+    _demand(all(bool((result == 1).all()) for result in results), "synchronize() must end all five streams' work")
 
 
 def bits_survive(backend: Backend, device: Device) -> None:
@@ -160,6 +167,69 @@ class _ForeignEvent:
 
     def synchronize(self) -> None:
         return
+
+    def seconds_since(self, earlier: Event) -> float:
+        raise ValueError(earlier)
+
+
+def casts_convert(backend: Backend, device: Device) -> None:
+    """A conversion rounds as torch does, in order with the copies of its stream."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    source, result = _filled(backend, values), backend.host_empty((1000,), torch.bfloat16)
+    for stream in streams_of(device):
+        wide = device.empty((1000,), torch.float32, stream=stream)
+        narrow = device.empty((1000,), torch.bfloat16, stream=stream)
+        stream.copy(wide, source)
+        stream.cast(narrow, wide)
+        stream.copy(result, narrow)
+        stream.record().synchronize()
+        backend.host_touch(read=[result])
+        _demand(torch.equal(result, values.bfloat16()), f"{stream.name} must round to the nearest")
+    there = device.empty((4,), torch.float32, stream=device.compute)
+    _demand_raises(ValueError, lambda: device.compute.cast(there[1:], there), "a conversion between sizes")
+    _demand_raises(ValueError, lambda: device.compute.cast(there[::2], there[::2]), "one of strided memory")
+
+
+def timed_events_measure(backend: Backend, device: Device) -> None:
+    """Timed events tell the time between them; others refuse."""
+    source = _filled(backend, torch.ones(1 << 20))
+    for stream in streams_of(device):
+        there = device.empty((1 << 20,), torch.float32, stream=stream)
+        first = stream.record(timed=True)
+        stream.copy(there, source)
+        last, plain = stream.record(timed=True), stream.record()
+        plain.synchronize()
+        _demand(0 < last.seconds_since(first) < 60, f"{stream.name} must measure the time of a copy")
+        _demand_raises(ValueError, lambda plain=plain, first=first: plain.seconds_since(first), "an untimed event")
+        _demand_raises(ValueError, lambda plain=plain, last=last: last.seconds_since(plain), "an untimed event")
+
+
+def blocks_have_their_layouts(backend: Backend, device: Device) -> None:
+    """Blocks come in the sizes and dtypes of their layouts, apart from each other, pinned, and copy."""
+    del device
+    dtypes = (torch.float32, torch.bfloat16, torch.int64)
+    layouts = [Layout.of([torch.empty(n, dtype=dtype)]) for n in (0, 1, 33, 5000) for dtype in dtypes]
+    before = backend.host_memory().used_bytes
+    blocks = backend.host_blocks(layouts)
+    fits = all(
+        block.shape == (layout.numel,) and block.dtype == layout.dtype
+        for layout, block in zip(layouts, blocks, strict=True)
+    )
+    _demand(fits, "a block must have its layout's size and dtype")
+    _demand(all(block.data_ptr() % _ALIGNMENT == 0 for block in blocks), "blocks must be aligned")
+    _number(blocks)
+    whole = all(bool((block == number).all()) for number, block in enumerate(blocks))
+    _demand(whole, "blocks must not overlap")
+    _demand(all(map(backend.is_pinned, blocks)), "blocks must be pinned")
+    asked = sum(layout.nbytes for layout in layouts)
+    _demand(backend.host_memory().used_bytes - before == asked, "blocks must count to the byte")
+    blocks.clear()
+    _demand(backend.host_memory().used_bytes == before, "blocks given back must not count")
+
+
+def _number(blocks: Iterable[torch.Tensor]) -> None:
+    for number, block in enumerate(blocks):
+        block.fill_(number)
 
 
 def host_memory_is_exact(backend: Backend, device: Device) -> None:
@@ -242,15 +312,19 @@ def generators_repeat(backend: Backend, device: Device) -> None:
 def registered_memory_copies(backend: Backend, device: Device) -> None:
     """Memory that was there already may be registered, also twice, and copies like any other."""
     values = torch.arange(5000.0)
-    backend.register(values)
-    backend.register(values)
-    backend.register(torch.empty(0))
+    registered = backend.register([values, torch.empty(0)])
+    again = backend.register([values])
+    _demand(backend.is_pinned(values[7:]), "registered memory must be pinned")
     there = device.empty((5000,), torch.float32, stream=device.weights_in)
     result = backend.host_empty((5000,), torch.float32)
     device.weights_in.copy(there, values)
     device.weights_in.copy(result, there)
     device.weights_in.record().synchronize()
     _demand(torch.equal(result, values), "registered memory must copy")
+    del registered
+    _demand(backend.is_pinned(values), "memory registered twice must stay pinned until both are given up")
+    del again
+    _demand(not backend.is_pinned(values), "memory that nobody holds registered must not be pinned")
 
 
 def any_thread_may_wait(backend: Backend, device: Device) -> None:
@@ -281,6 +355,9 @@ PROMISES: tuple[Promise, ...] = (
     bits_survive,
     nothing_copies,
     copies_refuse,
+    casts_convert,
+    timed_events_measure,
+    blocks_have_their_layouts,
     host_memory_is_exact,
     device_memory_is_counted,
     computing_uses_the_stream,

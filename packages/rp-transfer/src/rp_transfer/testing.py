@@ -12,6 +12,8 @@ It needs torch and the standard library only. Three calls make the whole of it:
 `check` runs random programs of copies, computations, waits and frees, which must give what they give in order.
 `check_promises` checks the sentences of `rp_transfer.api` one by one, and closes nothing. `check_caught` is for
 backends that check order: it takes away each needed wait, and demands that this is seen.
+
+`Recording` wraps a backend and shows what its streams did, and what overlapped what.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ from rp_transfer.hazards import Hazard, hazards, needed_waits
 from rp_transfer.machines import Machine, Results, in_order
 from rp_transfer.programs import Program, Step, without
 from rp_transfer.promises import PROMISES, Promise, closing_is_final
+from rp_transfer.recording import Operation, Recording
 
 __all__ = [
     "Hazard",
     "NotConforming",
+    "Operation",
     "Program",
+    "Recording",
     "Results",
     "Step",
     "check",
@@ -111,8 +116,8 @@ def check_program(backend: Backend, program: Program, *, title: str = "this prog
 
 
 def _used_bytes(backend: Backend) -> dict[str, int]:
-    uses = [backend.host_memory(), *(device.memory() for device in backend.devices)]
-    return {use.name: use.used_bytes for use in uses}
+    used = {device.name: device.memory().used_bytes for device in backend.devices}
+    return {"host": backend.host_memory().used_bytes, **used}
 
 
 def check_caught(open_one: Callable[[], Backend], seeds: Iterable[int], *, length: int = 24) -> None:

@@ -1,0 +1,78 @@
+"""Porters: threads that carry blocks between the host and one device, one way each, off the lane's way."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from rp_transfer import Backend, Conveyor, Device, Stream
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Jobs = SimpleQueue[tuple["Future[Any]", Callable[[], Any]] | None]
+
+
+class Porter:
+    """A thread with a conveyor; its jobs wait for their turns in the order in which the lane submits them.
+
+    So they are in launch order, as the lane's tasks are, and the oldest unfinished one can always go on.
+    `num_threads` are torch's intra-op threads for additions and for memory that is not pinned.
+    """
+
+    def __init__(self, backend: Backend, device: Device, stream: Stream, num_threads: int) -> None:
+        self.stream = stream
+        self.conveyor = Conveyor(backend, device, stream)
+        self._jobs: _Jobs = SimpleQueue()
+        # Not an executor: those take no jobs while the interpreter waits for the lanes' last tasks at its end.
+        name = f"roundpipe-{stream.name}"
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._last: Future[Any] = self.submit(_start, device, num_threads)
+        self._last.result()
+
+    def submit(
+        self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> Future[_Result]:
+        """Queue a job. Its result, or what it raises, is in the future."""
+        future: Future[_Result] = Future()
+        self._last = future
+        self._jobs.put((future, partial(job, *args, **kwargs)))
+        return future
+
+    def wait(self) -> None:
+        """Block until the jobs are over, however they end."""
+        wait([self._last])
+
+    def close(self) -> None:
+        """Finish the jobs and end the thread. May be called twice."""
+        self._end()
+        self._thread.join()
+
+
+def _start(device: Device, num_threads: int) -> None:
+    device.attach_thread()
+    torch.set_num_threads(num_threads)
+
+
+def _work(jobs: _Jobs) -> None:
+    while (next_one := jobs.get()) is not None:
+        future, job = next_one
+        if future.set_running_or_notify_cancel():
+            _settle(future, job)
+        del next_one, future, job
+
+
+def _settle(future: Future[Any], job: Callable[[], Any]) -> None:
+    try:
+        result = job()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
