@@ -61,7 +61,7 @@ def test_limits_are_all_optional():
     assert Limits(device_memory_bytes=20, stage_bytes=7).stage_limit_bytes == 7
 
 
-@pytest.mark.parametrize("name", ["device_memory_bytes", "stage_bytes"])
+@pytest.mark.parametrize("name", ["device_memory_bytes", "stage_bytes", "host_memory_bytes"])
 def test_a_memory_limit_must_be_a_whole_number_above_zero(name: str):
     with pytest.raises(InvalidCost, match=rf"{name} must be at least 1, but is 0 instead"):
         Limits(**{name: 0})
@@ -74,6 +74,24 @@ def test_a_memory_limit_must_be_a_whole_number_above_zero(name: str):
 def test_a_link_speed_must_be_finite_and_above_zero(name: str, value: float):
     with pytest.raises(InvalidCost, match=rf"{name} must be a finite speed in GB/s, above zero"):
         Limits(**{name: value})
+
+
+def test_links_may_be_shared_and_hops_take_time():
+    limits = Limits(shared_links=True, hop_ms=2, upload_gb_s=4, download_gb_s=None)
+    assert (limits.shared_links, limits.hop_ms) == (True, 2.0)
+    assert limits.upload_ms_per_byte * 4e9 == pytest.approx(1000)
+    assert limits.download_ms_per_byte == 0
+    with pytest.raises(InvalidCost, match="hop_ms must be a finite time"):
+        Limits(hop_ms=-1)
+    with pytest.raises(TypeError, match="shared_links must be True or False, but is 1"):
+        Limits(shared_links=1)  # type: ignore[arg-type]
+
+
+def test_a_layer_says_whether_it_writes_buffers():
+    assert not LayerCost(1.0).writes_buffers
+    assert LayerCost(1.0, writes_buffers=True).writes_buffers
+    with pytest.raises(TypeError, match="writes_buffers must be True or False, but is None"):
+        LayerCost(1.0, writes_buffers=None)  # type: ignore[arg-type]
 
 
 def test_a_stage_limit_must_leave_room_for_the_stage_fetched_ahead():

@@ -81,6 +81,44 @@ def test_replanning_pays_first_then_once_times_move():
     assert not estimator.moved(0.5)
 
 
+@patient
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.floats(0, 100)), max_size=40),
+    st.integers(0, 40),
+    st.floats(0, 2),
+)
+def test_moved_is_what_a_look_at_every_layer_says(
+    samples: list[tuple[int, bool, float]], planned_after: int, threshold: float
+):
+    layers = [LayerCost(0, weight_bytes=size) for size in (10**6, 3 * 10**6, 0)]
+    estimator, current = Estimator(3), Estimator(3)
+    before = None
+    for number, (layer, is_forward, ms) in enumerate(samples):
+        if number == planned_after:
+            before = estimator.costs(layers)
+        for each in (estimator, current):
+            each.add(layer, **{"forward_ms" if is_forward else "backward_ms": ms})
+    if before is None:
+        assert estimator.moved(threshold)
+        return
+    counts = {
+        (layer, up): sum(s[:2] == (layer, up) for s in samples) for layer in range(3) for up in (True, False)
+    }
+    off = []
+    for name, up in (("forward_ms", True), ("backward_ms", False)):
+        old = [getattr(cost, name) for cost in before]
+        new = [getattr(cost, name) for cost in current.costs(layers)]
+        measured = [layer for layer in range(3) if counts[layer, up] > 1]
+        near = [max(old[layer], sum(old) / 3) for layer in range(3)]
+        off += [
+            abs(new[m] - old[m]) / near[m] if near[m] else math.inf * (new[m] > 0)
+            for m in measured
+            if new[m] != old[m]
+        ]
+    if all(part != pytest.approx(threshold) for part in off):
+        assert estimator.moved(threshold) == (max(off, default=0.0) > threshold)
+
+
 def test_noise_in_a_small_layer_is_measured_against_the_mean():
     estimator = Estimator(2)
     for ms in ((1.0, 100.0), (1.0, 100.0)):

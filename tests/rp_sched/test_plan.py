@@ -143,3 +143,32 @@ def test_an_unknown_mode_and_a_model_without_layers_are_refused():
         Plan().check(1, "eval")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_layers must be at least 1, but is 0"):
         Plan().check(0, "infer")
+
+
+@pytest.mark.parametrize("name", ["groups", "forward_groups", "backward_groups"])
+def test_groups_of_every_kind_must_hold_each_microbatch_once(name: str):
+    halves = {name: (range(0, 2), range(2, 4))}
+    plan = Plan((range(0, 2),), range(2, 3), (range(0, 2),), **halves)
+    plan.check(3, "fused")
+    plan.check_microbatches(4)
+    with pytest.raises(InvalidPlan, match=rf"{name} must cover microbatch 0:5, but cover 0:4 instead; add 4:5"):
+        plan.check_microbatches(5)
+
+
+def test_forward_stages_may_be_divided_in_every_mode_and_backward_ones_where_there_are_any():
+    halves = (range(0, 1), range(1, 2))
+    Plan((range(0, 5),), forward_groups=halves).check(5, "infer")
+    Plan((range(0, 5),), None, (range(0, 5),), forward_groups=halves, backward_groups=halves).check(5, "train")
+    with pytest.raises(InvalidPlan, match="mode 'infer' has no backward stages"):
+        Plan((range(0, 5),), backward_groups=halves).check(5, "infer")
+
+
+def test_repr_shows_who_gets_the_tasks():
+    halves = (range(0, 1), range(1, 2))
+    plan = Plan((range(0, 2),), range(2, 3), (range(0, 2),), (), halves, halves, in_turn=False, devices=2)
+    assert repr(plan) == "Plan(F[0:2] m0:1 m1:2 FB[2:3] B[0:2] m0:1 m1:2, first free, 2 devices)"
+
+
+def test_a_plan_uses_one_device_at_least():
+    with pytest.raises(ValueError, match="devices must be at least 1, but is 0"):
+        Plan(devices=0)

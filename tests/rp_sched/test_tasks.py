@@ -229,7 +229,9 @@ def calls(draw: st.DrawFn) -> tuple[Plan, str, int, int, int]:
     forward, backward = (cut(range(below), draw(marks)) if below else [] for _ in range(2))
     fused = range(below, num_layers) if mode == "fused" else None
     groups = cut(range(microbatches), draw(marks)) if fused and draw(st.booleans()) else []
-    plan = Plan(tuple(forward), fused, tuple(backward[::-1]) if mode != "infer" else (), tuple(groups))
+    others = cut(range(microbatches), draw(marks)) if draw(st.booleans()) else []
+    down = backward[::-1] if mode != "infer" else []
+    plan = Plan(forward, fused, down, groups, others, others if down else ())
     devices = draw(st.integers(1, 4))
     return plan, mode, devices, microbatches, draw(st.integers(0, devices - 1))
 
@@ -248,10 +250,14 @@ def test_the_order_of_a_valid_plan_can_run(call: tuple[Plan, str, int, int, int]
 def test_the_order_has_the_stages_of_the_plan_and_goes_round_the_devices(call: tuple[Plan, str, int, int, int]):
     plan, mode, devices, microbatches, first = call
     listed = order(plan, mode=mode, devices=devices, microbatches=microbatches, first_device=first)
-    assert tuple(task.layers for task in listed if task.kind == "F") == plan.forward
-    assert tuple(task.layers for task in listed if task.kind == "B") == plan.backward
-    if plan.groups:
-        assert tuple(task.microbatches for task in listed if task.kind == "FB") == plan.groups
+    whole = (range(microbatches),)
+    for kind, stages, groups in (
+        ("F", plan.forward, plan.forward_groups),
+        ("FB", () if plan.fused is None else (plan.fused,), plan.groups),
+        ("B", plan.backward, plan.backward_groups),
+    ):
+        found = [(task.layers, task.microbatches) for task in listed if task.kind == kind]
+        assert found == [(stage, group) for stage in stages for group in groups or whole]
     assert [task.device for task in listed] == [(first + turn) % devices for turn in range(len(listed))]
 
 
@@ -259,6 +265,12 @@ def test_groups_of_the_fused_stage_go_to_neighbouring_devices():
     plan = Plan((range(0, 2),), range(2, 4), (range(0, 2),), (range(0, 3), range(3, 5)))
     listed = order(plan, mode="fused", devices=3, microbatches=5, first_device=1)
     assert " ".join(map(repr, listed)) == "F[0:2] m0:5 @1 FB[2:4] m0:3 @2 FB[2:4] m3:5 @0 B[0:2] m0:5 @1"
+
+
+def test_a_plan_for_fewer_devices_leaves_the_others_alone():
+    plan = Plan((range(0, 2),), range(2, 4), (range(0, 2),), devices=2)
+    listed = order(plan, mode="fused", devices=3, microbatches=1, first_device=2)
+    assert [task.device for task in listed] == [0, 1, 0]
 
 
 def test_order_refuses_what_it_cannot_place():

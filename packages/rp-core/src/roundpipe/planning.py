@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import rp_sched
-from rp_sched import LayerCost, Limits, Mode, Plan, Task
+from rp_sched import Course, Dealer, LayerCost, Limits, Mode, Plan, Search, Task
 
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.runtime import Runtime
@@ -11,55 +11,75 @@ from roundpipe.state import LayerState, ModelState
 
 # The share of a device's memory that weights and gradients may take; the rest is for activations.
 _MODEL_SHARE = 0.6
+# Guesses, until times are measured; only their proportions matter. A byte of weights takes so many ms for one
+# microbatch's forward pass, and twice as long over the link: about what an H100 on PCIe 5 needs for 4096 tokens.
+_FORWARD_MS_PER_BYTE = 1e-6
+_LINK_GB_S = 0.5
 
 
 class Planner:
-    """Plans one model's calls on a runtime; a plan is kept until the model's blocks change."""
+    """Plans one model's calls on a runtime; a plan is kept until the model's blocks or their writers change."""
 
     def __init__(self, state: ModelState, runtime: Runtime) -> None:
         self._state = state
         self._runtime = runtime
-        self._plans: dict[tuple[Mode, int], Plan] = {}
+        self._courses: dict[object, Course] = {}
+        self._dealer = Dealer(len(runtime.lanes))
 
     def forget(self) -> None:
         """Plan anew from the layers as they are now."""
-        self._plans = {}
+        self._courses = {}
 
     def tasks(
         self, config: RoundPipeRunConfig, mode: Mode, microbatches: int, *, input_grads: bool
     ) -> tuple[Task, ...]:
-        """The tasks of a call, the devices taking turns from call to call.
+        """The tasks of a call, dealt as the plan asks: in turns that go round from call to call, or not.
 
         Raises `rp_sched.SchedError` (a `ValueError`) for a user's plan that does not fit the model or the call.
         """
-        count = len(self._runtime.lanes)
-        first = self._runtime.next_device
-        plan = self._plan(config, mode, microbatches)
-        tasks = rp_sched.order(plan, mode=mode, devices=count, microbatches=microbatches, first_device=first)
-        self._runtime.next_device = (tasks[-1].device + 1) % count
+        tasks = self._dealt(config, mode, microbatches)
+        self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
         # Below the lowest layer that is trained there is nothing to propagate to.
         lowest = 0 if input_grads else self._state.first_trainable()
         return tuple(task for task in tasks if task.kind != "B" or task.layers.stop > lowest)
 
-    def _plan(self, config: RoundPipeRunConfig, mode: Mode, microbatches: int) -> Plan:
+    def _dealt(self, config: RoundPipeRunConfig, mode: Mode, microbatches: int) -> tuple[Task, ...]:
         if config.execute_plan is not None:
             plan = _for_mode(config.execute_plan, mode)
             plan.check(len(self._state.layers), mode)
-            plan.check_microbatches(microbatches)
-            return plan
-        if (mode, microbatches) not in self._plans:
-            self._plans[mode, microbatches] = self._make_plan(mode, microbatches)
-        return self._plans[mode, microbatches]
+            return self._turns(plan, mode, microbatches)
+        course = self._course(mode, microbatches)
+        if course.plan.in_turn:
+            return self._turns(course.plan, mode, microbatches)
+        return self._dealer.deal(course)
 
-    def _make_plan(self, mode: Mode, microbatches: int) -> Plan:
+    def _turns(self, plan: Plan, mode: Mode, microbatches: int) -> tuple[Task, ...]:
+        count, first = len(self._runtime.lanes), self._runtime.next_device
+        return rp_sched.order(plan, mode=mode, devices=count, microbatches=microbatches, first_device=first)
+
+    def _course(self, mode: Mode, microbatches: int) -> Course:
+        # Whether a layer writes its buffers is known once it has run.
+        writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
+        key = (mode, microbatches, writers)
+        if key not in self._courses:
+            self._courses[key] = self._find(mode, microbatches)
+        return self._courses[key]
+
+    def _find(self, mode: Mode, microbatches: int) -> Course:
         smallest = min(use.total_bytes for use in self._runtime.memory())
-        return rp_sched.plan(
+        search = Search(
             [_guessed_cost(layer) for layer in self._state.layers],
             devices=len(self._runtime.lanes),
             microbatches=microbatches,
             mode=mode,
-            limits=Limits(device_memory_bytes=int(smallest * _MODEL_SHARE)),
+            limits=Limits(
+                device_memory_bytes=int(smallest * _MODEL_SHARE),
+                upload_gb_s=_LINK_GB_S,
+                download_gb_s=_LINK_GB_S,
+            ),
         )
+        # The plan that is there at once: while times are only guessed, a longer search is not worth its time.
+        return search.best
 
 
 def _for_mode(plan: Plan, mode: Mode) -> Plan:
@@ -70,7 +90,15 @@ def _for_mode(plan: Plan, mode: Mode) -> Plan:
     return Plan((*plan.forward, plan.fused), None, backward)
 
 
+def _may_write(layer: LayerState) -> bool:
+    return any(block.kind == "buffer" and block.writes is not False for block in layer.blocks)
+
+
 def _guessed_cost(layer: LayerState) -> LayerCost:
-    # Time in proportion to the bytes of weights that are multiplied; only the proportions matter.
     nbytes = layer.nbytes()
-    return LayerCost(1e-6 * (nbytes + 1), weight_bytes=nbytes, trainable_bytes=layer.nbytes("trainable"))
+    return LayerCost(
+        _FORWARD_MS_PER_BYTE * (nbytes + 1),
+        weight_bytes=nbytes,
+        trainable_bytes=layer.nbytes("trainable"),
+        writes_buffers=_may_write(layer),
+    )

@@ -31,11 +31,26 @@ def milliseconds(name: str, value: object) -> float:
     return number
 
 
-def speed(name: str, value: object) -> float:
-    """`value` as a finite speed above zero."""
+def speed(name: str, value: object, *, unit: str = "speed in GB/s") -> float:
+    """`value` as a finite speed, or what else has this unit, above zero."""
     number = _real(name, value)
     if not (math.isfinite(number) and number > 0):
-        raise InvalidCost(f"{name} must be a finite speed in GB/s, above zero, but is {number!r} instead")
+        raise InvalidCost(f"{name} must be a finite {unit}, above zero, but is {number!r} instead")
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    """`value`, which must be True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, but is {value!r} instead")
+    return value
+
+
+def part(name: str, value: object) -> float:
+    """`value` as a part of something: zero or more."""
+    number = _real(name, value)
+    if not number >= 0:
+        raise ValueError(f"{name} must be a part, zero or more, but is {value!r} instead")
     return number
 
 

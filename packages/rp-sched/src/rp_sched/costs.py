@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rp_sched.arguments import milliseconds, speed, whole
+from rp_sched.arguments import flag, milliseconds, speed, whole
 from rp_sched.errors import InvalidCost
 
 # A backward pass multiplies matrices twice where the forward pass does it once: for its inputs, for its weights.
@@ -23,7 +23,11 @@ class LayerCost:
     `forward_ms`: one forward pass. `backward_ms`: one backward pass without recomputation; twice the forward
     pass if not given. `weight_bytes`: all parameters and buffers. `trainable_bytes`: those of `weight_bytes` that
     get a gradient; all if not given. `boundary_bytes`: the activations handed to the next layer. `kept_bytes`:
-    the activations kept between the layer's forward and its backward pass when nothing is recomputed.
+    the activations of one microbatch that a device keeps between the layer's forward and its backward pass.
+    `writes_buffers`: running the layer changes its buffers, as batch norm does, so that its microbatches must be
+    neither divided between devices nor reordered.
+
+    Raises `InvalidCost` for a number that cannot be, `TypeError` for what is no number.
     """
 
     forward_ms: float
@@ -32,6 +36,7 @@ class LayerCost:
     trainable_bytes: int
     boundary_bytes: int
     kept_bytes: int
+    writes_buffers: bool
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class LayerCost:
         trainable_bytes: int | None = None,
         boundary_bytes: int = 0,
         kept_bytes: int = 0,
+        writes_buffers: bool = False,
     ) -> None:
         forward_ms = milliseconds("forward_ms", forward_ms)
         backward_ms = BACKWARD_PER_FORWARD * forward_ms if backward_ms is None else backward_ms
@@ -54,6 +60,7 @@ class LayerCost:
         put(self, "trainable_bytes", whole("trainable_bytes", trainable_bytes, error=InvalidCost))
         put(self, "boundary_bytes", whole("boundary_bytes", boundary_bytes, error=InvalidCost))
         put(self, "kept_bytes", whole("kept_bytes", kept_bytes, error=InvalidCost))
+        put(self, "writes_buffers", flag("writes_buffers", writes_buffers))
         self._check_trainable()
 
     def _check_trainable(self) -> None:
@@ -71,29 +78,41 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What devices and links allow; `None` means without limit.
+    """What devices, links and host allow; `None` means without limit.
 
     >>> Limits(device_memory_bytes=80_000).stage_limit_bytes
     40000
 
-    `device_memory_bytes`: what one device has for weights, gradients and activations. `stage_bytes`: the most
+    `device_memory_bytes`: what one device has for weights, gradients and kept activations. `stage_bytes`: the most
     that the weights and gradients of one stage may take, unless the stage is a single layer; half of the device's
-    memory if not given, since the other half holds the weights fetched ahead. `upload_gb_s`, `download_gb_s`: the
-    link from host to device and back, in 10^9 bytes a second.
+    memory if not given, since the other half holds the weights fetched ahead. `host_memory_bytes`: what the host
+    has for weights, gradients and the activations handed over (see `host_bytes`); optimizer state is not counted.
+    `upload_gb_s`, `download_gb_s`: the link from host to device and back, in 10^9 bytes a second.
+    `shared_links`: all devices share one link each way; else each has its own. `hop_ms`: what handing a
+    microbatch to the next stage takes besides its bytes.
+
+    Raises `InvalidCost` for a number that cannot be, `TypeError` for what is no number.
     """
 
     device_memory_bytes: int | None = None
     stage_bytes: int | None = None
+    host_memory_bytes: int | None = None
     upload_gb_s: float | None = None
     download_gb_s: float | None = None
+    shared_links: bool = False
+    hop_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("device_memory_bytes", "stage_bytes"):
+        # The class is frozen, so its own fields are set past its own guard.
+        put = object.__setattr__
+        for name in ("device_memory_bytes", "stage_bytes", "host_memory_bytes"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name), least=1, error=InvalidCost))
+                put(self, name, whole(name, getattr(self, name), least=1, error=InvalidCost))
         for name in ("upload_gb_s", "download_gb_s"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, speed(name, getattr(self, name)))
+                put(self, name, speed(name, getattr(self, name)))
+        put(self, "shared_links", flag("shared_links", self.shared_links))
+        put(self, "hop_ms", milliseconds("hop_ms", self.hop_ms))
         self._check_stage_bytes()
 
     def _check_stage_bytes(self) -> None:
@@ -111,3 +130,16 @@ class Limits:
         if self.stage_bytes is not None or self.device_memory_bytes is None:
             return self.stage_bytes
         return self.device_memory_bytes // 2
+
+    @property
+    def upload_ms_per_byte(self) -> float:
+        """Zero where the link has no limit."""
+        return 0.0 if self.upload_gb_s is None else 1 / (self.upload_gb_s * 1e6)
+
+    @property
+    def download_ms_per_byte(self) -> float:
+        """Zero where the link has no limit."""
+        return 0.0 if self.download_gb_s is None else 1 / (self.download_gb_s * 1e6)
+
+
+NO_LIMITS = Limits()

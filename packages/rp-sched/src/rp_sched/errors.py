@@ -30,20 +30,27 @@ class InvalidOrder(SchedError):
 
 
 class Infeasible(SchedError):
-    """One layer alone is larger than a device.
+    """No plan fits: one layer is larger than a device, or the model than the host.
 
     >>> error = Infeasible(3, 900, 800)
     >>> error.layer, error.need_bytes, error.limit_bytes
     (3, 900, 800)
+
+    `layer` is None where the host is too small.
     """
 
-    def __init__(self, layer: int, need_bytes: int, limit_bytes: int) -> None:
+    def __init__(self, layer: int | None, need_bytes: int, limit_bytes: int) -> None:
         super().__init__(layer, need_bytes, limit_bytes)
         self.layer = layer
         self.need_bytes = need_bytes
         self.limit_bytes = limit_bytes
 
     def __str__(self) -> str:
+        if self.layer is None:
+            return (
+                f"the model needs {self.need_bytes} bytes on the host, but Limits.host_memory_bytes is "
+                f"{self.limit_bytes}; take fewer or smaller microbatches or raise the limit"
+            )
         return (
             f"layer {self.layer} needs {self.need_bytes} bytes on a device, but Limits.device_memory_bytes is "
             f"{self.limit_bytes}; split the layer, take smaller microbatches or raise the limit"

@@ -1,9 +1,10 @@
 """How long each layer takes, as far as measurements tell."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rp_sched.arguments import milliseconds, whole
+from rp_sched.arguments import milliseconds, part, whole
 from rp_sched.costs import BACKWARD_PER_FORWARD, LayerCost
 
 SMOOTHING = 0.9
@@ -33,6 +34,10 @@ class Estimator:
         self._forward = [_Average() for _ in range(count)]
         self._backward = [_Average() for _ in range(count)]
         self._given: tuple[LayerCost, ...] | None = None
+        # How far each time is off the one given, for `moved`. Kept, since that is asked before every call.
+        self._forward_off = [0.0] * count
+        self._backward_off = [0.0] * count
+        self._forward_mean = self._backward_mean = 0.0
 
     @property
     def samples(self) -> int:
@@ -58,6 +63,7 @@ class Estimator:
             self._forward[layer].add(milliseconds("forward_ms", forward_ms))
         if backward_ms is not None:
             self._backward[layer].add(milliseconds("backward_ms", backward_ms))
+        self._note_off(layer)
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
         """`layers` with estimated times in place of their own, to plan with; `moved` compares with them.
@@ -74,6 +80,9 @@ class Estimator:
         backward = _filled(self._backward, [BACKWARD_PER_FORWARD * ms for ms in forward])
         times = zip(layers, forward, backward, strict=True)
         self._given = tuple(replace(layer, forward_ms=up, backward_ms=down) for layer, up, down in times)
+        self._forward_mean, self._backward_mean = sum(forward) / len(forward), sum(backward) / len(backward)
+        for layer in range(len(layers)):
+            self._note_off(layer)
         return self._given
 
     def moved(self, threshold: float) -> bool:
@@ -88,12 +97,16 @@ class Estimator:
 
         For a layer faster than the mean layer, `threshold` is a part of the mean: small layers are noisy.
         """
-        if not threshold >= 0:
-            raise ValueError(f"threshold must be a part, zero or more, but is {threshold!r} instead")
+        part("threshold", threshold)
         if self._given is None:
             return True
-        forward = _has_moved(self._forward, [cost.forward_ms for cost in self._given], threshold)
-        return forward or _has_moved(self._backward, [cost.backward_ms for cost in self._given], threshold)
+        return max(self._forward_off) > threshold or max(self._backward_off) > threshold
+
+    def _note_off(self, layer: int) -> None:
+        if self._given is not None:
+            given = self._given[layer]
+            self._forward_off[layer] = self._forward[layer].off(given.forward_ms, self._forward_mean)
+            self._backward_off[layer] = self._backward[layer].off(given.backward_ms, self._backward_mean)
 
 
 class _Average:
@@ -106,7 +119,6 @@ class _Average:
         self._warm = False
         self._sum = 0.0
         self._weight = 0.0
-        # Kept rather than computed when asked: `moved` asks before every call.
         self.value = 0.0
 
     def add(self, sample: float) -> None:
@@ -117,6 +129,13 @@ class _Average:
         self._sum += (1 - SMOOTHING) * (sample - self._sum)
         self._weight += (1 - SMOOTHING) * (1 - self._weight)
         self.value = self._sum / self._weight
+
+    def off(self, before: float, mean: float) -> float:
+        """How far the average is off an earlier value, as a part of it, or of the mean where that is larger."""
+        if not self.samples or self.value == before:
+            return 0.0
+        near = max(before, mean)
+        return abs(self.value - before) / near if near else math.inf
 
 
 def _guessed(sizes: Sequence[int], averages: Sequence[_Average]) -> list[float]:
@@ -129,12 +148,3 @@ def _guessed(sizes: Sequence[int], averages: Sequence[_Average]) -> list[float]:
 
 def _filled(averages: Sequence[_Average], guesses: Iterable[float]) -> list[float]:
     return [average.value if average.samples else guess for average, guess in zip(averages, guesses, strict=True)]
-
-
-def _has_moved(averages: Sequence[_Average], given: Sequence[float], threshold: float) -> bool:
-    mean = sum(given) / len(given)
-    for average, before in zip(averages, given, strict=True):
-        near = threshold * max(mean, before)
-        if average.samples and not -near <= average.value - before <= near:
-            return True
-    return False

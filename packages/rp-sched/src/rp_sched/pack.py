@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from rp_sched.loads import Loads
+from rp_sched.tasks import Kind
+
 # Where bisection stops: cuts that differ by less are noise beside any measured time.
 RELATIVE_PRECISION = 1e-9
 
@@ -65,6 +68,33 @@ class Row:
         state = self.state_bytes[layers.stop] - self.state_bytes[layers.start]
         resident = self.resident_bytes[layers.stop] - self.resident_bytes[layers.start]
         return len(layers) == 1 or (state <= self.state_limit and resident <= self.resident_limit)
+
+
+def forward_row(loads: Loads, microbatches: int) -> Row:
+    """The layers as forward stages see them: weights arrive, nothing is kept."""
+    return _row(loads, "F", microbatches)
+
+
+def backward_row(loads: Loads, microbatches: int) -> Row:
+    """The layers as backward and fused stages see them: forward and backward run, gradients leave."""
+    return _row(loads, "B", microbatches)
+
+
+def _row(loads: Loads, kind: Kind, microbatches: int) -> Row:
+    single = [loads.of(kind, range(layer, layer + 1)) for layer in range(loads.num_layers)]
+    stage, device = loads.limits.stage_limit_bytes, loads.limits.device_memory_bytes
+    return Row.of(
+        times_ms=[
+            [microbatches * load.ms for load in single],
+            [load.weights_ms for load in single],
+            [load.gradients_ms for load in single],
+        ],
+        state_bytes=[load.state_bytes for load in single],
+        resident_bytes=[load.state_bytes + load.kept_bytes for load in single],
+        state_limit=math.inf if stage is None else stage,
+        # What the stage fetched ahead may take is not there for the stage that runs.
+        resident_limit=math.inf if device is None or stage is None else device - stage,
+    )
 
 
 def reach(row: Row, start: int, end: int, cap_ms: float) -> int:

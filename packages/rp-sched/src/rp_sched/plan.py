@@ -12,6 +12,8 @@ from rp_sched.errors import InvalidPlan
 Mode = Literal["infer", "train", "fused"]
 """`infer`: forward only. `train`: forward, and later backward. `fused`: forward, loss and backward in one call."""
 
+_GROUPS = ("groups", "forward_groups", "backward_groups")
+
 
 def check_mode(mode: object) -> None:
     """Refuse a mode that does not exist.
@@ -37,29 +39,42 @@ class Plan:
 
     `forward`: from the first layers up. `fused`: the last layers, whose forward and backward pass are one task.
     `backward`: from the last stage down; it may be cut differently from `forward`. A stage of `forward` or
-    `backward` runs all microbatches in a row on one device. `groups` divides the microbatches of the fused stage:
-    each group is a task of its own, and neighbouring groups go to different devices. No groups: one task of all.
+    `backward` runs all microbatches in a row on one device, unless they are divided into groups: `groups` divides
+    those of the fused stage, `forward_groups` those of every forward stage and `backward_groups` those of every
+    backward stage. Each group is a task of its own, and neighbouring groups go to different devices.
+
+    `in_turn`: the devices take the tasks in turn; else each task goes to the device that frees first (see
+    `Dealer`). `devices`: how many devices the plan uses at most; all if None.
     """
 
     forward: tuple[range, ...] = ()
     fused: range | None = None
     backward: tuple[range, ...] = ()
     groups: tuple[range, ...] = ()
+    forward_groups: tuple[range, ...] = ()
+    backward_groups: tuple[range, ...] = ()
+    in_turn: bool = True
+    devices: int | None = None
 
     def __post_init__(self) -> None:
         # Lists are welcome, but a plan is a key of caches: it must hash.
-        for name in ("forward", "backward", "groups"):
+        for name in ("forward", "backward", *_GROUPS):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             _check_ranges(name, getattr(self, name))
         if self.fused is not None:
             _check_ranges("fused", (self.fused,))
+        if self.devices is not None:
+            whole("devices", self.devices, least=1)
 
     def __repr__(self) -> str:
-        tail = () if self.fused is None else (self.fused,)
-        stages = [*_written("F", self.forward), *_written("FB", tail), *_written("B", self.backward)]
-        groups = [f"m{spans.text(group)}" for group in self.groups]
-        groups_at = len(self.forward) + len(tail)
-        return f"Plan({' '.join(stages[:groups_at] + groups + stages[groups_at:])})"
+        words = [
+            *_written("F", self.forward, self.forward_groups),
+            *_written("FB", () if self.fused is None else (self.fused,), self.groups),
+            *_written("B", self.backward, self.backward_groups),
+        ]
+        dealt = [] if self.in_turn else ["first free"]
+        used = [] if self.devices is None else [f"{self.devices} devices"]
+        return f"Plan({', '.join([' '.join(words), *dealt, *used])})"
 
     @property
     def num_layers(self) -> int:
@@ -95,8 +110,10 @@ class Plan:
         rp_sched.errors.InvalidPlan: groups must cover microbatch 0:4, but cover 0:2 instead; add 2:4
         """
         whole("microbatches", microbatches, least=1)
-        if self.groups:
-            _check_cover("groups", _labelled("groups", self.groups), microbatches, unit="microbatch")
+        for name in _GROUPS:
+            groups: tuple[range, ...] = getattr(self, name)
+            if groups:
+                _check_cover(name, _labelled(name, groups), microbatches, unit="microbatch")
 
     def _check_fused(self, num_layers: int) -> None:
         if self.fused is None:
@@ -115,7 +132,7 @@ class Plan:
         self._check_forward(num_layers)
         if mode == "train":
             self._check_backward(num_layers)
-        elif self.backward:
+        elif self.backward or self.backward_groups:
             raise InvalidPlan(f"mode 'infer' has no backward stages, but the plan is {self!r}")
 
     def _check_forward(self, top: int) -> None:
@@ -138,8 +155,11 @@ def _check_ranges(name: str, values: tuple[object, ...]) -> None:
             raise TypeError(f"{name} must be made of ranges of layers or microbatches, but has {value!r}")
 
 
-def _written(kind: str, stages: Iterable[range]) -> list[str]:
-    return [f"{kind}[{spans.text(stage)}]" for stage in stages]
+def _written(kind: str, stages: Iterable[range], groups: Iterable[range]) -> list[str]:
+    return [
+        *(f"{kind}[{spans.text(stage)}]" for stage in stages),
+        *(f"m{spans.text(group)}" for group in groups),
+    ]
 
 
 def _labelled(name: str, stages: tuple[range, ...]) -> list[tuple[str, range]]:

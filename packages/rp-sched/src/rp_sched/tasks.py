@@ -1,7 +1,7 @@
 """The tasks of a call, in the order of their launch."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -57,6 +57,21 @@ class Task:
         return cls(kind, range(first, last), range(first_batch, last_batch), device)
 
 
+def phases(plan: Plan, microbatches: int) -> Iterator[tuple[Kind, tuple[range, ...], tuple[range, ...]]]:
+    """The kinds of tasks of a call, in the order of launch, each with its stages and groups of microbatches."""
+    undivided = (range(microbatches),)
+    yield "F", plan.forward, plan.forward_groups or undivided
+    yield "FB", () if plan.fused is None else (plan.fused,), plan.groups or undivided
+    yield "B", plan.backward, plan.backward_groups or undivided
+
+
+def _steps(plan: Plan, microbatches: int) -> Iterator[tuple[Kind, range, range]]:
+    for kind, stages, groups in phases(plan, microbatches):
+        for layers in stages:
+            for batch in groups:
+                yield kind, layers, batch
+
+
 def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_device: int = 0) -> tuple[Task, ...]:
     """The tasks of one call under `plan`, each after all that it needs, given to the devices in turn.
 
@@ -65,14 +80,18 @@ def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_devi
     (F[0:3] m0:4 @0, FB[3:5] m0:4 @1, B[0:3] m0:4 @0)
 
     `first_device` takes the first task: give the one after the last call's last device, and the turns go round
-    from call to call.
+    from call to call. A plan that uses fewer devices takes the first ones. For a plan that is not `in_turn` any
+    turns are correct, but those of a `Dealer` are faster.
+
+    Raises `InvalidPlan` for a plan that does not fit the mode or the microbatches.
     """
     plan.check(max(plan.num_layers, 1), mode)
     plan.check_microbatches(microbatches)
     _check_devices(devices, first_device)
+    used = min(devices, plan.devices or devices)
     return tuple(
-        Task(kind, layers, batch, (first_device + turn) % devices)
-        for turn, (kind, layers, batch) in enumerate(_work(plan, range(microbatches)))
+        Task(kind, layers, batch, (first_device + turn) % used)
+        for turn, (kind, layers, batch) in enumerate(_steps(plan, microbatches))
     )
 
 
@@ -114,16 +133,6 @@ def _check_task(where: str, task: object, devices: int | None) -> None:
         raise TypeError(f"{where}: a task list must be made of Task")
     if devices is not None and task.device >= devices:
         raise InvalidOrder(f"{where}: there are {devices} devices; take one below {devices}")
-
-
-def _work(plan: Plan, batch: range) -> Iterable[tuple[Kind, range, range]]:
-    for layers in plan.forward:
-        yield "F", layers, batch
-    if plan.fused is not None:
-        for group in plan.groups or (batch,):
-            yield "FB", plan.fused, group
-    for layers in plan.backward:
-        yield "B", layers, batch
 
 
 class _Progress:

@@ -1,0 +1,191 @@
+"""The command line: `plan`, `simulate` and `compare`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, get_args
+
+from rp_sched.arguments import whole
+from rp_sched.compare import compare
+from rp_sched.errors import InvalidTask
+from rp_sched.files import read
+from rp_sched.plan import Mode
+from rp_sched.render import gantt, svg
+from rp_sched.roundrobin import RoundRobin
+from rp_sched.schedules import NAMES, Calls, Setting, schedules
+from rp_sched.solve import Strategy
+from rp_sched.tasks import Task
+from rp_sched.timeline import Timeline
+from rp_sched.trace import trace
+
+USAGE_ERROR = 2
+# Calls that are played to show how they follow each other.
+STEADY_CALLS = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status. Mistakes are one line on stderr and status 2."""
+    try:
+        options = _parser().parse_args(arguments)
+        text = options.run(options)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"rp-sched: {_one_line(error)}", file=sys.stderr)  # noqa: T201 (a command line prints)
+        return USAGE_ERROR
+    print(text)  # noqa: T201
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are raised, to be one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="rp-sched", description="Plan pipelines: costs in, plan and task list out.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_plan(_command(commands.add_parser, "plan", "print the best plan, its times and its tasks", _plan))
+    _add_simulate(_command(commands.add_parser, "simulate", "play a schedule or a list of tasks", _simulate))
+    _command(commands.add_parser, "compare", "a table over all schedules", _compare)
+    return parser
+
+
+def _command(
+    add: Callable[..., argparse.ArgumentParser], name: str, help_: str, run: Callable[[argparse.Namespace], str]
+) -> argparse.ArgumentParser:
+    command = add(name, help=help_, description=help_)
+    command.set_defaults(run=run)
+    command.add_argument("costs", type=Path, help="JSON file with layers and limits")
+    command.add_argument("--devices", type=_count("--devices"), required=True, help="how many devices")
+    command.add_argument("--microbatches", type=_count("--microbatches"), required=True, help="how many a call")
+    command.add_argument("--mode", choices=get_args(Mode), default="fused", help="default: fused")
+    return command
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--strategy", choices=get_args(Strategy), default="adaptive", help="default: adaptive")
+    command.add_argument("--min-stages", type=int, help="roundrobin: at least so many stages")
+    command.add_argument("--upper-threshold", type=float, help="roundrobin: longest stage over slowest layer")
+    command.add_argument("--model-memory-limit", type=float, help="roundrobin: GB of a device for two stages")
+    _add_pictures(command)
+
+
+def _add_simulate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--schedule", choices=NAMES, default="adaptive", help="default: adaptive")
+    command.add_argument("--tasks", type=Path, help="file with a task a line, like F[0:7] m0:4 @2")
+    command.add_argument("--calls", type=_count("--calls"), default=1, help="calls in a row; default: 1")
+    _add_pictures(command)
+
+
+def _add_pictures(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--width", type=_count("--width"), default=100, help="of the chart, in characters")
+    command.add_argument("--trace", type=Path, help="write a trace for Chrome or Perfetto")
+    command.add_argument("--svg", type=Path, help="write a picture")
+
+
+def _count(name: str) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        try:
+            return whole(name, int(text), least=1)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, but is {text!r}") from None
+
+    return count
+
+
+def _setting(options: argparse.Namespace) -> Setting:
+    problem = read(options.costs)
+    return Setting(
+        costs=problem.costs,
+        limits=problem.limits,
+        devices=options.devices,
+        microbatches=options.microbatches,
+        mode=options.mode,
+    )
+
+
+def _plan(options: argparse.Namespace) -> str:
+    setting = _setting(options)
+    course = setting.course(_strategy(options))
+    steady_ms, alone_ms = course.steady_ms(setting.devices), course.alone_ms(setting.devices)
+    calls = setting.dealt(course, STEADY_CALLS)
+    lines = [
+        repr(course.plan),
+        f"calls that follow each other: {_against(steady_ms, setting)}; alone: {_against(alone_ms, setting)}",
+        *map(repr, calls[0]),
+        _pictures(options, setting.play(calls)),
+    ]
+    return "\n".join(lines)
+
+
+def _against(ms: float, setting: Setting) -> str:
+    return f"{ms:.6g} ms a call" + (f" ({ms / setting.ideal_ms:.3f} of ideal)" if setting.ideal_ms else "")
+
+
+def _strategy(options: argparse.Namespace) -> Strategy | RoundRobin:
+    names = ("min_stages", "upper_threshold", "model_memory_limit")
+    knobs = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.strategy == "roundrobin":
+        return RoundRobin(**knobs)
+    if knobs:
+        raise ValueError(f"--{next(iter(knobs)).replace('_', '-')} is for --strategy roundrobin only")
+    return "adaptive"
+
+
+def _simulate(options: argparse.Namespace) -> str:
+    setting = _setting(options)
+    timeline = setting.play(_calls(options, setting))
+    idle = ", ".join(f"{reason} {ms:.6g} ms" for reason, ms in sorted(timeline.idle_ms_by_reason.items()))
+    lines = [
+        f"{options.calls} calls: {timeline.makespan_ms:.6g} ms, launch to launch {timeline.call_ms:.6g} ms",
+        f"idle, all devices: {idle or 'never'}",
+        *(_device_line(timeline, device) for device in range(timeline.devices)),
+        f"host: peak {timeline.host_peak_bytes} bytes",
+        _pictures(options, timeline),
+    ]
+    return "\n".join(lines)
+
+
+def _device_line(timeline: Timeline, device: int) -> str:
+    busy_ms, idle_ms = timeline.busy_ms[device], timeline.idle_ms[device]
+    return (
+        f"device {device}: busy {busy_ms:.6g} ms, idle {idle_ms:.6g} ms, peak {timeline.peak_bytes[device]} bytes"
+    )
+
+
+def _calls(options: argparse.Namespace, setting: Setting) -> Calls:
+    if options.tasks is not None:
+        return [_read_tasks(options.tasks)] * options.calls
+    made = schedules(setting)
+    if options.schedule not in made:
+        raise ValueError(f"--schedule {options.schedule} is for --mode fused only, but --mode is {setting.mode}")
+    return made[options.schedule](options.calls)
+
+
+def _read_tasks(path: Path) -> list[Task]:
+    tasks: list[Task] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            tasks += [Task.parse(line.strip())] if line.strip() else []
+        except InvalidTask as error:
+            raise InvalidTask(f"{path}: line {number}: {error}") from error
+    return tasks
+
+
+def _pictures(options: argparse.Namespace, timeline: Timeline) -> str:
+    if options.trace is not None:
+        options.trace.write_text(json.dumps(trace(timeline)), encoding="utf-8")
+    if options.svg is not None:
+        options.svg.write_text(svg(timeline), encoding="utf-8")
+    return gantt(timeline, width=options.width)
+
+
+def _compare(options: argparse.Namespace) -> str:
+    return compare(_setting(options))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,73 @@
+"""The plan in use follows the measurements, and a worse one is never taken for a better."""
+
+import pytest
+from rp_sched import Course, Estimator, LayerCost, Limits, Replanner
+
+LAYERS = [LayerCost(0, weight_bytes=10)] * 12
+HOW = {"devices": 3, "microbatches": 4, "mode": "fused", "limits": Limits(stage_bytes=90, hop_ms=0.1)}
+
+
+def measure(estimator: Estimator, layer_ms: list[float], samples: int = 2) -> None:
+    for layer, ms in enumerate(layer_ms):
+        for _ in range(samples):
+            estimator.add(layer, forward_ms=ms, backward_ms=2 * ms)
+
+
+def finish(replanner: Replanner) -> Course:
+    while not replanner.improve(budget_ms=50):
+        pass
+    return replanner.course()
+
+
+def test_the_plan_stays_while_nothing_moves():
+    replanner = Replanner(LAYERS, **HOW)  # type: ignore[arg-type]
+    found = finish(replanner)
+    assert replanner.course() is found
+    assert replanner.improve(budget_ms=0)
+
+
+def test_a_plan_is_in_use_at_once_and_better_ones_follow():
+    replanner = Replanner(LAYERS, **HOW)  # type: ignore[arg-type]
+    at_once = replanner.course().steady_ms(3)
+    assert finish(replanner).steady_ms(3) <= at_once
+
+
+def test_when_times_move_the_old_plan_stays_until_there_is_a_better_one():
+    replanner = Replanner(LAYERS, **HOW)  # type: ignore[arg-type]
+    before = finish(replanner)
+    measure(replanner.estimator, [1.0] * 11 + [30.0])
+    now = replanner.course()
+    assert now.loads.costs[11].forward_ms == pytest.approx(30.0)
+    old = Course(before.plan, now.loads.costs, **{key: HOW[key] for key in ("mode", "microbatches", "limits")})  # type: ignore[arg-type]
+    assert now.steady_ms(3) <= old.steady_ms(3)
+    assert replanner.course() is now, "nothing moved since"
+    after = finish(replanner)
+    assert after.steady_ms(3) <= now.steady_ms(3)
+    assert after.plan != before.plan
+
+
+def test_a_plan_that_is_still_the_best_stays():
+    replanner = Replanner(LAYERS, **HOW)  # type: ignore[arg-type]
+    measure(replanner.estimator, [1.0] * 12)
+    replanner.course()
+    before = finish(replanner)
+    measure(replanner.estimator, [2.0] * 12, samples=20)
+    now = replanner.course()
+    assert now.loads.costs != before.loads.costs
+    assert now.plan == before.plan
+
+
+def test_the_estimator_may_be_shared():
+    estimator = Estimator(12)
+    measure(estimator, [2.0] * 12)
+    replanner = Replanner(LAYERS, estimator=estimator, **HOW)  # type: ignore[arg-type]
+    assert replanner.course().loads.costs[0].forward_ms == pytest.approx(2.0)
+
+
+def test_bad_arguments_are_refused_in_words():
+    with pytest.raises(ValueError, match="threshold must be a part, zero or more"):
+        Replanner(LAYERS, threshold=-1.0, **HOW)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layers must have 3 entries, but has 12"):
+        Replanner(LAYERS, estimator=Estimator(3), **HOW)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="budget_ms must be a part"):
+        Replanner(LAYERS, **HOW).improve(budget_ms=-1.0)  # type: ignore[arg-type]
