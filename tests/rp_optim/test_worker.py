@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import threading
 
 import pytest
+import rp_optim
 import torch
 from rp_optim import OptimizerThread
 
@@ -67,6 +66,69 @@ def test_making_one_starts_nothing() -> None:
     thread.close()
 
 
-@pytest.mark.parametrize("module", ["rp_optim.adam", "rp_optim.worker"])
-def test_the_examples_in_the_docstrings_run(module: str) -> None:
-    assert doctest.testmod(importlib.import_module(module)).failed == 0
+# Launched jobs: what the training loop does not wait for
+
+
+def test_launched_jobs_run_in_order_with_their_arguments() -> None:
+    thread = OptimizerThread()
+    seen: list[tuple[int, int]] = []
+    gate = threading.Event()
+    thread.launch_optim_kernel(gate.wait, 10)
+    for i in range(5):
+        thread.launch_optim_kernel(lambda a, *, b: seen.append((a, b)), i, b=2 * i)
+    assert seen == []
+    gate.set()
+    thread.synchronize_optim()
+    assert seen == [(i, 2 * i) for i in range(5)]
+    thread.close()
+
+
+@pytest.mark.parametrize("asked", ["launch", "synchronize"])
+def test_the_first_failure_is_remembered_and_raised_itself_once(asked: str) -> None:
+    thread = OptimizerThread()
+    errors = [ValueError("first"), ValueError("second")]
+    later: list[int] = []
+
+    def fail(index: int) -> None:
+        raise errors[index]
+
+    gate = threading.Event()
+    thread.launch_optim_kernel(gate.wait, 10)
+    for index in (0, 1):
+        thread.launch_optim_kernel(fail, index)
+    thread.launch_optim_kernel(later.append, 1)
+    gate.set()
+    thread.submit(int).result(timeout=10)
+    assert later == [1]
+    with pytest.raises(ValueError, match="first") as caught:
+        thread.synchronize_optim() if asked == "synchronize" else thread.launch_optim_kernel(later.append, 2)
+    assert caught.value is errors[0]
+    thread.synchronize_optim()
+    assert later == [1]
+    thread.close()
+
+
+def test_it_knows_itself_and_does_not_wait_for_itself() -> None:
+    thread, other = OptimizerThread(), OptimizerThread()
+    assert not thread.on_optim_stream()
+    assert thread.submit(thread.on_optim_stream).result(timeout=10)
+    assert not other.submit(thread.on_optim_stream).result(timeout=10)
+    with pytest.raises(rp_optim.WrongThread, match="cannot wait for itself"):
+        thread.submit(thread.synchronize_optim).result(timeout=10)
+    thread.shutdown_optim()
+    other.shutdown_optim()
+
+
+def test_it_leaves_cores_to_others() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        threads = [OptimizerThread(leave_cores=cores) for cores in (0, 3, 9)]
+        assert [thread.submit(torch.get_num_threads).result(timeout=10) for thread in threads] == [4, 1, 1]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    for thread in threads:
+        thread.close()
+    with pytest.raises(ValueError, match="leave_cores must be >= 0, but is -1"):
+        OptimizerThread(leave_cores=-1)

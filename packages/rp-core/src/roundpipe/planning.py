@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import rp_sched
-from rp_sched import Course, Dealer, LayerCost, Limits, Mode, Plan, Search, Task
+from rp_sched import Course, LayerCost, Limits, Mode, Plan, Search, Task
 
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.runtime import Runtime
@@ -24,7 +24,6 @@ class Planner:
         self._state = state
         self._runtime = runtime
         self._courses: dict[object, Course] = {}
-        self._dealer = Dealer(len(runtime.lanes))
 
     def forget(self) -> None:
         """Plan anew from the layers as they are now."""
@@ -51,7 +50,7 @@ class Planner:
         course = self._course(mode, microbatches)
         if course.plan.in_turn:
             return self._turns(course.plan, mode, microbatches)
-        return self._dealer.deal(course)
+        return self._runtime.dealer.deal(course)
 
     def _turns(self, plan: Plan, mode: Mode, microbatches: int) -> tuple[Task, ...]:
         count, first = len(self._runtime.lanes), self._runtime.next_device

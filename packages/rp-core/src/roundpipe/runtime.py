@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from rp_optim import OptimizerThread
+from rp_sched import Dealer
 from rp_transfer import Backend, Closed, Device, HostUse, MemoryUse, Retainer, open_backend
 
 from roundpipe.errors import Busy
@@ -110,7 +111,9 @@ class Runtime:
         share = _share(threads, len(self.backend.devices))
         self.lanes = tuple(Lane(self.backend, device, share) for device in self.backend.devices)
         self.optimizer = OptimizerThread()
+        # Whose turn it is, across the models that share the devices.
         self.next_device = 0
+        self.dealer = Dealer(len(self.lanes))
         self._launch = threading.Lock()
         self.closed = False
         # Workers of CPU devices take one core each; a thread that the user starts must not inherit that.

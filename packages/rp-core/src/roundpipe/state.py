@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from rp_optim import Master
 from rp_transfer import Backend, Group, Kind, Turns, group, tensors_of
 
 from roundpipe.gradient import Gradient
@@ -292,7 +293,7 @@ class ModelState:
             for parameter, value in zip(block.tensors, block.values, strict=True):
                 if parameter not in self.masters:
                     dtype = self.optim_dtype or parameter.dtype
-                    self.masters[parameter] = torch.nn.Parameter(value.to(dtype, copy=True))
+                    self.masters[parameter] = Master(value.to(dtype, copy=True).contiguous())
 
     def first_trainable(self) -> int:
         """The lowest layer that is trained; the number of layers if none is."""

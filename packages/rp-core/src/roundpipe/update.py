@@ -1,12 +1,14 @@
 """The optimizer's side of a model: steps on the optimizer's thread, and their results in the weights.
 
-An asynchronous step leaves its result in the masters. The next step (or `synchronize`) first copies it into the
-weights, each block in its turn: so between two steps calls read the result of the step before the last one.
+Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`); a synchronous step writes
+the weights in the same pass. An asynchronous step leaves its result in the masters, and the next step (or
+`synchronize`) first copies it into the weights, each block in its turn: so between two steps calls read the result
+of the step before the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from rp_transfer import Ticket
 
 from roundpipe.context import OptimizerCtx
-from roundpipe.gradient import Gradient
+from roundpipe.loan import Incomplete, Loan, abandon, take_back
 from roundpipe.runtime import Runtime
 from roundpipe.state import Block, ModelState
 
@@ -72,15 +74,14 @@ class Updates:
     def _step(
         self, before: Turns, gradients: Turns, after: Turns, step_fn: Callable[[], object], num_runs: int
     ) -> None:
+        loans = [
+            Loan(self._state, block, ticket, after.get(block), num_runs) for block, ticket in gradients.items()
+        ]
         try:
             self._publish(before)
-            for ticket in gradients.values():
-                ticket.enter()
-            broken = self._state.broken
-            # A run launched after this step has no part in its gradients.
-            if (broken is None or broken.run >= num_runs) and self._state.failed is None:
-                self._update(step_fn)
-            self._publish(after)
+            if self._state.failed is None:
+                self._update(step_fn, loans)
+            self._publish(after, {loan.block: loan.published for loan in loans})
         finally:
             _leave(before, gradients, after)
 
@@ -90,62 +91,35 @@ class Updates:
         finally:
             _leave(turns)
 
-    def _publish(self, turns: Turns) -> None:
+    def _publish(self, turns: Turns, done: Mapping[Block, Set[int]] | None = None) -> None:
         for block, ticket in turns.items():
             ticket.enter()
             # The masters of a step that failed are neither the old nor the new ones.
             if self._state.failed is None:
                 self._runtime.backend.host_touch(write=block.host_tensors(), what="publishing weights")
-                masters = [self._state.masters[parameter] for parameter in block.tensors]
+                written = (done or {}).get(block, frozenset())
                 with torch.no_grad():
-                    for value, master in zip(block.values, masters, strict=True):
-                        value.copy_(master)
+                    for index in set(range(len(block.tensors))) - written:
+                        block.values[index].copy_(self._state.masters[block.tensors[index]])
             ticket.leave()
 
-    def _update(self, step_fn: Callable[[], object]) -> None:
+    def _update(self, step_fn: Callable[[], object], loans: Sequence[Loan]) -> None:
         try:
-            self._lend_gradients()
+            for loan in loans:
+                loan.lend()
             with OptimizerCtx():
                 step_fn()
-            self._take_gradients_back()
+            take_back(loans)
+        except Incomplete:
+            # The call that failed tells so itself; what the step has done by then cannot be undone.
+            if any(loan.has_changed() for loan in loans):
+                self._state.failed = "a call failed while its step was under way"
+            abandon(loans)
         except BaseException as error:
             error.add_note(f"RoundPipe: in model {self._name!r}, in the step function, on the optimizer's thread")
             self._state.failed = repr(error)
+            abandon(loans)
             raise
-
-    def _lend_gradients(self) -> None:
-        for block, gradient in _gradients(self._state.trainable):
-            held = gradient.first_or_none()
-            if held is not None:
-                self._runtime.backend.host_touch(read=(held,), write=(held,), what="the step's gradients")
-            for index, parameter in enumerate(block.tensors):
-                master = self._state.masters[parameter]
-                master.grad = gradient.view(index).to(master.dtype) if index in gradient.written else None
-
-    def _take_gradients_back(self) -> None:
-        # What the step function left in place goes on being added to, as in torch.
-        moved: list[tuple[Gradient, int, torch.Tensor]] = []
-        for block, gradient in _gradients(self._state.trainable):
-            for index, parameter in enumerate(block.tensors):
-                master = self._state.masters[parameter]
-                if master.grad is None:
-                    gradient.drop((index,))
-                elif index not in gradient.written or not _same_place(master.grad, gradient.view(index)):
-                    # Perhaps another parameter's place: nothing is written before all has been read.
-                    moved.append((gradient, index, master.grad.clone()))
-                master.grad = None
-        for gradient, index, value in moved:
-            gradient.put(index, value)
-
-
-def _gradients(blocks: Iterable[Block]) -> Iterable[tuple[Block, Gradient]]:
-    for block in blocks:
-        if block.gradient is not None:
-            yield block, block.gradient
-
-
-def _same_place(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.data_ptr() == right.data_ptr() and left.dtype == right.dtype and left.stride() == right.stride()
 
 
 def _leave(*turns: Turns) -> None:

@@ -1,8 +1,50 @@
-"""Optimizers that run on the host, and the thread that runs them."""
+"""Optimizers that run on the host at the speed of its memory, and the thread that runs them."""
 
+from rp_optim.adafactor import Adafactor
 from rp_optim.adam import Adam, AdamW
+from rp_optim.clip import clip_grad_norm_
+from rp_optim.errors import (
+    InvalidLink,
+    InvalidOption,
+    InvalidParameter,
+    KernelUnavailable,
+    NonFiniteGradients,
+    OptimError,
+    ScalerMisuse,
+    WrongThread,
+)
+from rp_optim.kernel import available_kernels, kernel_in_use, use_kernel
+from rp_optim.lion import Lion
+from rp_optim.masters import UNCHANGED, Master, Ready, link, unlink
+from rp_optim.scaler import GradScaler
+from rp_optim.sgd import SGD
 from rp_optim.worker import OptimizerThread
 
 __version__ = "0.1.0"
 
-__all__ = ["Adam", "AdamW", "OptimizerThread"]
+__all__ = [
+    "SGD",
+    "UNCHANGED",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "GradScaler",
+    "InvalidLink",
+    "InvalidOption",
+    "InvalidParameter",
+    "KernelUnavailable",
+    "Lion",
+    "Master",
+    "NonFiniteGradients",
+    "OptimError",
+    "OptimizerThread",
+    "Ready",
+    "ScalerMisuse",
+    "WrongThread",
+    "available_kernels",
+    "clip_grad_norm_",
+    "kernel_in_use",
+    "link",
+    "unlink",
+    "use_kernel",
+]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from rp_optim.checks import refuse_flags
+from rp_optim.host import Group, HostOptimizer, count_step, negated_to_maximize, state_tensor
+from rp_optim.kernel import kernel_for
+from rp_optim.updates import AdamNumbers, Spot
+
 Scalar = float | torch.Tensor
 
 
-def _refuse(name: str, capturable: bool, differentiable: bool) -> None:
-    for flag, given in (("capturable", capturable), ("differentiable", differentiable)):
-        if given:
-            raise ValueError(f"{name} runs on the host, so {flag} must be False, but is True instead")
-
-
-class Adam(torch.optim.Adam):
-    """Adam (Kingma and Ba, 2015) in one fused pass over host memory.
+class Adam(HostOptimizer, torch.optim.Adam):
+    """Adam (Kingma and Ba, 2015) in one pass over host memory.
 
     Takes the arguments of ``torch.optim.Adam``; `foreach` and `fused` are accepted and change nothing. Its
     ``state_dict`` and torch's load each other.
@@ -29,7 +29,8 @@ class Adam(torch.optim.Adam):
     >>> weight.data
     tensor([0.5000, 0.5000])
 
-    Raises `ValueError` for arguments out of range, and for `capturable` or `differentiable`.
+    Raises `ValueError` for arguments out of range, for `capturable` and `differentiable`, and for parameters
+    that are not on the host, dense, contiguous and floating.
     """
 
     def __init__(
@@ -48,13 +49,39 @@ class Adam(torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
     ) -> None:
-        _refuse(type(self).__name__, capturable, differentiable)
+        refuse_flags(type(self).__name__, capturable=capturable, differentiable=differentiable)
         del foreach, fused
         options: dict[str, Any] = {"decoupled_weight_decay": decoupled_weight_decay}
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True, **options)
+        # By name: the class behind Adam among AdamW's is torch's AdamW, which takes other options.
+        torch.optim.Adam.__init__(
+            self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
+        )
+
+    def _update(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
+        state = self.state[parameter]
+        number = count_step(state)
+        exp_avg = state_tensor(state, "exp_avg", parameter)
+        exp_avg_sq = state_tensor(state, "exp_avg_sq", parameter)
+        largest = state_tensor(state, "max_exp_avg_sq", parameter) if group["amsgrad"] else None
+        spot = negated_to_maximize(spot, group["maximize"])
+        kernel_for(spot).adam(spot, _numbers(group, number), exp_avg, exp_avg_sq, largest)
 
 
-class AdamW(Adam):
+def _numbers(group: Group, step: int) -> AdamNumbers:
+    lr, beta1, beta2 = float(group["lr"]), float(group["betas"][0]), float(group["betas"][1])
+    decay, decoupled = float(group["weight_decay"]), group["decoupled_weight_decay"]
+    return AdamNumbers(
+        l2=0.0 if decoupled else decay,
+        shrink=1 - lr * decay if decoupled else 1.0,
+        rate=lr / (1 - beta1**step),
+        beta1=beta1,
+        beta2=beta2,
+        root=1 / math.sqrt(1 - beta2**step),
+        eps=float(group["eps"]),
+    )
+
+
+class AdamW(Adam, torch.optim.AdamW):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019): torch's ``AdamW`` on the host.
 
     >>> AdamW([torch.nn.Parameter(torch.ones(2))]).param_groups[0]["weight_decay"]
@@ -70,13 +97,14 @@ class AdamW(Adam):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(
+        Adam.__init__(
+            self,
             params,
             lr,
             betas,

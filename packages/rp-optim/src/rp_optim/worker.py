@@ -5,16 +5,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from rp_optim.errors import WrongThread
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
+class _Here(threading.local):
+    is_optimizer = False
+
+
+_here = _Here()
+
+
+def on_any_optimizer_thread() -> bool:
+    """Whether the calling thread is that of any `OptimizerThread`."""
+    return _here.is_optimizer
+
+
 class OptimizerThread:
     """Runs jobs one after another beside the devices' work; its thread starts with the first job.
+
+    Args:
+        leave_cores: how many of torch's threads not to compute with, since others need the cores: the workers of
+            CPU devices, for example. At least one is left.
 
     >>> thread = OptimizerThread()
     >>> thread.submit(max, 1, 2).result()
@@ -22,30 +40,83 @@ class OptimizerThread:
     >>> thread.close()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, leave_cores: int = 0) -> None:
+        if leave_cores < 0:
+            raise ValueError(f"leave_cores must be >= 0, but is {leave_cores} instead")
         self._ident: int | None = None
+        self._failure: BaseException | None = None
+        self._failing = threading.Lock()
         self._executor = ThreadPoolExecutor(
             1,
             thread_name_prefix="roundpipe-optimizer",
             initializer=self._start,
-            initargs=(torch.get_num_threads(),),
+            initargs=(max(1, torch.get_num_threads() - leave_cores),),
         )
 
     def _start(self, num_threads: int) -> None:
         # A new thread would take the count that a device's worker set last.
         torch.set_num_threads(num_threads)
         self._ident = threading.get_ident()
+        _here.is_optimizer = True
 
     def submit(
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Future[_Result]:
-        """Queue a job. Its result, or what it raises, is in the future."""
+        """Queue a job. Its result, or what it raises, is in the future, and is not remembered here."""
         return self._executor.submit(job, *args, **kwargs)
 
-    def is_current(self) -> bool:
-        """Whether the calling thread is this one."""
+    def launch_optim_kernel(
+        self, fn: Callable[_Arguments, object], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> None:
+        """Queue a job and return at once. The first failure is remembered; jobs behind it still run.
+
+        Raises the remembered failure, itself, once; the job is not queued then.
+        """
+        self._raise_failure()
+        self._executor.submit(self._run, fn, args, kwargs)
+
+    def _run(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            fn(*args, **kwargs)
+        except BaseException as error:
+            with self._failing:
+                self._failure = self._failure or error
+
+    def _raise_failure(self) -> None:
+        with self._failing:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def synchronize_optim(self) -> None:
+        """Wait until everything that was queued is done.
+
+        Raises the remembered failure, itself, once; `WrongThread` on the optimizer's thread, which would wait for
+        itself.
+        """
+        if self.on_optim_stream():
+            raise WrongThread("the optimizer's thread cannot wait for itself; synchronize from the training loop")
+        self._executor.submit(_nothing).result()
+        self._raise_failure()
+
+    def on_optim_stream(self) -> bool:
+        """Whether the calling thread is this one.
+
+        >>> thread = OptimizerThread()
+        >>> thread.on_optim_stream(), thread.submit(thread.on_optim_stream).result()
+        (False, True)
+        >>> thread.close()
+        """
         return threading.get_ident() == self._ident
+
+    is_current = on_optim_stream
 
     def close(self) -> None:
         """Finish the jobs and end the thread. May be called twice."""
         self._executor.shutdown(wait=True)
+
+    shutdown_optim = close
+
+
+def _nothing() -> None:
+    pass

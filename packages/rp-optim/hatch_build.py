@@ -1,0 +1,60 @@
+"""Puts the compiled kernels into the wheel where there is a compiler, and leaves them to first use where not."""
+
+# Hatchling is in the build's own environment alone.
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+def _builder(root: str) -> Any:
+    # By its path: the package itself needs torch, which is not there when a wheel is built.
+    spec = importlib.util.spec_from_file_location("rp_optim_build", Path(root) / "src/rp_optim/build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class KernelHook(BuildHookInterface):
+    """Builds ``rp_optim/_kernels.so``; a wheel that has it fits one platform, and any Python on it."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, unless the wheel only points at these sources, which may change after it was made."""
+        if self.target_name != "wheel" or version == "editable":
+            return
+        builder = _builder(self.root)
+        compiler = builder.find_compiler()
+        if compiler is None:
+            self.app.display_warning("no C compiler: the kernels will be compiled on first use")
+            return
+        self._folder = tempfile.TemporaryDirectory()
+        library = Path(self._folder.name) / "_kernels.so"
+        try:
+            builder.build(compiler, library)
+        except (builder.BuildFailed, OSError) as error:
+            self.app.display_warning(f"the kernels will be compiled on first use: {error}")
+            return
+        build_data["force_include"][str(library)] = "rp_optim/_kernels.so"
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what was compiled: it is in the wheel now."""
+        del version, build_data, artifact_path
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()

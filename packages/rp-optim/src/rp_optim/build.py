@@ -1,0 +1,141 @@
+"""Compiling the kernels in ``csrc``: the same few commands when a wheel is made and on first use.
+
+The standard library alone: the wheel's build hook loads this file by its path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+
+# No contraction and no reassociation: all variants give the same bits. Nothing here links start files that would
+# change the process's floating-point mode.
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+_NO_VECTORS = ("-fno-tree-vectorize", "-fno-tree-slp-vectorize")
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_SECONDS = 300
+
+
+class BuildFailed(Exception):
+    """There is no compiler, or it did not take the sources; the message has what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C compiler: the command that runs it, and its version in its own words."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def find_compiler() -> Compiler | None:
+    """``$CC``, else the first of cc, gcc and clang that runs; None if there is none."""
+    asked = os.environ.get("CC")
+    for command in [shlex.split(asked)] if asked else [["cc"], ["gcc"], ["clang"]]:
+        if command and shutil.which(command[0]) and (version := _version(command)):
+            return Compiler(tuple(command), version)
+    return None
+
+
+def _version(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """The variants for this machine's architecture, each with its compiler flags.
+
+    >>> "scalar" in variants()
+    True
+    """
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return {"scalar": _NO_VECTORS, "avx2": _AVX2, "avx512": _AVX512}
+    if machine in ("aarch64", "arm64"):
+        return {"scalar": _NO_VECTORS, "neon": ()}
+    return {"scalar": ()}
+
+
+def source_hash() -> str:
+    """What the sources and the way they are compiled amount to, in 16 hexadecimal digits."""
+    found = hashlib.sha256(repr((_FLAGS, variants())).encode())
+    for path in sorted(SOURCES.iterdir()):
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def cache_key(compiler: Compiler) -> str:
+    """Sources, architecture, system and compiler in one name; what differs in any of them is another library."""
+    parts = (source_hash(), platform.machine(), platform.system(), *platform.libc_ver(), *compiler.command)
+    return hashlib.sha256("\0".join((*parts, compiler.version)).encode()).hexdigest()[:24]
+
+
+def build(compiler: Compiler, library: Path) -> None:
+    """Compile the kernels into `library`, which appears whole or not at all.
+
+    With OpenMP if the compiler has it. Several processes may do this at once: each works in a folder of its own.
+
+    Raises `BuildFailed`, and `OSError` if the folder of `library` cannot be written.
+    """
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
+        room = Path(folder)
+        try:
+            made = _compile(compiler, room, ("-fopenmp",))
+        except BuildFailed:
+            made = _compile(compiler, room, ())
+        os.replace(made, library)
+
+
+def _compile(compiler: Compiler, room: Path, threads: tuple[str, ...]) -> Path:
+    have = [f"-DRPO_HAVE_{name.upper()}" for name in variants()]
+    source = f'-DRPO_SOURCE="{source_hash()}"'
+    units = [("kernels.c", name, (f"-DRPO_VARIANT={name}", *flags)) for name, flags in variants().items()]
+    units.append(("entry.c", "entry", (source, *have)))
+
+    def compile_unit(unit: tuple[str, str, tuple[str, ...]]) -> str:
+        file, name, flags = unit
+        made = str(room / f"{name}.o")
+        _run(compiler, *_FLAGS, *threads, *flags, "-c", str(SOURCES / file), "-o", made)
+        return made
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_unit, units))
+    made = room / "kernels.so"
+    _run(compiler, "-shared", *threads, *objects, "-lm", "-o", str(made))
+    return made
+
+
+def _run(compiler: Compiler, *arguments: str) -> None:
+    try:
+        done = subprocess.run(
+            [*compiler.command, *arguments], capture_output=True, text=True, timeout=_SECONDS, errors="replace"
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildFailed(f"{compiler.command[0]} did not run: {error}") from error
+    if done.returncode != 0:
+        raise BuildFailed(
+            f"{' '.join(compiler.command)} ended with {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )

@@ -1,0 +1,99 @@
+"""Clipping by the norm of all gradients together."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import GeneratorType
+from typing import cast
+
+import torch
+
+from rp_optim.errors import NonFiniteGradients
+from rp_optim.gradients import gradient_of, scale, squares_of
+from rp_optim.masters import by_arrival
+
+# Elements widened at a time for norms other than the second: so few that torch sums them on one thread, in an
+# order that does not depend on how many there are.
+_PIECE = 1 << 14
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients so that their norm, taken together, is at most `max_norm`, and return what it was.
+
+    Like ``torch.nn.utils.clip_grad_norm_``, but the norm is summed in fp64, in one order for any number of
+    threads. Gradients of linked masters are read as they arrive and are not rewritten: the step multiplies them as
+    it reads them. Other gradients are scaled in place. `foreach` is accepted and changes nothing.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm_([weight], max_norm=1.0)
+    tensor(5.)
+
+    Returns the norm: 0-dim, fp32, or fp64 if a parameter is.
+    Raises `NonFiniteGradients` if it is not finite and `error_if_nonfinite`.
+    """
+    del foreach
+    members = _listed(parameters)
+    norm = _norm(members, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise NonFiniteGradients(
+            f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped; leave out "
+            "error_if_nonfinite to scale them all the same"
+        )
+    factor = float(max_norm) / (norm + 1e-6)
+    if not factor >= 1:
+        for parameter in members:
+            scale(parameter, factor)
+    double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in members)
+    return torch.tensor(norm, dtype=torch.float64 if double else torch.float32)
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    members = list(parameters)
+    if not members and isinstance(parameters, GeneratorType):
+        warnings.warn("the generator of parameters is empty: nothing is clipped", stacklevel=4)
+    return members
+
+
+def _norm(members: list[torch.Tensor], norm_type: float) -> float:
+    """Read as the gradients arrive; add up in the order of `members`."""
+    places = list(enumerate(members))
+    found = {place: _part(parameter, norm_type) for place, parameter in by_arrival(places, lambda item: item[1])}
+    parts = [part for place in range(len(members)) if (part := found[place]) is not None]
+    return math.sqrt(sum(parts)) if norm_type == 2 else _join(parts, norm_type)
+
+
+def _part(parameter: torch.Tensor, norm_type: float) -> float | None:
+    """One gradient's sum of squares for the second norm, else its norm; None without a gradient."""
+    if norm_type == 2:
+        return squares_of(parameter)
+    gradient = gradient_of(parameter)
+    if gradient is None:
+        return None
+    norms = [_join(piece, norm_type) for piece in _pieces(gradient.tensor)]
+    # The zeroth counts what is not zero.
+    return sum(norms) if norm_type == 0 else _join(norms, norm_type) * abs(gradient.factor)
+
+
+def _join(values: list[float] | torch.Tensor, norm_type: float) -> float:
+    wide = torch.tensor(values, dtype=torch.float64) if isinstance(values, list) else values
+    wide = wide.to(torch.complex128).abs() if wide.is_complex() else wide.double()
+    # Torch's stub leaves a type out.
+    norm = cast(Callable[..., torch.Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
+    return float(norm(wide, norm_type)) if wide.numel() else 0.0
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    flat = tensor.reshape(-1)
+    return (flat[begin : begin + _PIECE] for begin in range(0, flat.numel(), _PIECE))

@@ -1,0 +1,225 @@
+/* What Python calls: picks the variant, divides a job among threads, and sums what they found in one fixed order. */
+
+#include "rp_optim.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Rows of one matrix that one thread takes at a time, and how many such pieces a matrix has at most. */
+#define ROWS_AT_LEAST 32
+#define PIECES_AT_MOST 64
+
+/* Threads come with the floating-point mode of whoever started them. Within a job it is the default one, so that
+ * nothing is flushed and all threads round alike; afterwards it is again what it was. */
+#if defined(__SSE2__)
+typedef unsigned int mode;
+static mode enter(void) {
+    mode old = _mm_getcsr();
+    _mm_setcsr(0x1f80u);
+    return old;
+}
+static void leave(mode old) {
+    _mm_sfence(); /* what was written around the cache is seen by whoever is told of it */
+    _mm_setcsr(old);
+}
+#elif defined(__aarch64__)
+typedef uint64_t mode;
+static mode enter(void) {
+    mode old;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(old));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+    return old;
+}
+static void leave(mode old) { __asm__ volatile("msr fpcr, %0" : : "r"(old)); }
+#else
+typedef int mode;
+static mode enter(void) { return 0; }
+static void leave(mode old) { (void)old; }
+#endif
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void run_range(rpo_range *kernel, const rpo_job *job) {
+    const int64_t units = (job->count + RPO_UNIT - 1) / RPO_UNIT;
+    const int threads = (int)smaller(job->threads, units);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        mode old = enter();
+#pragma omp for schedule(static)
+        for (int64_t u = 0; u < units; u++)
+            kernel(job, u * RPO_UNIT, smaller((u + 1) * RPO_UNIT, job->count));
+        leave(old);
+    }
+}
+
+static double sum_of(const double *parts, int64_t count) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += parts[i];
+    return sum;
+}
+
+static int run_sum(rpo_sum *kernel, rpo_job *job) {
+    const int64_t units = (job->count + RPO_UNIT - 1) / RPO_UNIT;
+    const int threads = (int)smaller(job->threads, units);
+    double *parts = malloc((size_t)(units + 1) * sizeof(double));
+    if (parts == NULL) return 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        mode old = enter();
+#pragma omp for schedule(static)
+        for (int64_t u = 0; u < units; u++)
+            parts[u] = kernel(job, u * RPO_UNIT, smaller((u + 1) * RPO_UNIT, job->count));
+        leave(old);
+    }
+    job->result = sum_of(parts, units);
+    free(parts);
+    return 0;
+}
+
+/* Matrices in pieces of rows. */
+
+typedef struct {
+    int64_t rows, per_matrix, count;
+} pieces;
+
+static pieces pieces_of(const rpo_job *job) {
+    int64_t rows = (job->rows + PIECES_AT_MOST - 1) / PIECES_AT_MOST;
+    rows = rows < ROWS_AT_LEAST ? ROWS_AT_LEAST : rows;
+    const int64_t per_matrix = (job->rows + rows - 1) / rows;
+    return (pieces){rows, per_matrix, per_matrix * job->batch};
+}
+
+static int threads_for(const rpo_job *job, pieces cut) {
+    return (int)smaller(smaller(job->threads, cut.count), 1 + job->count / RPO_UNIT);
+}
+
+#define FOR_PIECES(job, cut, statement)                                                              \
+    _Pragma("omp parallel num_threads(threads_for(job, cut)) if (threads_for(job, cut) > 1)") {      \
+        mode old = enter();                                                                          \
+        _Pragma("omp for schedule(static)") for (int64_t piece = 0; piece < cut.count; piece++) {    \
+            const int64_t matrix = piece / cut.per_matrix;                                           \
+            const int64_t begin = (piece % cut.per_matrix) * cut.rows;                               \
+            const int64_t end = smaller(begin + cut.rows, job->rows);                                \
+            statement;                                                                               \
+        }                                                                                            \
+        leave(old);                                                                                  \
+    }
+
+static void sum_columns(const rpo_job *job, pieces cut, const double *parts) {
+    memset(job->col_sums, 0, (size_t)(job->batch * job->cols) * sizeof(double));
+    for (int64_t piece = 0; piece < cut.count; piece++) {
+        double *sums = job->col_sums + piece / cut.per_matrix * job->cols;
+        for (int64_t c = 0; c < job->cols; c++) sums[c] += parts[piece * job->cols + c];
+    }
+}
+
+static int run_matrix_squares(rpo_rows_cols *kernel, const rpo_job *job) {
+    const pieces cut = pieces_of(job);
+    double *parts = calloc((size_t)(cut.count * job->cols) + 1, sizeof(double));
+    if (parts == NULL) return 1;
+    FOR_PIECES(job, cut, kernel(job, matrix, begin, end, parts + piece * job->cols))
+    sum_columns(job, cut, parts);
+    free(parts);
+    return 0;
+}
+
+static int run_matrix_norm(rpo_rows_sum *kernel, rpo_job *job) {
+    const pieces cut = pieces_of(job);
+    double *parts = malloc((size_t)(cut.count + 1) * sizeof(double));
+    if (parts == NULL) return 1;
+    FOR_PIECES(job, cut, parts[piece] = kernel(job, matrix, begin, end))
+    job->result = sum_of(parts, cut.count);
+    free(parts);
+    return 0;
+}
+
+static void run_matrix(rpo_rows *kernel, const rpo_job *job) {
+    const pieces cut = pieces_of(job);
+    FOR_PIECES(job, cut, kernel(job, matrix, begin, end))
+}
+
+/* Variants, the best first */
+
+static int runs_here(const rpo_variant *variant) {
+#if defined(RPO_HAVE_AVX512)
+    if (variant == &rpo_avx512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("fma");
+#endif
+#if defined(RPO_HAVE_AVX2)
+    if (variant == &rpo_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    (void)variant;
+    return 1;
+}
+
+static const rpo_variant *const variants[] = {
+#if defined(RPO_HAVE_AVX512)
+    &rpo_avx512,
+#endif
+#if defined(RPO_HAVE_AVX2)
+    &rpo_avx2,
+#endif
+#if defined(RPO_HAVE_NEON)
+    &rpo_neon,
+#endif
+    &rpo_scalar,
+};
+
+/* The name of the variant with this number, or null past the last one; "" if this processor cannot run it. */
+EXPORT const char *rpo_variant_name(int number) {
+    const int count = (int)(sizeof variants / sizeof *variants);
+    if (number < 0 || number >= count) return NULL;
+    return runs_here(variants[number]) ? variants[number]->name : "";
+}
+
+EXPORT const char *rpo_source(void) { return RPO_SOURCE; }
+
+EXPORT int64_t rpo_job_bytes(void) { return (int64_t)sizeof(rpo_job); }
+
+EXPORT int rpo_has_openmp(void) {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* All return 0, or 1 if there was no memory for the parts of a sum. */
+#define RANGE(kernel)                                    \
+    EXPORT int rpo_##kernel(int variant, rpo_job *job) { \
+        run_range(variants[variant]->kernel, job);       \
+        return 0;                                      \
+    }
+RANGE(adam)
+RANGE(sgd)
+RANGE(lion)
+RANGE(vector_apply)
+RANGE(rewrite)
+RANGE(traffic)
+
+EXPORT int rpo_squares(int variant, rpo_job *job) { return run_sum(variants[variant]->squares, job); }
+
+EXPORT int rpo_vector_variance(int variant, rpo_job *job) {
+    return run_sum(variants[variant]->vector_variance, job);
+}
+
+EXPORT int rpo_matrix_squares(int variant, rpo_job *job) {
+    return run_matrix_squares(variants[variant]->matrix_squares, job);
+}
+
+EXPORT int rpo_matrix_norm(int variant, rpo_job *job) {
+    return run_matrix_norm(variants[variant]->matrix_norm, job);
+}
+
+EXPORT int rpo_matrix_apply(int variant, rpo_job *job) {
+    run_matrix(variants[variant]->matrix_apply, job);
+    return 0;
+}

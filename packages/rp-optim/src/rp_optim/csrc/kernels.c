@@ -1,0 +1,460 @@
+/* The kernels of one variant: compiled once for each instruction set, with RPO_VARIANT its name.
+ *
+ * Plain loops that every compiler vectorizes, without contraction into fused multiply-adds and without
+ * reassociation: so all variants give the same bits. A block of each array is widened into L1 if it is not fp32,
+ * worked on in fp32, and rounded once on its way back.
+ */
+
+#include "rp_optim.h"
+
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define BLOCK 1024
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#define TEXT_(a) #a
+#define TEXT(a) TEXT_(a)
+
+/* Numbers and their bits */
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE float widen_bfloat16(uint16_t h) { return float_of((uint32_t)h << 16); }
+
+/* To the nearest, ties to even; NaN stays NaN, made quiet. */
+INLINE uint16_t round_bfloat16(float x) {
+    uint32_t bits = bits_of(x);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    uint32_t nan = (bits >> 16) | 0x40u;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+INLINE float widen_float16(uint16_t h) {
+    uint32_t sign = ((uint32_t)h & 0x8000u) << 16;
+    uint32_t magnitude = (uint32_t)h & 0x7fffu;
+    /* Integer to float, not a product of subnormals: those are slow on some processors. */
+    uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
+    uint32_t normal = (magnitude << 13) + (112u << 23);
+    uint32_t special = (magnitude << 13) | 0x7f800000u;
+    uint32_t bits = magnitude < 0x400u ? subnormal : (magnitude < 0x7c00u ? normal : special);
+    return float_of(bits | sign);
+}
+
+INLINE uint16_t round_float16(float x) {
+    uint32_t bits = bits_of(x);
+    uint32_t sign = (bits >> 16) & 0x8000u;
+    uint32_t magnitude = bits & 0x7fffffffu;
+    /* The sum has the spacing of float16 subnormals, so the addition rounds. */
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+    uint32_t special = magnitude > 0x7f800000u ? nan : 0x7c00u;
+    uint32_t rounded = magnitude < 0x38800000u ? subnormal : (magnitude < 0x47800000u ? normal : special);
+    return (uint16_t)(rounded | sign);
+}
+
+/* Blocks in and out */
+
+INLINE size_t size_of(int32_t type) { return type == RPO_FLOAT32 ? 4 : 2; }
+
+static void widen(int32_t type, const void *from, float *restrict to, int64_t n) {
+    const uint16_t *restrict half = from;
+    if (type == RPO_BFLOAT16)
+        for (int64_t i = 0; i < n; i++) to[i] = widen_bfloat16(half[i]);
+    else
+        for (int64_t i = 0; i < n; i++) to[i] = widen_float16(half[i]);
+}
+
+static void narrow(int32_t type, const float *restrict from, void *to, int64_t n) {
+    uint16_t *restrict half = to;
+    if (type == RPO_BFLOAT16)
+        for (int64_t i = 0; i < n; i++) half[i] = round_bfloat16(from[i]);
+    else
+        for (int64_t i = 0; i < n; i++) half[i] = round_float16(from[i]);
+}
+
+/* Elements [i, i + n) in fp32: where they are, or widened into `room`. */
+INLINE float *fetch(void *at, int32_t type, int64_t i, int64_t n, float *room) {
+    if (type == RPO_FLOAT32) return (float *)at + i;
+    widen(type, (uint16_t *)at + i, room, n);
+    return room;
+}
+
+INLINE void put_back(void *at, int32_t type, int64_t i, int64_t n, const float *values) {
+    if (type != RPO_FLOAT32) narrow(type, values, (uint16_t *)at + i, n);
+}
+
+/* Full cache lines go around the cache: what is only written need not be read first. */
+static void write_around(void *to, const void *from, size_t bytes) {
+#if defined(__SSE2__)
+    size_t head = (size_t)(-(uintptr_t)to & 63u);
+    if (head < bytes) {
+        size_t lines = (bytes - head) & ~(size_t)63;
+        char *out = (char *)to + head;
+        const char *in = (const char *)from + head;
+        memcpy(to, from, head);
+        for (size_t i = 0; i < lines; i += 16)
+            _mm_stream_si128((__m128i *)(out + i), _mm_loadu_si128((const __m128i *)(in + i)));
+        memcpy(out + lines, in + lines, bytes - head - lines);
+        return;
+    }
+#endif
+    memcpy(to, from, bytes);
+}
+
+static void write_weights(const rpo_job *job, int64_t i, int64_t n, const float *values) {
+    uint16_t rounded[BLOCK];
+    const void *from = values;
+    if (job->weight.at == NULL) return;
+    if (job->weight.type != RPO_FLOAT32) {
+        narrow(job->weight.type, values, rounded, n);
+        from = rounded;
+    }
+    size_t size = size_of(job->weight.type);
+    char *to = (char *)job->weight.at + (size_t)i * size;
+    if (job->flags & RPO_STREAM)
+        write_around(to, from, (size_t)n * size);
+    else
+        memcpy(to, from, (size_t)n * size);
+}
+
+/* Adam (Kingma and Ba, 2015; amsgrad: Reddi et al., 2018), in the order of operations of torch.optim.Adam */
+
+typedef enum { NO_DECAY = 0, COUPLED = 1, DECOUPLED = 2 } decay_kind;
+
+INLINE void adam_block(const rpo_job *job, int64_t n, float *restrict p, const float *restrict g,
+                       float *restrict m, float *restrict v, float *restrict most, const decay_kind decay,
+                       const int near, const int amsgrad) {
+    const float factor = (float)job->factor, l2 = (float)job->l2, shrink = (float)job->shrink;
+    const float rate = (float)job->rate, gain1 = (float)job->gain1, beta1 = (float)job->beta1;
+    const float beta2 = (float)job->beta2, gain2 = (float)job->gain2;
+    const float root = (float)job->root, eps = (float)job->eps;
+    for (int64_t i = 0; i < n; i++) {
+        float x = p[i], d = g[i] * factor;
+        if (decay == COUPLED) d = d + l2 * x;
+        if (decay == DECOUPLED) x = x * shrink;
+        float mean = near ? m[i] + gain1 * (d - m[i]) : d - (d - m[i]) * beta1;
+        float square = v[i] * beta2 + (gain2 * d) * d;
+        float largest = square;
+        m[i] = mean;
+        v[i] = square;
+        if (amsgrad) {
+            float old = most[i];
+            largest = (old > square) | (old != old) ? old : square;
+            most[i] = largest;
+        }
+        p[i] = x - (rate * mean) / (sqrtf(largest) * root + eps);
+    }
+}
+
+static void adam(const rpo_job *job, int64_t begin, int64_t end) {
+    float rooms[5][BLOCK];
+    const int32_t type = job->param.type;
+    const decay_kind decay = job->l2 != 0 ? COUPLED : (job->shrink != 1 ? DECOUPLED : NO_DECAY);
+    const int amsgrad = (job->flags & RPO_AMSGRAD) != 0;
+    const int near = job->gain1 < 0.5; /* torch's lerp starts from the nearer end */
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        float *g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        float *p = fetch(job->param.at, type, i, n, rooms[1]);
+        float *m = fetch(job->state[0], type, i, n, rooms[2]);
+        float *v = fetch(job->state[1], type, i, n, rooms[3]);
+        float *most = amsgrad ? fetch(job->state[2], type, i, n, rooms[4]) : rooms[4];
+        switch (decay * 4 + near * 2 + amsgrad) {
+        case 0: adam_block(job, n, p, g, m, v, most, NO_DECAY, 0, 0); break;
+        case 1: adam_block(job, n, p, g, m, v, most, NO_DECAY, 0, 1); break;
+        case 2: adam_block(job, n, p, g, m, v, most, NO_DECAY, 1, 0); break;
+        case 3: adam_block(job, n, p, g, m, v, most, NO_DECAY, 1, 1); break;
+        case 4: adam_block(job, n, p, g, m, v, most, COUPLED, 0, 0); break;
+        case 5: adam_block(job, n, p, g, m, v, most, COUPLED, 0, 1); break;
+        case 6: adam_block(job, n, p, g, m, v, most, COUPLED, 1, 0); break;
+        case 7: adam_block(job, n, p, g, m, v, most, COUPLED, 1, 1); break;
+        case 8: adam_block(job, n, p, g, m, v, most, DECOUPLED, 0, 0); break;
+        case 9: adam_block(job, n, p, g, m, v, most, DECOUPLED, 0, 1); break;
+        case 10: adam_block(job, n, p, g, m, v, most, DECOUPLED, 1, 0); break;
+        case 11: adam_block(job, n, p, g, m, v, most, DECOUPLED, 1, 1); break;
+        }
+        put_back(job->param.at, type, i, n, p);
+        put_back(job->state[0], type, i, n, m);
+        put_back(job->state[1], type, i, n, v);
+        if (amsgrad) put_back(job->state[2], type, i, n, most);
+        write_weights(job, i, n, p);
+    }
+}
+
+/* SGD, in the order of operations of torch.optim.SGD. beta1 is the momentum, gain1 is 1 - dampening. */
+
+INLINE void sgd_block(const rpo_job *job, int64_t n, float *restrict p, const float *restrict g,
+                      float *restrict buffer, const int momentum, const int first, const int nesterov) {
+    const float factor = (float)job->factor, l2 = (float)job->l2, rate = (float)job->rate;
+    const float keep = (float)job->beta1, gain = (float)job->gain1;
+    const int decay = job->l2 != 0;
+    for (int64_t i = 0; i < n; i++) {
+        float d = g[i] * factor;
+        d = decay ? d + l2 * p[i] : d;
+        if (momentum) {
+            float moved = first ? d : buffer[i] * keep + gain * d;
+            buffer[i] = moved;
+            d = nesterov ? d + keep * moved : moved;
+        }
+        p[i] = p[i] - rate * d;
+    }
+}
+
+static void sgd(const rpo_job *job, int64_t begin, int64_t end) {
+    float rooms[3][BLOCK];
+    const int32_t type = job->param.type;
+    const int momentum = (job->flags & RPO_MOMENTUM) != 0, nesterov = (job->flags & RPO_NESTEROV) != 0;
+    const int first = (job->flags & RPO_FIRST) != 0;
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        float *g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        float *p = fetch(job->param.at, type, i, n, rooms[1]);
+        float *buffer = momentum ? fetch(job->state[0], type, i, n, rooms[2]) : rooms[2];
+        switch (momentum ? 1 + first * 2 + nesterov : 0) {
+        case 0: sgd_block(job, n, p, g, buffer, 0, 0, 0); break;
+        case 1: sgd_block(job, n, p, g, buffer, 1, 0, 0); break;
+        case 2: sgd_block(job, n, p, g, buffer, 1, 0, 1); break;
+        case 3: sgd_block(job, n, p, g, buffer, 1, 1, 0); break;
+        case 4: sgd_block(job, n, p, g, buffer, 1, 1, 1); break;
+        }
+        put_back(job->param.at, type, i, n, p);
+        if (momentum) put_back(job->state[0], type, i, n, buffer);
+        write_weights(job, i, n, p);
+    }
+}
+
+/* Lion (Chen et al., 2023, algorithm 2) */
+
+INLINE float sign_of(float x) { return (float)((x > 0) - (x < 0)); } /* of NaN 0, as torch.sign */
+
+INLINE void lion_block(const rpo_job *job, int64_t n, float *restrict p, const float *restrict g,
+                       float *restrict m) {
+    const float factor = (float)job->factor, shrink = (float)job->shrink, rate = (float)job->rate;
+    const float beta1 = (float)job->beta1, gain1 = (float)job->gain1;
+    const float beta2 = (float)job->beta2, gain2 = (float)job->gain2;
+    for (int64_t i = 0; i < n; i++) {
+        float d = g[i] * factor;
+        float direction = sign_of(m[i] * beta1 + gain1 * d);
+        p[i] = p[i] * shrink - rate * direction;
+        m[i] = m[i] * beta2 + gain2 * d;
+    }
+}
+
+static void lion(const rpo_job *job, int64_t begin, int64_t end) {
+    float rooms[3][BLOCK];
+    const int32_t type = job->param.type;
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        float *g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        float *p = fetch(job->param.at, type, i, n, rooms[1]);
+        float *m = fetch(job->state[0], type, i, n, rooms[2]);
+        lion_block(job, n, p, g, m);
+        put_back(job->param.at, type, i, n, p);
+        put_back(job->state[0], type, i, n, m);
+        write_weights(job, i, n, p);
+    }
+}
+
+/* Sums of squares, in fp64: the product of two fp32 numbers is exact there, so a fused multiply-add may be used. */
+
+INLINE double add_square(double sum, double x) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_fma(x, x, sum);
+#else
+    return x * x + sum;
+#endif
+}
+
+INLINE void add_squares(double *restrict lanes, const float *restrict x, int64_t n) {
+    double sums[LANES];
+    int64_t i = 0;
+    memcpy(sums, lanes, sizeof sums);
+    for (; i + LANES <= n; i += LANES)
+        for (int j = 0; j < LANES; j++) sums[j] = add_square(sums[j], (double)x[i + j]);
+    for (int j = 0; i + j < n; j++) sums[j] = add_square(sums[j], (double)x[i + j]);
+    memcpy(lanes, sums, sizeof sums);
+}
+
+INLINE double sum_lanes(const double *lanes) {
+    double sum = 0;
+    for (int j = 0; j < LANES; j++) sum += lanes[j];
+    return sum;
+}
+
+static double squares(const rpo_job *job, int64_t begin, int64_t end) {
+    float room[BLOCK];
+    double lanes[LANES] = {0};
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        add_squares(lanes, fetch(job->grad.at, job->grad.type, i, n, room), n);
+    }
+    return sum_lanes(lanes);
+}
+
+/* Adafactor (Shazeer and Stern, 2018), as torch.optim.Adafactor has it. A matrix's variance is row * col. */
+
+INLINE float at_least(float x, float least) { return x < least ? least : x; } /* NaN stays */
+
+static void matrix_squares(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end, double *col_sums) {
+    float room[BLOCK];
+    for (int64_t r = begin; r < end; r++) {
+        const int64_t row = matrix * job->rows + r;
+        double lanes[LANES] = {0};
+        for (int64_t c = 0; c < job->cols; c += BLOCK) {
+            const int64_t n = job->cols - c < BLOCK ? job->cols - c : BLOCK;
+            const float *restrict g = fetch(job->grad.at, job->grad.type, row * job->cols + c, n, room);
+            double *restrict sums = col_sums + c;
+            add_squares(lanes, g, n);
+            for (int64_t i = 0; i < n; i++) sums[i] = add_square(sums[i], (double)g[i]);
+        }
+        job->row_sums[row] = sum_lanes(lanes);
+    }
+}
+
+INLINE void matrix_moves(const rpo_job *job, int64_t n, const float *restrict g, float row,
+                         const float *restrict col, float *restrict moves) {
+    const float factor = (float)job->factor, least = (float)job->eps;
+    for (int64_t i = 0; i < n; i++) moves[i] = (g[i] * factor) / sqrtf(at_least(row * col[i], least));
+}
+
+static double matrix_norm(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end) {
+    float room[BLOCK], moves[BLOCK];
+    double lanes[LANES] = {0};
+    for (int64_t r = begin; r < end; r++) {
+        const int64_t row = matrix * job->rows + r;
+        for (int64_t c = 0; c < job->cols; c += BLOCK) {
+            const int64_t n = job->cols - c < BLOCK ? job->cols - c : BLOCK;
+            const float *g = fetch(job->grad.at, job->grad.type, row * job->cols + c, n, room);
+            matrix_moves(job, n, g, job->row[row], job->col + matrix * job->cols + c, moves);
+            add_squares(lanes, moves, n);
+        }
+    }
+    return sum_lanes(lanes);
+}
+
+INLINE void apply_moves(const rpo_job *job, int64_t i, int64_t n, const float *restrict moves) {
+    float room[BLOCK];
+    const float shrink = (float)job->shrink, rate = (float)job->rate;
+    float *restrict p = fetch(job->param.at, job->param.type, i, n, room);
+    for (int64_t j = 0; j < n; j++) p[j] = p[j] * shrink - rate * moves[j];
+    put_back(job->param.at, job->param.type, i, n, p);
+    write_weights(job, i, n, p);
+}
+
+static void matrix_apply(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end) {
+    float room[BLOCK], moves[BLOCK];
+    for (int64_t r = begin; r < end; r++) {
+        const int64_t row = matrix * job->rows + r;
+        for (int64_t c = 0; c < job->cols; c += BLOCK) {
+            const int64_t n = job->cols - c < BLOCK ? job->cols - c : BLOCK, i = row * job->cols + c;
+            const float *g = fetch(job->grad.at, job->grad.type, i, n, room);
+            matrix_moves(job, n, g, job->row[row], job->col + matrix * job->cols + c, moves);
+            apply_moves(job, i, n, moves);
+        }
+    }
+}
+
+INLINE void vector_moves(const rpo_job *job, int64_t n, const float *restrict g, const float *restrict variance,
+                         float *restrict moves) {
+    const float factor = (float)job->factor, least = (float)job->eps;
+    for (int64_t i = 0; i < n; i++) moves[i] = (g[i] * factor) / sqrtf(at_least(variance[i], least));
+}
+
+/* The variance moves toward the squared gradient by gain2; returns the squares of what the update will be. */
+static double vector_variance(const rpo_job *job, int64_t begin, int64_t end) {
+    float rooms[2][BLOCK], moves[BLOCK];
+    double lanes[LANES] = {0};
+    const float factor = (float)job->factor, gain = (float)job->gain2, rest = (float)job->beta2;
+    const int near = job->gain2 < 0.5;
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        const float *restrict g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        float *restrict v = fetch(job->state[0], job->param.type, i, n, rooms[1]);
+        for (int64_t j = 0; j < n; j++) {
+            float d = g[j] * factor, square = d * d;
+            v[j] = near ? v[j] + gain * (square - v[j]) : square - (square - v[j]) * rest;
+        }
+        put_back(job->state[0], job->param.type, i, n, v);
+        /* As rounded: the update reads them so. */
+        vector_moves(job, n, g, fetch(job->state[0], job->param.type, i, n, rooms[1]), moves);
+        add_squares(lanes, moves, n);
+    }
+    return sum_lanes(lanes);
+}
+
+static void vector_apply(const rpo_job *job, int64_t begin, int64_t end) {
+    float rooms[2][BLOCK], moves[BLOCK];
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        const float *g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        vector_moves(job, n, g, fetch(job->state[0], job->param.type, i, n, rooms[1]), moves);
+        apply_moves(job, i, n, moves);
+    }
+}
+
+/* What the memory allows, for benchmarks: Adam's arrays with next to no arithmetic */
+
+INLINE void flip(void *at, size_t bytes) {
+    uint64_t *restrict words = at;
+    for (size_t i = 0; i < bytes / 8; i++) words[i] ^= 0x0001000100010001u;
+}
+
+/* Every array of the job read, changed and written in place: 32 bytes a parameter. */
+static void rewrite(const rpo_job *job, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const size_t n = (size_t)(end - i < BLOCK ? end - i : BLOCK);
+        flip((uint16_t *)job->grad.at + i, 2 * n);
+        flip((float *)job->param.at + i, 4 * n);
+        flip((float *)job->state[0] + i, 4 * n);
+        flip((float *)job->state[1] + i, 4 * n);
+        flip((uint16_t *)job->weight.at + i, 2 * n);
+    }
+}
+
+/* The 28 bytes a parameter that Adam itself moves: gradient read, three arrays changed, weight written. */
+static void traffic(const rpo_job *job, int64_t begin, int64_t end) {
+    float room[BLOCK];
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        const float *restrict g = fetch(job->grad.at, job->grad.type, i, n, room);
+        float *restrict p = (float *)job->param.at + i;
+        flip((float *)job->state[0] + i, 4 * (size_t)n);
+        flip((float *)job->state[1] + i, 4 * (size_t)n);
+        for (int64_t j = 0; j < n; j++) p[j] = p[j] + g[j];
+        write_weights(job, i, n, p);
+    }
+}
+
+const rpo_variant JOIN(rpo_, RPO_VARIANT) = {
+    .name = TEXT(RPO_VARIANT),
+    .adam = adam,
+    .sgd = sgd,
+    .lion = lion,
+    .vector_apply = vector_apply,
+    .rewrite = rewrite,
+    .traffic = traffic,
+    .squares = squares,
+    .vector_variance = vector_variance,
+    .matrix_squares = matrix_squares,
+    .matrix_norm = matrix_norm,
+    .matrix_apply = matrix_apply,
+};

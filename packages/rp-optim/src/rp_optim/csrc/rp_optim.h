@@ -1,0 +1,66 @@
+/* What the kernels are asked for: one job, the variants of one processor, and the table that joins them. */
+
+#ifndef RP_OPTIM_H
+#define RP_OPTIM_H
+
+#include <stdint.h>
+
+/* Elements in one unit of work. Sums are formed unit by unit, so no result depends on who worked on which. */
+#define RPO_UNIT 65536
+
+typedef enum { RPO_FLOAT32 = 0, RPO_BFLOAT16 = 1, RPO_FLOAT16 = 2 } rpo_type;
+
+typedef struct {
+    void *at;
+    int32_t type;
+} rpo_array;
+
+/* One parameter's update. `grad` is multiplied by `factor` (unscaling, clipping; negative to maximize), then
+ * `l2` times the parameter is added; the parameter is multiplied by `shrink` and moves by `rate`. The rest are
+ * the numbers of one optimizer each. An array that is not used is null. `state` has the parameter's type. */
+typedef struct {
+    int64_t count;
+    int32_t threads;
+    int32_t flags;
+    rpo_array param, grad, weight;
+    void *state[3];
+    double factor, l2, shrink, rate;
+    double beta1, beta2, gain1, gain2; /* gains: 1 - beta, rounded once, from the caller */
+    double root;                       /* Adam: 1 / sqrt(bias correction 2) */
+    double eps;                        /* Adam: added to the root; Adafactor: least variance */
+    /* Adafactor: `count` = batch * rows * cols, and the variance of an element is row * col. */
+    int64_t batch, rows, cols;
+    const float *row, *col;
+    double *row_sums, *col_sums;
+    double result; /* of jobs that sum */
+} rpo_job;
+
+enum {
+    RPO_AMSGRAD = 1,  /* Adam: state[2] is the largest second moment so far */
+    RPO_MOMENTUM = 2, /* SGD: state[0] is the momentum buffer */
+    RPO_FIRST = 4,    /* SGD: the buffer starts as this gradient */
+    RPO_NESTEROV = 8,
+    RPO_STREAM = 16, /* weights are too many to stay in cache: write around it */
+};
+
+/* Elementwise over [begin, end). */
+typedef void rpo_range(const rpo_job *job, int64_t begin, int64_t end);
+/* A sum over [begin, end), always in the same order. */
+typedef double rpo_sum(const rpo_job *job, int64_t begin, int64_t end);
+/* Over rows [begin, end) of one matrix of the batch. */
+typedef void rpo_rows(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end);
+typedef double rpo_rows_sum(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end);
+typedef void rpo_rows_cols(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end, double *col_sums);
+
+typedef struct {
+    const char *name;
+    rpo_range *adam, *sgd, *lion, *vector_apply, *rewrite, *traffic;
+    rpo_sum *squares, *vector_variance;
+    rpo_rows_cols *matrix_squares;
+    rpo_rows_sum *matrix_norm;
+    rpo_rows *matrix_apply;
+} rpo_variant;
+
+extern const rpo_variant rpo_scalar, rpo_neon, rpo_avx2, rpo_avx512;
+
+#endif

@@ -1,0 +1,69 @@
+"""Lion for parameters on the host, with the signature that it usually has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from rp_optim.checks import at_least, refuse_flags
+from rp_optim.errors import InvalidOption
+from rp_optim.host import Group, HostOptimizer, negated_to_maximize, state_tensor
+from rp_optim.kernel import kernel_for
+from rp_optim.updates import LionNumbers, Spot
+
+Scalar = float | torch.Tensor
+
+
+class Lion(HostOptimizer):
+    """Lion (Chen et al., 2023, algorithm 2): the sign of a momentum, in one pass over host memory.
+
+    Torch has none; the signature and the state (``exp_avg``) are the authors'. `foreach` and `fused` are accepted
+    and change nothing. Wants a learning rate some 3 to 10 times smaller than AdamW's, and a weight decay as many
+    times larger.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = Lion([weight], lr=0.5)
+    >>> weight.grad = torch.tensor([3.0, -0.1])
+    >>> optimizer.step()
+    >>> weight.data
+    tensor([0.5000, 1.5000])
+
+    Raises `ValueError` as `rp_optim.Adam` does.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 1e-4,
+        betas: tuple[Scalar, Scalar] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        refuse_flags("Lion", capturable=capturable, differentiable=differentiable)
+        at_least("Lion", 0.0, lr=lr, weight_decay=weight_decay)
+        for index, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise InvalidOption(f"Lion needs 0 <= betas[{index}] < 1, but has {float(beta)} instead")
+        del foreach, fused
+        numbers = (float(betas[0]), float(betas[1]))
+        defaults: dict[str, Any] = {"lr": lr, "betas": numbers, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    def _update(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
+        exp_avg = state_tensor(self.state[parameter], "exp_avg", parameter)
+        spot = negated_to_maximize(spot, group["maximize"])
+        kernel_for(spot).lion(spot, _numbers(group), exp_avg)
+
+
+def _numbers(group: Group) -> LionNumbers:
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    return LionNumbers(
+        shrink=1 - lr * float(group["weight_decay"]), rate=lr, beta1=float(beta1), beta2=float(beta2)
+    )

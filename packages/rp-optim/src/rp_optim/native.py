@@ -1,0 +1,221 @@
+"""The compiled kernels behind ctypes, which releases the interpreter's lock while they run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from rp_optim.updates import AdamNumbers, Factors, LionNumbers, Matrices, Move, SGDNumbers, Spot
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NATIVE_DTYPES = frozenset(_TYPES)
+
+_AMSGRAD, _MOMENTUM, _FIRST, _NESTEROV, _STREAM = 1, 2, 4, 8, 16
+
+# Fewer weights than this may still be in cache when they are read next.
+_STREAM_FROM = 1 << 16
+
+_int64, _double, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class _Array(ctypes.Structure):
+    _fields_ = (("at", _pointer), ("type", ctypes.c_int32))
+
+
+class _Job(ctypes.Structure):
+    """`rpo_job` of ``csrc/rp_optim.h``, field by field."""
+
+    _fields_ = (
+        ("count", _int64),
+        ("threads", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("param", _Array),
+        ("grad", _Array),
+        ("weight", _Array),
+        ("state", _pointer * 3),
+        ("factor", _double),
+        ("l2", _double),
+        ("shrink", _double),
+        ("rate", _double),
+        ("beta1", _double),
+        ("beta2", _double),
+        ("gain1", _double),
+        ("gain2", _double),
+        ("root", _double),
+        ("eps", _double),
+        ("batch", _int64),
+        ("rows", _int64),
+        ("cols", _int64),
+        ("row", _pointer),
+        ("col", _pointer),
+        ("row_sums", _pointer),
+        ("col_sums", _pointer),
+        ("result", _double),
+    )
+
+
+def _array(tensor: torch.Tensor | None) -> _Array:
+    return _Array(None, 0) if tensor is None else _Array(tensor.data_ptr(), _TYPES[tensor.dtype])
+
+
+def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | Move) -> dict[str, float]:
+    # Not dataclasses.asdict: it copies deeply, which took a third of the time of a small parameter.
+    return {name: getattr(numbers, name) for name in numbers.__dataclass_fields__}
+
+
+def _job(
+    spot: Spot,
+    state: tuple[torch.Tensor | None, ...] = (),
+    flags: int = 0,
+    numbers: dict[str, float] | None = None,
+) -> _Job:
+    count = spot.grad.numel()
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in state]
+    return _Job(
+        count=count,
+        threads=torch.get_num_threads(),
+        flags=flags | (_STREAM if count >= _STREAM_FROM else 0),
+        param=_array(spot.param),
+        grad=_array(spot.grad),
+        weight=_array(spot.weight),
+        state=(_pointer * 3)(*pointers, *[None] * (3 - len(pointers))),
+        factor=spot.factor,
+        **(numbers or {}),
+    )
+
+
+def _matrix_job(spot: Spot, shape: Matrices, factors: Factors, numbers: dict[str, float] | None = None) -> _Job:
+    job = _job(spot, numbers=numbers)
+    job.eps = factors.least
+    job.batch, job.rows, job.cols = shape.batch, shape.rows, shape.cols
+    job.row, job.col = factors.row.data_ptr(), factors.col.data_ptr()
+    return job
+
+
+class Library:
+    """The shared library.
+
+    Raises `OSError` if it cannot be loaded, or was compiled from other sources than `source_hash`.
+    """
+
+    def __init__(self, path: Path, source_hash: str) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self._library.rpo_source.restype = ctypes.c_char_p
+        self._library.rpo_variant_name.restype = ctypes.c_char_p
+        self._library.rpo_job_bytes.restype = _int64
+        if self._library.rpo_source() != source_hash.encode():
+            raise OSError(f"{path} was compiled from other sources than these")
+        if self._library.rpo_job_bytes() != ctypes.sizeof(_Job):
+            raise AssertionError("rpo_job in csrc/rp_optim.h and _Job differ")
+
+    @property
+    def openmp(self) -> bool:
+        """Whether it divides its work among threads."""
+        return bool(self._library.rpo_has_openmp())
+
+    def variants(self) -> dict[str, int]:
+        """Number of each variant that this processor can run, the fastest first."""
+        return {name: number for number, name in enumerate(self._names()) if name}
+
+    def _names(self) -> Iterator[str]:
+        number = 0
+        while (name := self._library.rpo_variant_name(number)) is not None:
+            yield name.decode()
+            number += 1
+
+    def call(self, name: str, variant: int, job: _Job) -> float:
+        """Run one job; returns what it summed.
+
+        Raises `MemoryError`.
+        """
+        if job.count == 0:
+            return 0.0
+        if self._library[f"rpo_{name}"](variant, ctypes.byref(job)) != 0:
+            raise MemoryError(f"no memory for the sums of {name} over {job.count} elements")
+        return job.result
+
+
+class NativeKernel:
+    """One variant of the library, as a `Kernel`."""
+
+    def __init__(self, library: Library, name: str) -> None:
+        self._library = library
+        self._name = name
+        self._variant = library.variants()[name]
+
+    @property
+    def name(self) -> str:
+        """The instruction set it was compiled for."""
+        return self._name
+
+    def _call(self, name: str, job: _Job) -> float:
+        return self._library.call(name, self._variant, job)
+
+    def adam(
+        self,
+        spot: Spot,
+        numbers: AdamNumbers,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        max_exp_avg_sq: torch.Tensor | None,
+    ) -> None:
+        """See `Kernel.adam`."""
+        flags = 0 if max_exp_avg_sq is None else _AMSGRAD
+        gains = {"gain1": 1 - numbers.beta1, "gain2": 1 - numbers.beta2}
+        job = _job(spot, (exp_avg, exp_avg_sq, max_exp_avg_sq), flags, _fields_of(numbers) | gains)
+        self._call("adam", job)
+
+    def sgd(self, spot: Spot, numbers: SGDNumbers, buffer: torch.Tensor | None) -> None:
+        """See `Kernel.sgd`."""
+        flags = 0 if buffer is None else _MOMENTUM
+        flags |= (_FIRST if numbers.first else 0) | (_NESTEROV if numbers.nesterov else 0)
+        found = {"l2": numbers.l2, "rate": numbers.rate, "beta1": numbers.keep, "gain1": numbers.gain}
+        job = _job(spot, (buffer,), flags, found)
+        self._call("sgd", job)
+
+    def lion(self, spot: Spot, numbers: LionNumbers, exp_avg: torch.Tensor) -> None:
+        """See `Kernel.lion`."""
+        gains = {"gain1": 1 - numbers.beta1, "gain2": 1 - numbers.beta2}
+        self._call("lion", _job(spot, (exp_avg,), numbers=_fields_of(numbers) | gains))
+
+    def squares(self, tensor: torch.Tensor) -> float:
+        """See `Kernel.squares`."""
+        return self._call("squares", _job(Spot(tensor, tensor, None, 1.0)))
+
+    def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.matrix_squares`."""
+        rows = torch.zeros(shape.batch * shape.rows, dtype=torch.float64)
+        cols = torch.zeros(shape.batch * shape.cols, dtype=torch.float64)
+        job = _matrix_job(spot, shape, Factors(rows, cols, 0.0))
+        job.row_sums, job.col_sums = rows.data_ptr(), cols.data_ptr()
+        self._call("matrix_squares", job)
+        return rows, cols
+
+    def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:
+        """See `Kernel.matrix_norm`."""
+        return self._call("matrix_norm", _matrix_job(spot, shape, factors))
+
+    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
+        """See `Kernel.matrix_apply`."""
+        self._call("matrix_apply", _matrix_job(spot, shape, factors, _fields_of(move)))
+
+    def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
+        """See `Kernel.vector_variance`."""
+        numbers = {"gain2": gain, "beta2": 1 - gain, "eps": least}
+        return self._call("vector_variance", _job(spot, (variance,), numbers=numbers))
+
+    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
+        """See `Kernel.vector_apply`."""
+        self._call("vector_apply", _job(spot, (variance,), numbers={"eps": least} | _fields_of(move)))
+
+    def rewrite(self, spot: Spot, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """For benchmarks: read, change and write Adam's arrays in place, 32 bytes a parameter."""
+        self._call("rewrite", _job(spot, (exp_avg, exp_avg_sq)))
+
+    def traffic(self, spot: Spot, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """For benchmarks: move what Adam moves, 28 bytes a parameter, with next to no arithmetic."""
+        self._call("traffic", _job(spot, (exp_avg, exp_avg_sq)))

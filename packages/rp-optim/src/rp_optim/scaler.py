@@ -1,0 +1,401 @@
+"""Scaling losses so that 16-bit gradients do not vanish, with steps that may come later and on another thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final, Literal, TypeVar, cast
+
+import torch
+
+from rp_optim.errors import InvalidOption, InvalidParameter, ScalerMisuse, WrongThread
+from rp_optim.gradients import gradient_of, is_finite, scale
+from rp_optim.masters import by_arrival, link_of
+from rp_optim.worker import OptimizerThread, on_any_optimizer_thread
+
+_Outputs = TypeVar("_Outputs")
+_Setting = Literal["growth_factor", "backoff_factor", "growth_interval"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The scaler after so many updates; `tracker` counts steps without infinities since the scale last moved."""
+
+    updates: int
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    tracker: int = 0
+
+
+class _Stage(Enum):
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"
+
+
+class GradScaler:
+    """``torch.amp.GradScaler`` for optimizers on the host, whose steps may run behind the training loop.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        thread: the thread that steps run on. Without one everything happens at once, as in torch.
+
+    With a thread, `scale` belongs to the training loop and its workers, `step` and `unscale_` to the step
+    function, which runs later. Each loss is unscaled with the scale that it was scaled with: an asynchronous
+    `update` takes effect in order with the steps, and the training loop goes on with the result of the update
+    before it, whatever the speed of the machine.
+
+    >>> scaler = GradScaler(init_scale=8.0)
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+    >>> scaler.scale(weight.sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> weight.data, scaler.get_scale()
+    (tensor([0.]), 8.0)
+
+    Raises `ValueError` for factors and intervals that cannot be.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        thread: OptimizerThread | None = None,
+    ) -> None:
+        self.enabled: Final = enabled
+        self._thread = thread
+        # Of the thread that steps.
+        self._own = _Numbers(0, _fp32(init_scale), growth_factor, backoff_factor, growth_interval)
+        _check(self._own)
+        self._unscale_with = self._own.scale
+        self._stages: dict[torch.optim.Optimizer, _Stage] = {}
+        self._found: dict[torch.optim.Optimizer, bool] = {}
+        # Of the training loop: the update whose result it goes on with, the last one launched, and what it set.
+        self._seen = self._last = _done(self._own)
+        self._launched = 0
+        self._scale_given: float | None = None
+        self._set_here: dict[_Setting, tuple[int, Any]] = {}
+
+    # The loss, on any thread
+
+    def scale(self, outputs: _Outputs) -> _Outputs:
+        """Multiply a tensor, or each in a list, a tuple or an iterable, by the scale.
+
+        Raises `TypeError` for anything else.
+        """
+        if not self.enabled:
+            return outputs
+        # Fp32 and 0-dim, on the CPU: torch takes it beside a tensor on any device, and its dtype is the result's.
+        return cast(_Outputs, _scaled(outputs, torch.tensor(self.get_scale(), dtype=torch.float32)))
+
+    def get_scale(self) -> float:
+        """The current scale, 1.0 if not enabled.
+
+        In a step function, the one that its loss was scaled with; elsewhere, the one that `scale` uses.
+        """
+        if not self.enabled:
+            return 1.0
+        if self._on_thread():
+            return self._unscale_with
+        return self._seen.result().scale if self._scale_given is None else self._scale_given
+
+    # The step, on the thread that steps
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, and look for infinities and NaN in them.
+
+        Gradients of linked masters are read as they arrive and not rewritten. From another thread it is launched
+        on the optimizer's, and waited for.
+
+        Raises `ScalerMisuse` after another `unscale_` or `step` since the last `update`; `InvalidParameter` for
+        fp16 gradients, which would lose what scaling saved.
+        """
+        if self.enabled:
+            self._on_optimizer_thread(lambda: self._unscale(optimizer))
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._stages:
+            raise ScalerMisuse(
+                f"unscale_ came after this optimizer was {self._stages[optimizer].value}; call update before it"
+            )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        _refuse_fp16(parameters)
+        inverse = _fp32(1 / self._unscale_with)
+        with torch.no_grad():
+            found = [_unscale_one(parameter, inverse) for parameter in by_arrival(parameters, lambda item: item)]
+        if True in found or False in found:
+            self._found[optimizer] = True in found
+        self._stages[optimizer] = _Stage.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """`unscale_`, unless that was done, and ``optimizer.step(*args, **kwargs)`` if all gradients are finite.
+
+        Returns what the optimizer's step returns. From another thread than the one that steps it is launched
+        there and waited for, and returns None.
+
+        Raises `ScalerMisuse` after another `step` since the last `update`, without a gradient, and for a closure.
+        """
+        if not self.enabled:
+            plain: Callable[..., Any] = optimizer.step
+            return plain(*args, **kwargs)
+        if "closure" in kwargs or any(callable(argument) for argument in args):
+            raise ScalerMisuse("a closure computes gradients anew, which nobody would unscale; step without one")
+        return self._on_optimizer_thread(lambda: self._step(optimizer, args, kwargs))
+
+    def _step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stages.get(optimizer) is _Stage.STEPPED:
+            raise ScalerMisuse("step was called for this optimizer already; call update before the next one")
+        if optimizer not in self._stages:
+            self._unscale(optimizer)
+        if optimizer not in self._found:
+            raise ScalerMisuse("no parameter of this optimizer has a gradient; step after a backward")
+        self._stages[optimizer] = _Stage.STEPPED
+        # What a step returns is its optimizer's affair.
+        step: Callable[..., Any] = optimizer.step
+        return None if self._found[optimizer] else step(*args, **kwargs)
+
+    # The update, on the calling thread
+
+    def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool = True) -> None:
+        """Move the scale: down if a step was skipped, up after enough that were not; or set it to `new_scale`.
+
+        Call it on the training loop's thread, after the step. An asynchronous one returns at once: the next losses
+        are scaled with the result of the update before, or with `new_scale`. Otherwise it waits for the step and
+        its result counts at once. Without a thread, it always does.
+
+        Raises `WrongThread` on the optimizer's thread; `ScalerMisuse` if no step was taken since the last one,
+        which the thread remembers and raises like other failures there if the update is asynchronous.
+        """
+        if not self.enabled:
+            return
+        if self._on_thread():
+            raise WrongThread(
+                "update was called in a step function; call it from the training loop, after the step"
+            )
+        given = None if new_scale is None else _one_number(new_scale)
+        done: Future[_Numbers] = Future()
+        if self._thread is None:
+            self._seen = done
+            self._update_kernel(given, done, is_async=False)
+            return
+        self._thread.launch_optim_kernel(self._update_kernel, given, done, is_async=is_async)
+        self._seen, self._last = (self._last if is_async else done), done
+        self._launched += 1
+        self._scale_given = given
+        if not is_async:
+            self._thread.synchronize_optim()
+
+    def _update_kernel(self, given: float | None, done: Future[_Numbers], *, is_async: bool) -> None:
+        old = self._own
+        try:
+            self._own = self._moved(given)
+        finally:
+            # Even if there was nothing to go by: the training loop waits for this update.
+            self._stages, self._found = {}, {}
+            self._own = replace(self._own, updates=old.updates + 1)
+            # The losses of the steps from here on were scaled with what the training loop then saw.
+            self._unscale_with = given if given is not None else (old if is_async else self._own).scale
+            done.set_result(self._own)
+
+    def _moved(self, given: float | None) -> _Numbers:
+        own = self._own
+        if given is not None:
+            return replace(own, scale=given)
+        if not self._found:
+            raise ScalerMisuse("update found no step to judge the scale by; call it after step")
+        if True in self._found.values():
+            return replace(own, scale=_fp32(own.scale * own.backoff_factor), tracker=0)
+        if own.tracker + 1 < own.growth_interval:
+            return replace(own, tracker=own.tracker + 1)
+        grown = _fp32(own.scale * own.growth_factor)
+        return replace(own, scale=grown if math.isfinite(grown) else own.scale, tracker=0)
+
+    # Settings, on any thread
+
+    def get_growth_factor(self, up_to_date: bool = False) -> float:
+        """What the scale is multiplied by to grow.
+
+        On the training loop's thread: what it has set, or what was known at the previous update; with
+        `up_to_date`, the latest, waiting for the steps that are under way.
+        """
+        return float(self._get("growth_factor", up_to_date))
+
+    def get_backoff_factor(self, up_to_date: bool = False) -> float:
+        """What the scale is multiplied by after an infinity; see `get_growth_factor`."""
+        return float(self._get("backoff_factor", up_to_date))
+
+    def get_growth_interval(self, up_to_date: bool = False) -> int:
+        """How many steps without an infinity let the scale grow; see `get_growth_factor`."""
+        return int(self._get("growth_interval", up_to_date))
+
+    def _get(self, name: _Setting, up_to_date: bool) -> Any:
+        if self._thread is None or self._on_thread():
+            return getattr(self._own, name)
+        if up_to_date:
+            self._thread.synchronize_optim()
+            return getattr(self._own, name)
+        seen = self._seen.result()
+        set_at, value = self._set_here.get(name, (-1, None))
+        return value if set_at >= seen.updates else getattr(seen, name)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set it in order with the steps: those launched before are not concerned."""
+        self._set("growth_factor", new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set it in order with the steps: those launched before are not concerned."""
+        self._set("backoff_factor", new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set it in order with the steps: those launched before are not concerned."""
+        self._set("growth_interval", new_interval)
+
+    def _set(self, name: _Setting, value: Any) -> None:
+        _check(replace(self._own, **{name: value}))
+        if self._thread is None or self._on_thread():
+            self._assign(name, value)
+            return
+        self._thread.launch_optim_kernel(self._assign, name, value)
+        self._set_here[name] = (self._launched, value)
+
+    def _assign(self, name: _Setting, value: Any) -> None:
+        self._own = replace(self._own, **{name: value})
+
+    def is_enabled(self) -> bool:
+        """Whether losses are scaled at all."""
+        return self.enabled
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's scaler saves, under the same names; each loads the other's. Empty if not enabled.
+
+        Waits for the steps that are under way.
+        """
+        if not self.enabled:
+            return {}
+        self._settle()
+        own = self._own
+        return {
+            "scale": own.scale,
+            "growth_factor": own.growth_factor,
+            "backoff_factor": own.backoff_factor,
+            "growth_interval": own.growth_interval,
+            "_growth_tracker": own.tracker,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a saved state, after the steps that are under way. Nothing if not enabled.
+
+        Raises `ScalerMisuse` for the state of a scaler that was not enabled.
+        """
+        if not self.enabled:
+            return
+        if not state_dict:
+            raise ScalerMisuse("the state is empty, as that of a scaler that is not enabled; load another one")
+        self._settle()
+        loaded = _Numbers(
+            self._own.updates,
+            _fp32(state_dict["scale"]),
+            float(state_dict["growth_factor"]),
+            float(state_dict["backoff_factor"]),
+            int(state_dict["growth_interval"]),
+            int(state_dict["_growth_tracker"]),
+        )
+        _check(loaded)
+        self._own = loaded
+        self._unscale_with = loaded.scale
+        self._seen = self._last = _done(loaded)
+        self._scale_given = None
+        self._set_here = {}
+
+    def _settle(self) -> None:
+        if self._thread is not None and not self._on_thread():
+            self._thread.synchronize_optim()
+
+    # Threads
+
+    def _on_thread(self) -> bool:
+        return self._thread is not None and self._thread.on_optim_stream()
+
+    def _on_optimizer_thread(self, job: Callable[[], Any]) -> Any:
+        if self._on_thread():
+            return job()
+        if self._thread is not None:
+            self._thread.submit(job).result()
+            return None
+        if on_any_optimizer_thread():
+            raise WrongThread(
+                "a gradient scaler without a thread was used on an optimizer's thread, where it could not tell "
+                "which scale a loss was scaled with; make it with GradScaler(thread=...)"
+            )
+        return job()
+
+
+def _done(numbers: _Numbers) -> Future[_Numbers]:
+    done: Future[_Numbers] = Future()
+    done.set_result(numbers)
+    return done
+
+
+def _fp32(value: float) -> float:
+    return torch.tensor(float(value), dtype=torch.float64).to(torch.float32).item()
+
+
+def _check(numbers: _Numbers) -> None:
+    if not numbers.growth_factor > 1:
+        raise InvalidOption(f"GradScaler needs growth_factor > 1, but has {numbers.growth_factor} instead")
+    if not numbers.backoff_factor < 1:
+        raise InvalidOption(f"GradScaler needs backoff_factor < 1, but has {numbers.backoff_factor} instead")
+    if not numbers.growth_interval >= 1:
+        raise InvalidOption(f"GradScaler needs growth_interval >= 1, but has {numbers.growth_interval} instead")
+
+
+def _one_number(value: float | torch.Tensor) -> float:
+    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.requires_grad):
+        raise InvalidOption(
+            "new_scale must be a number or a tensor of one that requires no grad, but is a tensor of shape "
+            f"{tuple(value.shape)} with requires_grad={value.requires_grad} instead"
+        )
+    return _fp32(float(value))
+
+
+def _scaled(outputs: Any, factor: torch.Tensor) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return outputs * factor
+    if isinstance(outputs, (list, tuple)):
+        many = cast("list[Any] | tuple[Any, ...]", outputs)
+        return type(many)(_scaled(value, factor) for value in many)
+    if isinstance(outputs, Iterable):
+        return (_scaled(value, factor) for value in cast(Iterable[Any], outputs))
+    raise TypeError(f"only tensors and iterables of them can be scaled, but this is a {type(outputs).__name__}")
+
+
+def _refuse_fp16(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        link = link_of(parameter)
+        if link is not None and link.counts == "source":
+            continue
+        if parameter.grad is not None and parameter.grad.dtype == torch.float16:
+            raise InvalidParameter(
+                "an fp16 gradient would lose in unscaling what scaling saved; train fp32 masters (optim_dtype), "
+                "or keep fp32 weights under autocast"
+            )
+
+
+def _unscale_one(parameter: torch.Tensor, inverse: float) -> bool | None:
+    """Whether the gradient has an infinity or NaN; None if there is no gradient."""
+    if gradient_of(parameter) is None:
+        return None
+    found = not is_finite(parameter)
+    scale(parameter, inverse)
+    return found

@@ -1,0 +1,292 @@
+"""Masters that are linked to gradients and weights elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import rp_optim
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rp_optim import UNCHANGED, Master, link, unlink
+
+HALF = torch.bfloat16
+
+
+class Source:
+    """A gradient and a weight of one master, and what was asked of them."""
+
+    def __init__(self, master: Master, log: list[str], name: str, *, arrived: bool = True) -> None:
+        self.grad: torch.Tensor | None = torch.full(master.shape, 2.0, dtype=HALF)
+        self.weight = torch.full(master.shape, 9.0, dtype=HALF)
+        self.arrived = threading.Event()
+        if arrived:
+            self.arrived.set()
+        self._log, self._name = log, name
+        link(master, self.gradients, self.weights, self.ready, self.written)
+
+    def gradients(self) -> torch.Tensor | None:
+        assert self.arrived.is_set()
+        return self.grad
+
+    def weights(self) -> torch.Tensor:
+        return self.weight
+
+    def ready(self, wait: bool, /) -> bool:
+        if wait:
+            assert self.arrived.wait(10)
+        return self.arrived.is_set()
+
+    def written(self) -> None:
+        self._log.append(self._name)
+
+
+def linked(count: int, **options: Any) -> tuple[list[Master], list[Source], list[str]]:
+    masters, log = [Master(torch.ones(3)) for _ in range(count)], []
+    return masters, [Source(master, log, str(i), **options) for i, master in enumerate(masters)], log
+
+
+# Without a link
+
+
+def test_an_unlinked_master_is_a_parameter_like_any_other() -> None:
+    master = Master(torch.ones(3))
+    assert isinstance(master, torch.nn.Parameter)
+    (master * 2).sum().backward()
+    assert torch.equal(master.grad, torch.full((3,), 2.0))
+    rp_optim.SGD([master], lr=0.5).step()
+    assert torch.equal(master, torch.zeros(3))
+    del master.grad
+    assert master.grad is None
+    assert type(copy.deepcopy(master)) is Master
+
+
+# What a step does
+
+
+@pytest.mark.parametrize("kind", [rp_optim.Adam, rp_optim.AdamW, rp_optim.SGD, rp_optim.Adafactor, rp_optim.Lion])
+def test_a_step_makes_no_copy_of_the_gradient(kind: Any) -> None:
+    (master,), (source,), log = linked(1)
+    kind([master], lr=0.5).step()
+    assert log == ["0"]
+    assert torch.equal(source.weight, master.to(HALF))
+    assert not torch.equal(master, torch.ones(3))
+    assert unlink(master) is UNCHANGED
+
+
+def test_a_written_weight_leaves_the_version_and_a_missing_one_moves_it() -> None:
+    (with_weight,), _, _ = linked(1)
+    without = Master(torch.ones(3))
+    link(without, lambda: torch.ones(3))
+    versions = with_weight._version, without._version
+    rp_optim.AdamW([with_weight, without]).step()
+    assert with_weight._version == versions[0]
+    assert without._version > versions[1]
+
+
+@pytest.mark.parametrize("name", rp_optim.available_kernels())
+def test_versions_are_the_same_on_every_kernel(name: str) -> None:
+    before = rp_optim.kernel_in_use()
+    rp_optim.use_kernel(name)
+    try:
+        (master,), _, _ = linked(1)
+        version = master._version
+        rp_optim.AdamW([master]).step()
+        assert master._version == version
+    finally:
+        rp_optim.use_kernel(before)
+
+
+def test_without_a_gradient_nothing_is_written() -> None:
+    (master,), (source,), log = linked(1)
+    source.grad = None
+    optimizer = rp_optim.AdamW([master])
+    optimizer.step()
+    assert log == []
+    assert not optimizer.state
+    assert master.grad is None
+
+
+def test_a_gradient_may_be_flat_and_of_any_width() -> None:
+    master = Master(torch.zeros(2, 3))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        link(master, lambda dtype=dtype: torch.ones(6, dtype=dtype))
+        rp_optim.SGD([master], lr=1.0).step()
+        unlink(master)
+    assert torch.equal(master, torch.full((2, 3), -3.0))
+
+
+@pytest.mark.parametrize(
+    ("grad", "words"),
+    [
+        (torch.ones(4), r"must have the shape \(3,\)"),
+        (torch.ones(3, dtype=torch.int32), "must have one of the dtypes"),
+        (torch.ones(6)[::2], "must be contiguous"),
+        (torch.ones(3, dtype=torch.complex64), "has dtype torch.complex64, but its parameter torch.float32"),
+        (torch.ones(3, dtype=torch.float64), "has dtype float64, but its parameter only torch.float32"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(grad: torch.Tensor, words: str) -> None:
+    for as_grad in (True, False):
+        master = Master(torch.ones(3))
+        link(master, lambda: grad if as_grad else torch.ones(3), lambda: None if as_grad else grad)  # noqa: B023
+        what = "gradient" if as_grad else "weight"
+        with pytest.raises(rp_optim.InvalidParameter, match=f"the {what} that a master is linked to.*{words}"):
+            rp_optim.SGD([master]).step()
+        assert torch.equal(master, torch.ones(3))
+
+
+# Order
+
+
+def test_shallow_layers_come_first_when_all_are_there() -> None:
+    masters, _, log = linked(4)
+    rp_optim.SGD(masters).step()
+    assert log == ["0", "1", "2", "3"]
+
+
+def test_a_step_waits_for_the_deepest_layer_that_is_missing() -> None:
+    masters, log = [Master(torch.ones(3)) for _ in range(5)], []
+    # The third is there at first; each other one comes only when it is waited for.
+    arrived, waited = {2}, []
+
+    def ready(index: int, wait: bool) -> bool:
+        if wait and index not in arrived:
+            waited.append(index)
+            arrived.add(index)
+        return index in arrived
+
+    for index, master in enumerate(masters):
+        link(
+            master,
+            lambda: torch.ones(3, dtype=HALF),
+            lambda: torch.empty(3, dtype=HALF),
+            lambda wait, /, index=index: ready(index, wait),
+            lambda index=index: log.append(index),
+        )
+    rp_optim.SGD(masters).step()
+    assert waited == [4, 3, 1, 0]
+    assert log == [2, 4, 3, 1, 0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_every_master_is_updated_once_in_any_order_of_arrival(order: list[int], early: int) -> None:
+    masters, sources, log = linked(6, arrived=False)
+    for index in order[:early]:
+        sources[index].arrived.set()
+    thread = threading.Thread(target=rp_optim.SGD(masters).step)
+    thread.start()
+    for index in order[early:]:
+        sources[index].arrived.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert sorted(log) == ["0", "1", "2", "3", "4", "5"]
+
+
+# .grad
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
+def test_grad_is_made_once_when_something_looks_and_counts_from_then_on(dtype: torch.dtype) -> None:
+    (master,), (source,), _ = linked(1)
+    source.grad = torch.full((3,), 2.0, dtype=dtype)
+    grad = master.grad
+    assert grad is not None
+    assert grad.dtype == torch.float32
+    assert master.grad is grad
+    grad.mul_(0.25)
+    rp_optim.SGD([master], lr=1.0).step()
+    assert torch.equal(master, torch.full((3,), 0.5))
+    assert torch.equal(source.grad, torch.full((3,), 2.0, dtype=dtype))
+    assert unlink(master) is grad
+    assert master.grad is None
+
+
+def test_zero_grad_drops_the_gradient_without_making_it() -> None:
+    masters, sources, log = linked(2)
+    asked: list[int] = []
+    for source in sources:
+        source.gradients = lambda: asked.append(1)  # type: ignore[method-assign]
+    for master, source in zip(masters, sources, strict=True):
+        assert unlink(master) is UNCHANGED
+        link(master, source.gradients, source.weights, source.ready, source.written)
+    optimizer = rp_optim.SGD(masters)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert (asked, log) == ([], [])
+    assert [unlink(master) for master in masters] == [None, None]
+
+
+def test_a_gradient_may_be_put_in_its_place() -> None:
+    (master,), _, _ = linked(1)
+    mine = torch.full((3,), 0.5)
+    master.grad = mine
+    rp_optim.SGD([master], lr=1.0).step()
+    assert torch.equal(master, torch.full((3,), 0.5))
+    assert unlink(master) is mine
+
+
+def test_torchs_optimizers_and_clipping_see_the_gradient() -> None:
+    masters, sources, log = linked(2)
+    norm = torch.nn.utils.clip_grad_norm_(masters, 1.0)
+    torch.testing.assert_close(norm, torch.tensor(24.0).sqrt())
+    versions = [master._version for master in masters]
+    torch.optim.Rprop(masters).step()
+    assert all(master._version > version for master, version in zip(masters, versions, strict=True))
+    assert log == []
+    for master, source in zip(masters, sources, strict=True):
+        grad = unlink(master)
+        assert isinstance(grad, torch.Tensor)
+        torch.testing.assert_close(grad, torch.full((3,), 2 / 24**0.5), rtol=1e-5, atol=0)
+        assert torch.equal(source.grad, torch.full((3,), 2.0, dtype=HALF))
+
+
+def test_what_is_left_of_a_scaled_gradient_is_a_copy() -> None:
+    (master,), _, _ = linked(1)
+    rp_optim.clip_grad_norm_([master], 0.5)
+    left = unlink(master)
+    assert isinstance(left, torch.Tensor)
+    torch.testing.assert_close(left.norm(), torch.tensor(0.5))
+
+
+# Mistakes
+
+
+def test_only_masters_are_linked() -> None:
+    with pytest.raises(
+        rp_optim.InvalidLink, match=r"only an rp_optim.Master can be linked, but this is a Parameter"
+    ):
+        link(torch.nn.Parameter(torch.ones(1)), lambda: None)
+    with pytest.raises(rp_optim.InvalidLink, match="not linked"):
+        unlink(Master(torch.ones(1)))
+
+
+def test_a_master_is_linked_once() -> None:
+    (master,), _, _ = linked(1)
+    with pytest.raises(rp_optim.InvalidLink, match="linked already"):
+        link(master, lambda: None)
+
+
+def test_a_link_hides_no_gradient() -> None:
+    master = Master(torch.ones(1))
+    master.grad = torch.ones(1)
+    with pytest.raises(rp_optim.InvalidLink, match="has a gradient of its own"):
+        link(master, lambda: None)
+
+
+def test_what_a_callable_raises_is_what_the_step_raises() -> None:
+    error = OSError("the device is gone")
+
+    def fail() -> None:
+        raise error
+
+    master = Master(torch.ones(1))
+    link(master, fail)
+    with pytest.raises(OSError, match="the device is gone") as caught:
+        rp_optim.SGD([master]).step()
+    assert caught.value is error

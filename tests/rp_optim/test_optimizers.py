@@ -1,0 +1,321 @@
+"""What optimizers on the host take, refuse, save and load, and how they fit in with the rest of torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import rp_optim
+import torch
+
+PAIRS = [
+    (rp_optim.Adam, torch.optim.Adam, {"amsgrad": True}),
+    (rp_optim.AdamW, torch.optim.AdamW, {}),
+    (rp_optim.SGD, torch.optim.SGD, {"momentum": 0.9}),
+    (rp_optim.Adafactor, torch.optim.Adafactor, {}),
+]
+KINDS: list[Any] = [rp_optim.Adam, rp_optim.AdamW, rp_optim.SGD, rp_optim.Adafactor, rp_optim.Lion]
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,), ())]
+
+
+def train(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], steps: int = 5) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+
+
+def assert_close(mine: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter]) -> None:
+    for left, right in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+
+
+# State
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS)
+def test_each_loads_the_others_state(
+    ours: Any, torchs: Any, options: dict[str, Any], ours_first: bool, fused: bool
+) -> None:
+    if fused and torchs is torch.optim.Adafactor:
+        pytest.skip("torch has no fused Adafactor")
+    their_options = {**options, "fused": True} if fused else options
+    kinds = [(ours, options), (torchs, their_options)]
+    (first_kind, first_options), (second_kind, second_options) = kinds if ours_first else kinds[::-1]
+    mine, whole = parameters(), parameters()
+    first = first_kind(mine, **first_options)
+    train(first, mine)
+    saved = io.BytesIO()
+    torch.save(first.state_dict(), saved)
+    second = second_kind(mine, **second_options)
+    second.load_state_dict(torch.load(io.BytesIO(saved.getvalue())))
+    train(second, mine)
+    reference = torchs(whole, **options)
+    train(reference, whole)
+    train(reference, whole)
+    assert_close(mine, whole)
+
+
+@pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS)
+def test_state_dicts_have_torchs_keys(ours: Any, torchs: Any, options: dict[str, Any]) -> None:
+    found = []
+    for kind in (ours, torchs):
+        weights = parameters()
+        optimizer = kind(weights, **options)
+        train(optimizer, weights, steps=1)
+        found.append(optimizer.state_dict())
+    mine, theirs = found
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert {number: list(state) for number, state in mine["state"].items()} == {
+        number: list(state) for number, state in theirs["state"].items()
+    }
+
+
+def test_a_state_of_another_layout_is_made_contiguous() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer, reference = rp_optim.Adam([weight]), torch.optim.Adam([torch.nn.Parameter(torch.ones(4, 4))])
+    moment = torch.arange(16.0).view(4, 4).t()
+    for each in (optimizer, reference):
+        state = {"step": torch.tensor(3.0), "exp_avg": moment.clone(), "exp_avg_sq": moment * moment}
+        assert not state["exp_avg"].is_contiguous()
+        each.load_state_dict({"state": {0: state}, "param_groups": each.state_dict()["param_groups"]})
+        (parameter,) = each.param_groups[0]["params"]
+        parameter.grad = torch.ones(4, 4)
+        each.step()
+    assert_close([weight], reference.param_groups[0]["params"])
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    weights = parameters()
+    optimizer = rp_optim.SGD(weights, momentum=0.9)
+    train(optimizer, weights, steps=1)
+    other = rp_optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in weights], momentum=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    other.param_groups[0]["params"][0].grad = torch.ones(2)
+    with pytest.raises(rp_optim.InvalidParameter, match=r"'momentum_buffer' must have the shape \(2,\)"):
+        other.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_are_torchs(kind: Any) -> None:
+    optimizer = kind(parameters())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    base = getattr(torch.optim, kind.__name__, torch.optim.Optimizer)
+    assert isinstance(optimizer, base)
+    assert copy.deepcopy(optimizer).state_dict() == optimizer.state_dict()
+
+
+# Options
+
+
+@pytest.mark.parametrize("name", ["capturable", "differentiable"])
+@pytest.mark.parametrize("kind", [rp_optim.Adam, rp_optim.AdamW, rp_optim.Lion])
+def test_what_makes_no_sense_on_the_host_is_refused(kind: Any, name: str) -> None:
+    with pytest.raises(rp_optim.InvalidOption, match=f"{kind.__name__} runs on the host, so {name} must be False"):
+        kind(parameters(), **{name: True})
+
+
+def test_a_differentiable_sgd_is_refused() -> None:
+    with pytest.raises(ValueError, match="SGD runs on the host, so differentiable must be False"):
+        rp_optim.SGD(parameters(), differentiable=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_placeholders_change_nothing(kind: Any) -> None:
+    mine, theirs = parameters(), parameters()
+    options: dict[str, Any] = (
+        {"foreach": True} if kind is rp_optim.Adafactor else {"foreach": True, "fused": False}
+    )
+    train(kind(mine, **options), mine)
+    train(kind(theirs), theirs)
+    assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_may_be_the_learning_rate(kind: Any) -> None:
+    mine, theirs = parameters(), parameters()
+    rate = torch.tensor(0.5)
+    optimizer = kind(mine, lr=rate, foreach=True)
+    rate.fill_(0.0625)
+    train(optimizer, mine)
+    train(kind(theirs, lr=0.0625), theirs)
+    assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", [rp_optim.Adam, rp_optim.AdamW, rp_optim.Lion])
+def test_tensors_may_be_the_betas(kind: Any) -> None:
+    mine, theirs = parameters(), parameters()
+    train(kind(mine, betas=(torch.tensor(0.5), torch.tensor(0.75))), mine)
+    train(kind(theirs, betas=(0.5, 0.75)), theirs)
+    assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, r"lr >= 0.0, but has -1.0"),
+        ({"lr": torch.ones(2)}, r"one number for lr, but has a tensor of shape \(2,\)"),
+        ({"lr": float("nan")}, r"lr >= 0.0, but has nan"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] < 1, but has 1.0"),
+        ({"weight_decay": -0.5}, r"weight_decay >= 0.0, but has -0.5"),
+    ],
+    ids=str,
+)
+def test_lions_options_are_checked(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(rp_optim.InvalidOption, match=words):
+        rp_optim.Lion(parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_torchs_options_are_checked_as_torch_does(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"[Ll]earning rate"):
+        kind(parameters(), lr=-1.0)
+
+
+# Tensors
+
+
+def not_taken() -> list[tuple[str, torch.Tensor]]:
+    return [
+        ("must be dense", torch.ones(4, 4).to_sparse()),
+        (r"must be on the CPU, but is on meta", torch.ones(4, 4, device="meta")),
+        ("must have one of the dtypes .* but has torch.int64", torch.ones(4, 4, dtype=torch.int64)),
+        (r"must be contiguous, but has strides \(1, 4\)", torch.arange(16.0).view(4, 4).t()),
+    ]
+
+
+@pytest.mark.parametrize(("words", "value"), not_taken(), ids=["sparse", "meta", "int", "strided"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_cannot_be_updated_are_refused_at_once(kind: Any, words: str, value: torch.Tensor) -> None:
+    good = torch.nn.Parameter(torch.ones(2))
+    parameter = torch.nn.Parameter(value, requires_grad=False)
+    with pytest.raises(rp_optim.InvalidParameter, match=f"a parameter {words}"):
+        kind([good, parameter])
+    optimizer = kind([good])
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": [parameter]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("words_grad", [not_taken()[0], not_taken()[3]], ids=["sparse", "strided"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_cannot_be_taken_are_refused_before_anything_is_changed(
+    kind: Any, words_grad: tuple[str, torch.Tensor]
+) -> None:
+    words, grad = words_grad
+    first, second = torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(4, 4))
+    first.grad, second.grad = torch.ones(4, 4), grad
+    optimizer = kind([first, second])
+    with pytest.raises(rp_optim.InvalidParameter, match=f"a gradient {words}"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(4, 4))
+    assert not optimizer.state
+
+
+def test_a_parameter_that_became_strided_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = rp_optim.SGD([weight])
+    weight.data = torch.ones(3, 2).t()
+    weight.grad = torch.ones(2, 3)
+    with pytest.raises(rp_optim.InvalidParameter, match="a parameter must be contiguous"):
+        optimizer.step()
+
+
+def test_adafactor_refuses_complex_parameters() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    weight.grad = torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(rp_optim.InvalidParameter, match="Adafactor needs real parameters"):
+        rp_optim.Adafactor([weight]).step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_parameters_and_those_without_gradient_stay(kind: Any) -> None:
+    empty, alone = torch.nn.Parameter(torch.ones(0, 3)), torch.nn.Parameter(torch.ones(3))
+    empty.grad = torch.ones(0, 3)
+    optimizer = kind([empty, alone], lr=1.0)
+    optimizer.step()
+    assert torch.equal(alone, torch.ones(3))
+    assert alone not in optimizer.state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_noticed_by_autograd(kind: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(2)
+    kind([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# With the rest of torch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closure_computes_loss_and_gradients(kind: Any) -> None:
+    weight = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+    optimizer = kind([weight], lr=0.125)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert losses[0] == 13.0
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS)
+def test_groups_and_schedulers(ours: Any, torchs: Any, options: dict[str, Any]) -> None:
+    results = []
+    for kind in (ours, torchs):
+        weights = parameters()
+        groups = [{"params": weights[:1], "lr": 0.5, "weight_decay": 0.1}, {"params": weights[1:]}]
+        optimizer = kind(groups, lr=0.25, **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        for _ in range(5):
+            train(optimizer, weights, steps=1)
+            scheduler.step()
+        results.append(weights)
+    assert_close(*results)
+
+
+def test_hooks_run_around_a_step() -> None:
+    weights = parameters()
+    optimizer = rp_optim.AdamW(weights)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(optimizer, weights, steps=1)
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_grad_drops_or_clears(kind: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([weight])
+    weight.grad = torch.ones(2)
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(weight.grad, torch.zeros(2))
+    optimizer.zero_grad()
+    assert weight.grad is None
+
+
+def test_adamw_stays_decoupled_whatever_it_loads() -> None:
+    weights = parameters()
+    adam = rp_optim.Adam(weights, weight_decay=0.1)
+    train(adam, weights, steps=1)
+    optimizer = rp_optim.AdamW(weights)
+    optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[0]["decoupled_weight_decay"]
