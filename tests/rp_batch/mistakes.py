@@ -83,7 +83,7 @@ MISTAKES = [
         "return torch.split_with_sizes(value, sizes, dim)",
         "return torch.split_with_sizes(value.detach(), sizes, dim)",
         "gradients do not flow through a split",
-        f"{PROPERTIES}::test_gradients_of_the_round_trip_are_ones",
+        f"{SPLIT}::test_the_gradient_of_a_split_is_one_concatenation",
     ),
     Mistake(
         "split.py",

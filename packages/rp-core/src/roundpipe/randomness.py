@@ -37,30 +37,45 @@ class _Gate:
         self._changed = threading.Condition()
         self._sharers = 0
         self._alone = False
+        self._callers = torch.empty(0)
 
     @contextmanager
-    def shared(self) -> Generator[None]:
+    def shared(self) -> Generator[torch.Tensor]:
+        """Yields the caller's state of the generator, which the last of those within brings back."""
         with self._changed:
             self._changed.wait_for(lambda: not self._alone)
+            if not self._sharers:
+                self._callers = torch.default_generator.get_state()
             self._sharers += 1
+            callers = self._callers
         try:
-            yield
+            yield callers
         finally:
             with self._changed:
                 self._sharers -= 1
+                if not self._sharers and _drawn_since(callers):
+                    torch.default_generator.set_state(callers)
                 self._changed.notify_all()
 
     @contextmanager
     def alone(self) -> Generator[None]:
+        """Brings the caller's state of the generator back at its end."""
         with self._changed:
             self._changed.wait_for(lambda: not self._alone and not self._sharers)
             self._alone = True
+        callers = torch.default_generator.get_state()
         try:
             yield
         finally:
+            torch.default_generator.set_state(callers)
             with self._changed:
                 self._alone = False
                 self._changed.notify_all()
+
+
+def _drawn_since(state: torch.Tensor) -> bool:
+    """Whether numbers were drawn from the CPU generator since it was in this state."""
+    return not torch.equal(state, torch.default_generator.get_state())
 
 
 _GATE = _Gate()
@@ -86,16 +101,13 @@ class Randomness:
         seed = mix(self._seed, layer, microbatch)
         place = (layer, microbatch)
         if layer in self._quiet:
-            with _GATE.shared():
-                before = torch.default_generator.get_state()
+            with _GATE.shared() as callers:
                 result, on_device = _seeded(generator, seed, body)
-                if torch.equal(before, torch.default_generator.get_state()):
+                if not _drawn_since(callers):
                     self.drew_on_device.update({place} if on_device else ())
                     return result
             self._quiet.discard(layer)
-            result, on_device, drew = self._alone(generator, seed, body, before)
-        else:
-            result, on_device, drew = self._alone(generator, seed, body)
+        result, on_device, drew = self._alone(generator, seed, body)
         self.drew_on_device.update({place} if on_device else ())
         if drew:
             self.drew.add(place)
@@ -119,19 +131,11 @@ class Randomness:
         return bool(self.drew or self.drew_on_device)
 
     @staticmethod
-    def _alone(
-        device: torch.Generator, seed: int, body: Callable[[], _Result], callers: torch.Tensor | None = None
-    ) -> tuple[_Result, bool, bool]:
+    def _alone(device: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool, bool]:
         with _GATE.alone():
-            generator = torch.default_generator
-            callers = generator.get_state() if callers is None else callers
-            try:
-                generator.manual_seed(seed)
-                before = generator.get_state()
-                result, on_device = _seeded(device, seed, body)
-                return result, on_device, not torch.equal(before, generator.get_state())
-            finally:
-                generator.set_state(callers)
+            before = torch.default_generator.manual_seed(seed).get_state()
+            result, on_device = _seeded(device, seed, body)
+            return result, on_device, _drawn_since(before)
 
 
 def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:

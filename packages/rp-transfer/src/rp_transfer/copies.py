@@ -32,14 +32,15 @@ Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
 @dataclass(slots=True)
 class _Slot:
-    """A piece of the ring, and the copy that uses it."""
+    """A piece of the ring, the copy that uses it, and whether the host has yet to empty it after that."""
 
     memory: torch.Tensor
     used_by: Event | None = None
+    is_full: bool = False
 
     def is_free(self) -> bool:
-        """Whether that copy is over. Never blocks."""
-        return self.used_by is None or self.used_by.query()
+        """Whether all that is over. Never blocks."""
+        return not self.is_full and (self.used_by is None or self.used_by.query())
 
 
 class Conveyor:
@@ -179,23 +180,26 @@ class Conveyor:
     def _download_staged(
         self, host: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, combine: Combine
     ) -> None:
-        on_the_way: deque[tuple[torch.Tensor, torch.Tensor, Event]] = deque()
+        on_the_way: deque[tuple[torch.Tensor, _Slot]] = deque()
         for here, there in _cut(host, source, self._slot_bytes):
             slot = self._slot()
-            memory = _like(slot.memory, here)
-            self._send(memory, self._rounded(there, dtype))
+            slot.is_full = True
+            self._send(_like(slot.memory, here), self._rounded(there, dtype))
             slot.used_by = self._stream.record()
-            on_the_way.append((here, memory, slot.used_by))
+            on_the_way.append((here, slot))
             if len(on_the_way) == _SLOTS - 1:
                 self._empty(*on_the_way.popleft(), combine)
         while on_the_way:
             self._empty(*on_the_way.popleft(), combine)
 
-    def _empty(self, host: torch.Tensor, staged: torch.Tensor, arrived: Event, combine: Combine) -> None:
-        arrived.synchronize()
+    def _empty(self, host: torch.Tensor, slot: _Slot, combine: Combine) -> None:
+        assert slot.used_by is not None
+        slot.used_by.synchronize()
+        staged = _like(slot.memory, host)
         self._backend.host_touch(read=(staged,), write=(host,), what="emptying the ring")
         with torch.no_grad():
             combine(host, staged)
+        slot.is_full = False
 
     def _slot(self) -> _Slot:
         """The slot that was used the longest ago, or a new one if that is still in use."""
