@@ -132,12 +132,10 @@ def floors(arrays: list[Arrays], optimizer: rp_optim.AdamW) -> dict[str, Callabl
     ]
 
     def rewrite() -> None:
-        for spot in spots:
-            kernel.rewrite(*spot)
+        kernel.rewrite(spots)
 
     def traffic() -> None:
-        for spot in spots:
-            kernel.traffic(*spot)
+        kernel.traffic(spots)
 
     return {"rewrite": rewrite, "traffic": traffic}
 

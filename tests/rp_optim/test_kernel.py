@@ -20,7 +20,7 @@ from rp_optim import build
 from rp_optim.gradients import squares_of
 from rp_optim.kernel import Kernels, current_kernel
 from rp_optim.native import Library
-from rp_optim.updates import AdamNumbers, Spot
+from rp_optim.updates import AdamNumbers, AdamUpdate, Spot
 
 NATIVE = tuple(name for name in rp_optim.available_kernels() if name != "torch")
 
@@ -47,7 +47,7 @@ def adam_step(
     param, weight = torch.ones(grad.numel()), torch.empty(grad.numel(), dtype=weight_dtype)
     numbers = AdamNumbers(l2=0.0, shrink=1 - decay, rate=0.1, beta1=0.9, beta2=0.999, root=1.0, eps=1e-8)
     mean, square = torch.full_like(param, 0.1), torch.full_like(param, 0.2)
-    current_kernel().adam(Spot(param, grad, weight, factor), numbers, mean, square, None)
+    current_kernel().adam([AdamUpdate(Spot(param, grad, weight, factor), numbers, mean, square)])
     return param, weight
 
 
@@ -136,7 +136,7 @@ def test_squares_are_those_of_fp64(numbers: list[float]) -> None:
     found = set()
     for name in NATIVE:
         rp_optim.use_kernel(name)
-        found.add(squares_of(weight))
+        found.update(squares_of([weight]))
     assert len(found) == 1
     assert found.pop() == pytest.approx(exact, rel=1e-14, abs=0)
 
@@ -186,7 +186,7 @@ def all_optimizers(threads: int) -> list[torch.Tensor]:
         norms = [rp_optim.clip_grad_norm_(weights, 1.0, norm_type=norm) for norm in (2.0, 1.0, 3.0)]
         kind(weights, lr=0.01).step()
         # In fp64, where the order of a sum shows.
-        squares = [torch.tensor(squares_of(weight), dtype=torch.float64) for weight in weights]
+        squares = [torch.tensor(squares, dtype=torch.float64) for squares in squares_of(weights)]
         results += [*squares, *norms, *(weight.data for weight in weights)]
     return results
 

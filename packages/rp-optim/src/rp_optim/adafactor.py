@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.errors import InvalidParameter
-from rp_optim.host import Group, HostOptimizer, State, count_step, negated_to_maximize, state_tensor
+from rp_optim.host import Group, HostOptimizer, State, Taken, count_step, state_tensor
 from rp_optim.kernel import kernel_for
 from rp_optim.updates import Factors, Matrices, Move, Spot
 
@@ -48,7 +49,11 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         del foreach
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, maximize=maximize)
 
-    def _update(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
+    def _update(self, taken: Sequence[Taken]) -> None:
+        for each in taken:
+            self._update_one(each.group, each.parameter, each.spot)
+
+    def _update_one(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
         if parameter.is_complex():
             raise InvalidParameter(
                 f"Adafactor needs real parameters, but one is {parameter.dtype}; use Adam for it"
@@ -57,7 +62,6 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         number = count_step(state)
         if spot.grad.numel() == 0:
             return
-        spot = negated_to_maximize(spot, group["maximize"])
         update = _update_vector if parameter.dim() < 2 else _update_matrix
         update(group, state, parameter, spot, number)
 
@@ -118,7 +122,7 @@ def _gain(group: Group, number: int) -> float:
 
 def _rate(group: Group, spot: Spot, number: int) -> float:
     """The step for an update of root mean square 1, relative to the parameter's own."""
-    size = math.sqrt(kernel_for(spot).squares(spot.param) / spot.param.numel())
+    size = math.sqrt(kernel_for(spot).squares([spot.param])[0] / spot.param.numel())
     return max(float(group["eps"][1]), size) * min(float(group["lr"]), 1 / math.sqrt(number))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import refuse_flags
-from rp_optim.host import Group, HostOptimizer, count_step, negated_to_maximize, state_tensor
-from rp_optim.kernel import kernel_for
-from rp_optim.updates import AdamNumbers, Spot
+from rp_optim.host import Group, HostOptimizer, Taken, count_step, state_tensor
+from rp_optim.kernel import by_kernel
+from rp_optim.updates import AdamNumbers, AdamUpdate
 
 Scalar = float | torch.Tensor
 
@@ -57,14 +58,19 @@ class Adam(HostOptimizer, torch.optim.Adam):
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
         )
 
-    def _update(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
-        state = self.state[parameter]
-        number = count_step(state)
-        exp_avg = state_tensor(state, "exp_avg", parameter)
-        exp_avg_sq = state_tensor(state, "exp_avg_sq", parameter)
-        largest = state_tensor(state, "max_exp_avg_sq", parameter) if group["amsgrad"] else None
-        spot = negated_to_maximize(spot, group["maximize"])
-        kernel_for(spot).adam(spot, _numbers(group, number), exp_avg, exp_avg_sq, largest)
+    def _update(self, taken: Sequence[Taken]) -> None:
+        for kernel, updates in by_kernel(map(self._one, taken)):
+            kernel.adam(updates)
+
+    def _one(self, taken: Taken) -> AdamUpdate:
+        group, parameter, state = taken.group, taken.parameter, self.state[taken.parameter]
+        return AdamUpdate(
+            taken.spot,
+            _numbers(group, count_step(state)),
+            state_tensor(state, "exp_avg", parameter),
+            state_tensor(state, "exp_avg_sq", parameter),
+            state_tensor(state, "max_exp_avg_sq", parameter) if group["amsgrad"] else None,
+        )
 
 
 def _numbers(group: Group, step: int) -> AdamNumbers:

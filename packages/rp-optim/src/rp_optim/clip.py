@@ -69,15 +69,22 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
 def _norm(members: list[torch.Tensor], norm_type: float) -> float:
     """Read as the gradients arrive; add up in the order of `members`."""
     places = list(enumerate(members))
-    found = {place: _part(parameter, norm_type) for place, parameter in by_arrival(places, lambda item: item[1])}
+    found: dict[int, float | None] = {}
+    for here in by_arrival(places, lambda item: item[1]):
+        together = _parts([parameter for _, parameter in here], norm_type)
+        found.update(zip((place for place, _ in here), together, strict=True))
     parts = [part for place in range(len(members)) if (part := found[place]) is not None]
     return math.sqrt(sum(parts)) if norm_type == 2 else _join(parts, norm_type)
 
 
-def _part(parameter: torch.Tensor, norm_type: float) -> float | None:
-    """One gradient's sum of squares for the second norm, else its norm; None without a gradient."""
+def _parts(parameters: list[torch.Tensor], norm_type: float) -> list[float | None]:
+    """Each gradient's sum of squares for the second norm, else its norm; None without a gradient."""
     if norm_type == 2:
-        return squares_of(parameter)
+        return squares_of(parameters)
+    return [_part(parameter, norm_type) for parameter in parameters]
+
+
+def _part(parameter: torch.Tensor, norm_type: float) -> float | None:
     gradient = gradient_of(parameter)
     if gradient is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,22 +44,33 @@ def gradient_of(parameter: torch.Tensor) -> Gradient | None:
     return Gradient(grad, 1.0)
 
 
-def squares_of(parameter: torch.Tensor) -> float | None:
-    """The sum of the squares of the gradient in fp64; None without one. A linked one is read once."""
-    gradient = gradient_of(parameter)
-    if gradient is None:
-        return None
+def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:
+    """The sum of the squares of each gradient in fp64; None without one. A linked one is read once."""
+    gradients = [gradient_of(parameter) for parameter in parameters]
+    known = [_known_squares(parameter) for parameter in parameters]
+    unknown = [i for i, gradient in enumerate(gradients) if gradient is not None and known[i] is None]
+    found = _squares([gradient.tensor for i in unknown if (gradient := gradients[i]) is not None])
+    for index, squares in zip(unknown, found, strict=True):
+        known[index] = squares
+        if (link := link_of(parameters[index])) is not None and link.counts == "source":
+            link.squares = squares
+    return [
+        None if gradient is None or squares is None else squares * gradient.factor**2
+        for gradient, squares in zip(gradients, known, strict=True)
+    ]
+
+
+def _known_squares(parameter: torch.Tensor) -> float | None:
     link = link_of(parameter)
-    if link is None or link.counts == "grad":
-        return _squares(gradient.tensor)
-    if link.squares is None:
-        link.squares = _squares(gradient.tensor)
-    return link.squares * gradient.factor**2
+    return link.squares if link is not None and link.counts == "source" else None
 
 
-def _squares(tensor: torch.Tensor) -> float:
-    view = flat(tensor)
-    return kernel_for(Spot(view, view, None, 1.0)).squares(view)
+def _squares(tensors: Sequence[torch.Tensor]) -> list[float]:
+    views = [flat(tensor) for tensor in tensors]
+    kernels = [kernel_for(Spot(view, view, None, 1.0)) for view in views]
+    if len(set(map(id, kernels))) == 1:
+        return kernels[0].squares(views)
+    return [kernel.squares([view])[0] for kernel, view in zip(kernels, views, strict=True)]
 
 
 def is_finite(parameter: torch.Tensor) -> bool:
@@ -67,7 +79,7 @@ def is_finite(parameter: torch.Tensor) -> bool:
     if gradient is None:
         return True
     # In fp64 no sum of fp32 squares overflows; a sum over fp64 may, and is looked at number by number then.
-    squares = squares_of(parameter)
+    (squares,) = squares_of([parameter])
     if squares is None or math.isfinite(squares):
         return math.isfinite(gradient.factor)
     return gradient.tensor.dtype in (torch.float64, torch.complex128) and bool(gradient.tensor.isfinite().all())

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rp_optim.checks import check_beside, check_memory
-from rp_optim.gradients import Gradient, flat, gradient_of
+from rp_optim.gradients import flat, gradient_of
 from rp_optim.masters import by_arrival, link_of
 from rp_optim.updates import Spot
 
 # A group's options are what torch keeps there: numbers, flags, tensors and the list of parameters.
 Group = dict[str, Any]
 State = dict[str, Any]
+Member = tuple[Group, torch.Tensor]
+
+# Elements that are updated in one go. Waking the threads for each parameter took a third of a step on sixteen
+# cores; much more than this would keep a weight from being written while others are still in use.
+_TOGETHER = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A parameter that has a gradient, its group, and where the update happens."""
+
+    group: Group
+    parameter: torch.Tensor
+    spot: Spot
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """A step that updates one parameter after the other, in the order in which their gradients are there."""
+    """A step that updates parameters in the order in which their gradients are there, some at a time."""
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as in torch.
@@ -51,27 +66,25 @@ class HostOptimizer(torch.optim.Optimizer):
             link = link_of(parameter)
             if link is None or link.counts == "grad":
                 gradient_of(parameter)
-        for group, parameter in by_arrival(members, lambda member: member[1]):
-            self._update_one(group, parameter)
+        for here in by_arrival(members, lambda member: member[1]):
+            for some in _cut(here):
+                self._update_some(some)
         return loss
 
-    def _members(self) -> Iterator[tuple[Group, torch.Tensor]]:
+    def _members(self) -> Iterator[Member]:
         return ((group, parameter) for group in self.param_groups for parameter in group["params"])
 
-    def _update_one(self, group: Group, parameter: torch.Tensor) -> None:
-        gradient = gradient_of(parameter)
-        if gradient is None:
-            return
-        check_memory("a parameter", parameter)
-        link = link_of(parameter)
-        weight = None if link is None else link.destination(parameter)
-        self._update(group, parameter, _spot(parameter, gradient, weight))
-        if link is None or weight is None:
-            torch.autograd.graph.increment_version(parameter)
-        else:
-            link.written()
+    def _update_some(self, members: Sequence[Member]) -> None:
+        taken = [found for member in members if (found := _take(*member)) is not None]
+        self._update(taken)
+        for each in taken:
+            link = link_of(each.parameter)
+            if link is None or each.spot.weight is None:
+                torch.autograd.graph.increment_version(each.parameter)
+            else:
+                link.written()
 
-    def _update(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
+    def _update(self, taken: Sequence[Taken]) -> None:
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -83,9 +96,30 @@ class HostOptimizer(torch.optim.Optimizer):
             parameter.grad = None
 
 
-def _spot(parameter: torch.Tensor, gradient: Gradient, weight: torch.Tensor | None) -> Spot:
+def _cut(members: Iterable[Member]) -> Iterator[list[Member]]:
+    """Pieces of about `_TOGETHER` elements."""
+    piece: list[Member] = []
+    size = 0
+    for member in members:
+        piece.append(member)
+        size += member[1].numel()
+        if size >= _TOGETHER:
+            yield piece
+            piece, size = [], 0
+    yield piece
+
+
+def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
+    """Nothing without a gradient."""
+    gradient = gradient_of(parameter)
+    if gradient is None:
+        return None
+    check_memory("a parameter", parameter)
+    link = link_of(parameter)
+    weight = None if link is None else link.destination(parameter)
     destination = None if weight is None else flat(weight)
-    return Spot(flat(parameter), flat(gradient.tensor), destination, gradient.factor)
+    factor = -gradient.factor if group.get("maximize") else gradient.factor
+    return Taken(group, parameter, Spot(flat(parameter), flat(gradient.tensor), destination, factor))
 
 
 def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -112,8 +146,3 @@ def count_step(state: State) -> int:
         step = state["step"] = torch.zeros((), dtype=dtype)
     step += 1
     return int(step)
-
-
-def negated_to_maximize(spot: Spot, maximize: bool) -> Spot:
-    """The spot with its gradient's sign turned if `maximize`."""
-    return Spot(spot.param, spot.grad, spot.weight, -spot.factor) if maximize else spot

@@ -6,13 +6,17 @@ import logging
 import os
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from rp_optim.build import BuildFailed, Compiler, build, cache_key, find_compiler, source_hash
 from rp_optim.errors import KernelUnavailable
 from rp_optim.native import NATIVE_DTYPES, Library, NativeKernel
 from rp_optim.reference import TorchKernel
-from rp_optim.updates import Kernel, Spot
+from rp_optim.updates import AdamUpdate, Kernel, LionUpdate, SGDUpdate, Spot
+
+_Update = TypeVar("_Update", AdamUpdate, SGDUpdate, LionUpdate)
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +103,15 @@ def use_kernel(name: str) -> None:
 def kernel_for(spot: Spot) -> Kernel:
     """The kernel in use, or torch's operations for fp64, which the compiled kernels do not know."""
     return current_kernel() if spot.dtypes() <= NATIVE_DTYPES else _TORCH
+
+
+def by_kernel(updates: Iterable[_Update]) -> Iterable[tuple[Kernel, list[_Update]]]:
+    """The updates that each kernel makes."""
+    found: dict[int, tuple[Kernel, list[_Update]]] = {}
+    for update in updates:
+        kernel = kernel_for(update.spot)
+        found.setdefault(id(kernel), (kernel, []))[1].append(update)
+    return found.values()
 
 
 def _native_kernels() -> dict[str, NativeKernel]:

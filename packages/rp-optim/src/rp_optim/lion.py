@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import at_least, refuse_flags
 from rp_optim.errors import InvalidOption
-from rp_optim.host import Group, HostOptimizer, negated_to_maximize, state_tensor
-from rp_optim.kernel import kernel_for
-from rp_optim.updates import LionNumbers, Spot
+from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
+from rp_optim.kernel import by_kernel
+from rp_optim.updates import LionNumbers, LionUpdate
 
 Scalar = float | torch.Tensor
 
@@ -56,10 +57,13 @@ class Lion(HostOptimizer):
         defaults: dict[str, Any] = {"lr": lr, "betas": numbers, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
-    def _update(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
-        exp_avg = state_tensor(self.state[parameter], "exp_avg", parameter)
-        spot = negated_to_maximize(spot, group["maximize"])
-        kernel_for(spot).lion(spot, _numbers(group), exp_avg)
+    def _update(self, taken: Sequence[Taken]) -> None:
+        for kernel, updates in by_kernel(map(self._one, taken)):
+            kernel.lion(updates)
+
+    def _one(self, taken: Taken) -> LionUpdate:
+        exp_avg = state_tensor(self.state[taken.parameter], "exp_avg", taken.parameter)
+        return LionUpdate(taken.spot, _numbers(taken.group), exp_avg)
 
 
 def _numbers(group: Group) -> LionNumbers:

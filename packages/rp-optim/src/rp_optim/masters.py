@@ -181,8 +181,10 @@ def link_of(parameter: torch.Tensor) -> Link | None:
     return parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
 
 
-def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Tensor]) -> Iterator[_Item]:
+def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Tensor]) -> Iterator[Sequence[_Item]]:
     """`items` in their order, except that those whose gradients are not there yet come when they are.
+
+    Yields those that are there together.
 
     Gradients arrive from the last layer to the first, so where none is there the last one is waited for.
     """
@@ -192,7 +194,7 @@ def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Ten
         if not here:
             _is_ready(parameter_of(waiting[-1]), wait=True)
             here = [waiting[-1]]
-        yield from here
+        yield here
         found = {id(item) for item in here}
         waiting = [item for item in waiting if id(item) not in found]
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from rp_optim.updates import AdamNumbers, Factors, LionNumbers, Matrices, Move, SGDNumbers, Spot
+from rp_optim.updates import (
+    AdamNumbers,
+    AdamUpdate,
+    Factors,
+    LionNumbers,
+    LionUpdate,
+    Matrices,
+    Move,
+    SGDNumbers,
+    SGDUpdate,
+    Spot,
+)
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NATIVE_DTYPES = frozenset(_TYPES)
@@ -68,7 +79,7 @@ def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | Move) -> dict[s
 
 def _job(
     spot: Spot,
-    state: tuple[torch.Tensor | None, ...] = (),
+    state: Sequence[torch.Tensor | None] = (),
     flags: int = 0,
     numbers: dict[str, float] | None = None,
 ) -> _Job:
@@ -93,6 +104,28 @@ def _matrix_job(spot: Spot, shape: Matrices, factors: Factors, numbers: dict[str
     job.batch, job.rows, job.cols = shape.batch, shape.rows, shape.cols
     job.row, job.col = factors.row.data_ptr(), factors.col.data_ptr()
     return job
+
+
+def _adam_job(update: AdamUpdate) -> _Job:
+    numbers, state = update.numbers, (update.exp_avg, update.exp_avg_sq, update.max_exp_avg_sq)
+    flags = 0 if update.max_exp_avg_sq is None else _AMSGRAD
+    return _job(update.spot, state, flags, _fields_of(numbers) | _gains(numbers))
+
+
+def _sgd_job(update: SGDUpdate) -> _Job:
+    numbers = update.numbers
+    flags = 0 if update.buffer is None else _MOMENTUM
+    flags |= (_FIRST if numbers.first else 0) | (_NESTEROV if numbers.nesterov else 0)
+    found = {"l2": numbers.l2, "rate": numbers.rate, "beta1": numbers.keep, "gain1": numbers.gain}
+    return _job(update.spot, (update.buffer,), flags, found)
+
+
+def _lion_job(update: LionUpdate) -> _Job:
+    return _job(update.spot, (update.exp_avg,), numbers=_fields_of(update.numbers) | _gains(update.numbers))
+
+
+def _gains(numbers: AdamNumbers | LionNumbers) -> dict[str, float]:
+    return {"gain1": 1 - numbers.beta1, "gain2": 1 - numbers.beta2}
 
 
 class Library:
@@ -127,16 +160,15 @@ class Library:
             yield name.decode()
             number += 1
 
-    def call(self, name: str, variant: int, job: _Job) -> float:
-        """Run one job; returns what it summed.
+    def call(self, name: str, variant: int, jobs: Sequence[_Job]) -> list[float]:
+        """Run some jobs of one kind; returns what each of them summed.
 
         Raises `MemoryError`.
         """
-        if job.count == 0:
-            return 0.0
-        if self._library[f"rpo_{name}"](variant, ctypes.byref(job)) != 0:
-            raise MemoryError(f"no memory for the sums of {name} over {job.count} elements")
-        return job.result
+        row = (_Job * len(jobs))(*jobs)
+        if any(job.count for job in jobs) and self._library[f"rpo_{name}"](variant, row, _int64(len(jobs))) != 0:
+            raise MemoryError(f"no memory for the sums of {name} over {sum(job.count for job in jobs)} elements")
+        return [job.result for job in row]
 
 
 class NativeKernel:
@@ -152,39 +184,24 @@ class NativeKernel:
         """The instruction set it was compiled for."""
         return self._name
 
-    def _call(self, name: str, job: _Job) -> float:
-        return self._library.call(name, self._variant, job)
+    def _call(self, name: str, *jobs: _Job) -> list[float]:
+        return self._library.call(name, self._variant, jobs)
 
-    def adam(
-        self,
-        spot: Spot,
-        numbers: AdamNumbers,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        max_exp_avg_sq: torch.Tensor | None,
-    ) -> None:
+    def adam(self, updates: Sequence[AdamUpdate]) -> None:
         """See `Kernel.adam`."""
-        flags = 0 if max_exp_avg_sq is None else _AMSGRAD
-        gains = {"gain1": 1 - numbers.beta1, "gain2": 1 - numbers.beta2}
-        job = _job(spot, (exp_avg, exp_avg_sq, max_exp_avg_sq), flags, _fields_of(numbers) | gains)
-        self._call("adam", job)
+        self._call("adam", *map(_adam_job, updates))
 
-    def sgd(self, spot: Spot, numbers: SGDNumbers, buffer: torch.Tensor | None) -> None:
+    def sgd(self, updates: Sequence[SGDUpdate]) -> None:
         """See `Kernel.sgd`."""
-        flags = 0 if buffer is None else _MOMENTUM
-        flags |= (_FIRST if numbers.first else 0) | (_NESTEROV if numbers.nesterov else 0)
-        found = {"l2": numbers.l2, "rate": numbers.rate, "beta1": numbers.keep, "gain1": numbers.gain}
-        job = _job(spot, (buffer,), flags, found)
-        self._call("sgd", job)
+        self._call("sgd", *map(_sgd_job, updates))
 
-    def lion(self, spot: Spot, numbers: LionNumbers, exp_avg: torch.Tensor) -> None:
+    def lion(self, updates: Sequence[LionUpdate]) -> None:
         """See `Kernel.lion`."""
-        gains = {"gain1": 1 - numbers.beta1, "gain2": 1 - numbers.beta2}
-        self._call("lion", _job(spot, (exp_avg,), numbers=_fields_of(numbers) | gains))
+        self._call("lion", *map(_lion_job, updates))
 
-    def squares(self, tensor: torch.Tensor) -> float:
+    def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
         """See `Kernel.squares`."""
-        return self._call("squares", _job(Spot(tensor, tensor, None, 1.0)))
+        return self._call("squares", *(_job(Spot(tensor, tensor, None, 1.0)) for tensor in tensors))
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.matrix_squares`."""
@@ -197,7 +214,7 @@ class NativeKernel:
 
     def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:
         """See `Kernel.matrix_norm`."""
-        return self._call("matrix_norm", _matrix_job(spot, shape, factors))
+        return self._call("matrix_norm", _matrix_job(spot, shape, factors))[0]
 
     def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
         """See `Kernel.matrix_apply`."""
@@ -206,16 +223,16 @@ class NativeKernel:
     def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
         """See `Kernel.vector_variance`."""
         numbers = {"gain2": gain, "beta2": 1 - gain, "eps": least}
-        return self._call("vector_variance", _job(spot, (variance,), numbers=numbers))
+        return self._call("vector_variance", _job(spot, (variance,), numbers=numbers))[0]
 
     def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
         """See `Kernel.vector_apply`."""
         self._call("vector_apply", _job(spot, (variance,), numbers={"eps": least} | _fields_of(move)))
 
-    def rewrite(self, spot: Spot, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+    def rewrite(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
         """For benchmarks: read, change and write Adam's arrays in place, 32 bytes a parameter."""
-        self._call("rewrite", _job(spot, (exp_avg, exp_avg_sq)))
+        self._call("rewrite", *(_job(spot, moments) for spot, *moments in arrays))
 
-    def traffic(self, spot: Spot, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+    def traffic(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
         """For benchmarks: move what Adam moves, 28 bytes a parameter, with next to no arithmetic."""
-        self._call("traffic", _job(spot, (exp_avg, exp_avg_sq)))
+        self._call("traffic", *(_job(spot, moments) for spot, *moments in arrays))

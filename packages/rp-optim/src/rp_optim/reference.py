@@ -5,11 +5,22 @@ That is: without a compiler, and for fp64. A piece at a time, so that no full co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from rp_optim.updates import AdamNumbers, Factors, LionNumbers, Matrices, Move, SGDNumbers, Spot
+from rp_optim.updates import (
+    AdamNumbers,
+    AdamUpdate,
+    Factors,
+    LionNumbers,
+    LionUpdate,
+    Matrices,
+    Move,
+    SGDNumbers,
+    SGDUpdate,
+    Spot,
+)
 
 # Elements worked on at a time: a few of these stay in cache.
 _PIECE = 1 << 18
@@ -55,11 +66,46 @@ def _squares(values: torch.Tensor) -> float:
     return _total(values.double().square()).item()
 
 
+def _adam(update: AdamUpdate, numbers: AdamNumbers) -> None:
+    gain, largest = 1 - numbers.beta2, update.max_exp_avg_sq
+    for place, param, grad in _pieces(update.spot):
+        if numbers.l2:
+            grad += param * numbers.l2
+        mean = _lerp(_wide(update.exp_avg[place], param), grad, 1 - numbers.beta1)
+        square = _wide(update.exp_avg_sq[place], param) * numbers.beta2 + (grad * gain) * grad
+        update.exp_avg[place] = mean
+        update.exp_avg_sq[place] = square
+        if largest is not None:
+            square = torch.maximum(_wide(largest[place], param), square)
+            largest[place] = square
+        moves = (mean * numbers.rate) / (square.sqrt() * numbers.root + numbers.eps)
+        _write(update.spot, place, param * numbers.shrink - moves)
+
+
+def _sgd(spot: Spot, numbers: SGDNumbers, buffer: torch.Tensor | None) -> None:
+    for place, param, grad in _pieces(spot):
+        if numbers.l2:
+            grad += param * numbers.l2
+        if buffer is not None:
+            moved = grad if numbers.first else _wide(buffer[place], param) * numbers.keep + grad * numbers.gain
+            buffer[place] = moved
+            grad = grad + moved * numbers.keep if numbers.nesterov else moved
+        _write(spot, place, param - grad * numbers.rate)
+
+
+def _lion(spot: Spot, numbers: LionNumbers, exp_avg: torch.Tensor) -> None:
+    for place, param, grad in _pieces(spot):
+        old = _wide(exp_avg[place], param)
+        direction = (old * numbers.beta1 + grad * (1 - numbers.beta1)).sign()
+        exp_avg[place] = old * numbers.beta2 + grad * (1 - numbers.beta2)
+        _write(spot, place, param * numbers.shrink - direction * numbers.rate)
+
+
 class TorchKernel:
     """A `Kernel` made of torch's operations.
 
-    >>> TorchKernel().squares(torch.tensor([3.0, 4.0]))
-    25.0
+    >>> TorchKernel().squares([torch.tensor([3.0, 4.0])])
+    [25.0]
     """
 
     @property
@@ -67,52 +113,27 @@ class TorchKernel:
         """Always ``torch``."""
         return "torch"
 
-    def adam(
-        self,
-        spot: Spot,
-        numbers: AdamNumbers,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        max_exp_avg_sq: torch.Tensor | None,
-    ) -> None:
+    def adam(self, updates: Sequence[AdamUpdate]) -> None:
         """See `Kernel.adam`."""
-        gain = 1 - numbers.beta2
-        for place, param, grad in _pieces(spot):
-            if numbers.l2:
-                grad += param * numbers.l2
-            mean = _lerp(_wide(exp_avg[place], param), grad, 1 - numbers.beta1)
-            square = _wide(exp_avg_sq[place], param) * numbers.beta2 + (grad * gain) * grad
-            exp_avg[place] = mean
-            exp_avg_sq[place] = square
-            if max_exp_avg_sq is not None:
-                square = torch.maximum(_wide(max_exp_avg_sq[place], param), square)
-                max_exp_avg_sq[place] = square
-            moves = (mean * numbers.rate) / (square.sqrt() * numbers.root + numbers.eps)
-            _write(spot, place, param * numbers.shrink - moves)
+        for update in updates:
+            _adam(update, update.numbers)
 
-    def sgd(self, spot: Spot, numbers: SGDNumbers, buffer: torch.Tensor | None) -> None:
+    def sgd(self, updates: Sequence[SGDUpdate]) -> None:
         """See `Kernel.sgd`."""
-        for place, param, grad in _pieces(spot):
-            if numbers.l2:
-                grad += param * numbers.l2
-            if buffer is not None:
-                moved = grad if numbers.first else _wide(buffer[place], param) * numbers.keep + grad * numbers.gain
-                buffer[place] = moved
-                grad = grad + moved * numbers.keep if numbers.nesterov else moved
-            _write(spot, place, param - grad * numbers.rate)
+        for update in updates:
+            _sgd(update.spot, update.numbers, update.buffer)
 
-    def lion(self, spot: Spot, numbers: LionNumbers, exp_avg: torch.Tensor) -> None:
+    def lion(self, updates: Sequence[LionUpdate]) -> None:
         """See `Kernel.lion`."""
-        for place, param, grad in _pieces(spot):
-            old = _wide(exp_avg[place], param)
-            direction = (old * numbers.beta1 + grad * (1 - numbers.beta1)).sign()
-            exp_avg[place] = old * numbers.beta2 + grad * (1 - numbers.beta2)
-            _write(spot, place, param * numbers.shrink - direction * numbers.rate)
+        for update in updates:
+            _lion(update.spot, update.numbers, update.exp_avg)
 
-    def squares(self, tensor: torch.Tensor) -> float:
+    def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
         """See `Kernel.squares`. A sum over fp64 can overflow: it is then as infinite as torch's norm."""
-        places = range(0, tensor.numel(), _PIECE)
-        return sum((_squares(tensor[begin : begin + _PIECE]) for begin in places), 0.0)
+        return [
+            sum((_squares(tensor[begin : begin + _PIECE]) for begin in range(0, tensor.numel(), _PIECE)), 0.0)
+            for tensor in tensors
+        ]
 
     # Adafactor
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 import torch
 
 from rp_optim.errors import InvalidOption, InvalidParameter, ScalerMisuse, WrongThread
-from rp_optim.gradients import gradient_of, is_finite, scale
+from rp_optim.gradients import gradient_of, is_finite, scale, squares_of
 from rp_optim.masters import by_arrival, link_of
 from rp_optim.worker import OptimizerThread, on_any_optimizer_thread
 
@@ -130,8 +130,11 @@ class GradScaler:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         _refuse_fp16(parameters)
         inverse = _fp32(1 / self._unscale_with)
+        found: list[bool | None] = []
         with torch.no_grad():
-            found = [_unscale_one(parameter, inverse) for parameter in by_arrival(parameters, lambda item: item)]
+            for here in by_arrival(parameters, lambda item: item):
+                squares_of(here)  # of all at once; they are kept
+                found += [_unscale_one(parameter, inverse) for parameter in here]
         if True in found or False in found:
             self._found[optimizer] = True in found
         self._stages[optimizer] = _Stage.UNSCALED

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import refuse_flags
 from rp_optim.gradients import flat
-from rp_optim.host import Group, HostOptimizer, negated_to_maximize, state_tensor
-from rp_optim.kernel import kernel_for
-from rp_optim.updates import SGDNumbers, Spot
+from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
+from rp_optim.kernel import by_kernel
+from rp_optim.updates import SGDNumbers, SGDUpdate
 
 Scalar = float | torch.Tensor
 
@@ -48,10 +50,14 @@ class SGD(HostOptimizer, torch.optim.SGD):
         del foreach, fused
         super().__init__(params, lr, momentum, dampening, float(weight_decay), nesterov, maximize=maximize)
 
-    def _update(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
-        keep = float(group["momentum"])
+    def _update(self, taken: Sequence[Taken]) -> None:
+        for kernel, updates in by_kernel(map(self._one, taken)):
+            kernel.sgd(updates)
+
+    def _one(self, taken: Taken) -> SGDUpdate:
+        group, parameter = taken.group, taken.parameter
         first, buffer = False, None
-        if keep != 0:
+        if float(group["momentum"]) != 0:
             state = self.state[parameter]
             first = state.get("momentum_buffer") is None
             if first:
@@ -60,8 +66,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
                 buffer = flat(state["momentum_buffer"])
             else:
                 buffer = state_tensor(state, "momentum_buffer", parameter)
-        spot = negated_to_maximize(spot, group["maximize"])
-        kernel_for(spot).sgd(spot, _numbers(group, first=first), buffer)
+        return SGDUpdate(taken.spot, _numbers(group, first=first), buffer)
 
 
 def _numbers(group: Group, *, first: bool) -> SGDNumbers:

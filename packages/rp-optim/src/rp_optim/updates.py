@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +44,17 @@ class AdamNumbers:
 
 
 @dataclass(frozen=True, slots=True)
+class AdamUpdate:
+    """One step of Adam; amsgrad if there is a `max_exp_avg_sq`."""
+
+    spot: Spot
+    numbers: AdamNumbers
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    max_exp_avg_sq: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SGDNumbers:
     """`keep` of the buffer stays, `gain` of the gradient joins it; `first`: the buffer starts as the gradient."""
 
@@ -55,6 +67,15 @@ class SGDNumbers:
 
 
 @dataclass(frozen=True, slots=True)
+class SGDUpdate:
+    """One step of SGD; with momentum if there is a `buffer`."""
+
+    spot: Spot
+    numbers: SGDNumbers
+    buffer: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LionNumbers:
     """The parameter is multiplied by `shrink`, and each element moves by `rate` up or down."""
 
@@ -62,6 +83,15 @@ class LionNumbers:
     rate: float
     beta1: float
     beta2: float
+
+
+@dataclass(frozen=True, slots=True)
+class LionUpdate:
+    """One step of Lion."""
+
+    spot: Spot
+    numbers: LionNumbers
+    exp_avg: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +123,7 @@ class Move:
 
 
 class Kernel(Protocol):
-    """Updates parameters in place. State tensors are flat and have the parameter's dtype.
+    """Updates parameters in place, some at a time. State tensors are flat and have the parameter's dtype.
 
     Sums come in fp64, added in an order that depends on nothing but the size.
     """
@@ -103,27 +133,20 @@ class Kernel(Protocol):
         """The instruction set, or ``torch``."""
         ...
 
-    def adam(
-        self,
-        spot: Spot,
-        numbers: AdamNumbers,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        max_exp_avg_sq: torch.Tensor | None,
-    ) -> None:
-        """Adam; amsgrad if there is a `max_exp_avg_sq`."""
+    def adam(self, updates: Sequence[AdamUpdate]) -> None:
+        """Adam."""
         ...
 
-    def sgd(self, spot: Spot, numbers: SGDNumbers, buffer: torch.Tensor | None) -> None:
-        """SGD; with momentum if there is a `buffer`."""
+    def sgd(self, updates: Sequence[SGDUpdate]) -> None:
+        """SGD."""
         ...
 
-    def lion(self, spot: Spot, numbers: LionNumbers, exp_avg: torch.Tensor) -> None:
+    def lion(self, updates: Sequence[LionUpdate]) -> None:
         """Lion."""
         ...
 
-    def squares(self, tensor: torch.Tensor) -> float:
-        """The sum of the squares of a flat tensor; not finite exactly if one of its elements is not."""
+    def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+        """The sum of the squares of each flat tensor; not finite exactly if one of its elements is not."""
         ...
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:

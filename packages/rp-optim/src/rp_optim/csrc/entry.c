@@ -45,17 +45,43 @@ static void leave(mode old) { (void)old; }
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static void run_range(rpo_range *kernel, const rpo_job *job) {
-    const int64_t units = (job->count + RPO_UNIT - 1) / RPO_UNIT;
-    const int threads = (int)smaller(job->threads, units);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        mode old = enter();
-#pragma omp for schedule(static)
-        for (int64_t u = 0; u < units; u++)
-            kernel(job, u * RPO_UNIT, smaller((u + 1) * RPO_UNIT, job->count));
-        leave(old);
+static int64_t units_of(const rpo_job *job) { return (job->count + RPO_UNIT - 1) / RPO_UNIT; }
+
+static int64_t units_of_all(const rpo_job *jobs, int64_t count) {
+    int64_t units = 0;
+    for (int64_t j = 0; j < count; j++) units += units_of(jobs + j);
+    return units;
+}
+
+/* Where a thread is in the row of all jobs' units; a thread's units come in order. */
+typedef struct {
+    int64_t job, first; /* the job, and its first unit's number */
+} place;
+
+/* Move on to the job of this unit; returns where the unit begins in it. */
+static int64_t find(place *at, const rpo_job *jobs, int64_t unit) {
+    while (unit - at->first >= units_of(jobs + at->job)) at->first += units_of(jobs + at->job++);
+    return (unit - at->first) * RPO_UNIT;
+}
+
+/* One parallel region for all jobs: threads are woken once, and a small job keeps none of them waiting. */
+#define FOR_UNITS(jobs, units, statement)                                          \
+    const int threads = (int)smaller((jobs)->threads, units);                      \
+    _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                \
+        mode old = enter();                                                        \
+        place at = {0, 0};                                                         \
+        _Pragma("omp for schedule(static)") for (int64_t u = 0; u < units; u++) {  \
+            const int64_t begin = find(&at, jobs, u);                              \
+            const rpo_job *job = (jobs) + at.job;                                  \
+            const int64_t end = smaller(begin + RPO_UNIT, job->count);             \
+            statement;                                                             \
+        }                                                                          \
+        leave(old);                                                                \
     }
+
+static void run_range(rpo_range *kernel, const rpo_job *jobs, int64_t count) {
+    const int64_t units = units_of_all(jobs, count);
+    FOR_UNITS(jobs, units, kernel(job, begin, end))
 }
 
 static double sum_of(const double *parts, int64_t count) {
@@ -64,20 +90,16 @@ static double sum_of(const double *parts, int64_t count) {
     return sum;
 }
 
-static int run_sum(rpo_sum *kernel, rpo_job *job) {
-    const int64_t units = (job->count + RPO_UNIT - 1) / RPO_UNIT;
-    const int threads = (int)smaller(job->threads, units);
+static int run_sum(rpo_sum *kernel, rpo_job *jobs, int64_t count) {
+    const int64_t units = units_of_all(jobs, count);
     double *parts = malloc((size_t)(units + 1) * sizeof(double));
     if (parts == NULL) return 1;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        mode old = enter();
-#pragma omp for schedule(static)
-        for (int64_t u = 0; u < units; u++)
-            parts[u] = kernel(job, u * RPO_UNIT, smaller((u + 1) * RPO_UNIT, job->count));
-        leave(old);
+    FOR_UNITS(jobs, units, parts[u] = kernel(job, begin, end))
+    const double *next = parts;
+    for (int64_t j = 0; j < count; j++) {
+        jobs[j].result = sum_of(next, units_of(jobs + j));
+        next += units_of(jobs + j);
     }
-    job->result = sum_of(parts, units);
     free(parts);
     return 0;
 }
@@ -139,9 +161,10 @@ static int run_matrix_norm(rpo_rows_sum *kernel, rpo_job *job) {
     return 0;
 }
 
-static void run_matrix(rpo_rows *kernel, const rpo_job *job) {
+static int run_matrix(rpo_rows *kernel, const rpo_job *job) {
     const pieces cut = pieces_of(job);
     FOR_PIECES(job, cut, kernel(job, matrix, begin, end))
+    return 0;
 }
 
 /* Variants, the best first */
@@ -192,11 +215,11 @@ EXPORT int rpo_has_openmp(void) {
 #endif
 }
 
-/* All return 0, or 1 if there was no memory for the parts of a sum. */
-#define RANGE(kernel)                                    \
-    EXPORT int rpo_##kernel(int variant, rpo_job *job) { \
-        run_range(variants[variant]->kernel, job);       \
-        return 0;                                      \
+/* All return 0, or 1 if there was no memory for the parts of a sum. Those over ranges take any number of jobs. */
+#define RANGE(kernel)                                                  \
+    EXPORT int rpo_##kernel(int variant, rpo_job *jobs, int64_t count) { \
+        run_range(variants[variant]->kernel, jobs, count);             \
+        return 0;                                                      \
     }
 RANGE(adam)
 RANGE(sgd)
@@ -205,21 +228,18 @@ RANGE(vector_apply)
 RANGE(rewrite)
 RANGE(traffic)
 
-EXPORT int rpo_squares(int variant, rpo_job *job) { return run_sum(variants[variant]->squares, job); }
+#define SUM(kernel)                                                    \
+    EXPORT int rpo_##kernel(int variant, rpo_job *jobs, int64_t count) { \
+        return run_sum(variants[variant]->kernel, jobs, count);        \
+    }
+SUM(squares)
+SUM(vector_variance)
 
-EXPORT int rpo_vector_variance(int variant, rpo_job *job) {
-    return run_sum(variants[variant]->vector_variance, job);
-}
-
-EXPORT int rpo_matrix_squares(int variant, rpo_job *job) {
-    return run_matrix_squares(variants[variant]->matrix_squares, job);
-}
-
-EXPORT int rpo_matrix_norm(int variant, rpo_job *job) {
-    return run_matrix_norm(variants[variant]->matrix_norm, job);
-}
-
-EXPORT int rpo_matrix_apply(int variant, rpo_job *job) {
-    run_matrix(variants[variant]->matrix_apply, job);
-    return 0;
-}
+#define MATRIX(kernel, run)                                            \
+    EXPORT int rpo_##kernel(int variant, rpo_job *job, int64_t one) {  \
+        (void)one;                                                     \
+        return run(variants[variant]->kernel, job);                    \
+    }
+MATRIX(matrix_squares, run_matrix_squares)
+MATRIX(matrix_norm, run_matrix_norm)
+MATRIX(matrix_apply, run_matrix)

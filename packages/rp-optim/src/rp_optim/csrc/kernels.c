@@ -15,7 +15,10 @@
 #include <immintrin.h>
 #endif
 
-#define BLOCK 1024
+#define BLOCK 128
+/* How far ahead of the work memory is asked for, in elements: so arithmetic and memory go on at the same time.
+ * These two were tried out on two kinds of processors (docs/performance.md). */
+#define AHEAD 1024
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 #define JOIN_(a, b) a##b
@@ -91,8 +94,13 @@ static void narrow(int32_t type, const float *restrict from, void *to, int64_t n
         for (int64_t i = 0; i < n; i++) half[i] = round_float16(from[i]);
 }
 
+INLINE void ask_for(const void *at, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
+}
+
 /* Elements [i, i + n) in fp32: where they are, or widened into `room`. */
 INLINE float *fetch(void *at, int32_t type, int64_t i, int64_t n, float *room) {
+    ask_for((const char *)at + (size_t)(i + AHEAD) * size_of(type), (size_t)n * size_of(type));
     if (type == RPO_FLOAT32) return (float *)at + i;
     widen(type, (uint16_t *)at + i, room, n);
     return room;
