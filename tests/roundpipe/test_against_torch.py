@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import rp_batch
 import torch
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
 from plain import (
     PLAN_NAMES,
     assert_near,
@@ -588,108 +584,3 @@ def test_gradients_of_16_bit_weights_are_summed_in_fp32(runtime: Runtime) -> Non
         )
     model.synchronize()
     assert_near(layers[0].weight.grad, torch.full((3,), 528.0), 1e-6)
-
-
-# A model drawn by hypothesis
-
-
-class Tied(nn.Module):
-    """Multiplies by another layer's weight."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T
-
-
-@st.composite
-def models(draw: st.DrawFn) -> nn.Sequential:
-    torch.manual_seed(draw(st.integers(0, 99)))
-    kinds = ["linear", "tanh", "tied", "frozen", "dropout", "in place", "norm", "same"]
-    layers: list[nn.Module] = [nn.Linear(4, 4)]
-    for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6)):
-        if kind == "in place":
-            layers.append(nn.Linear(4, 4))
-        layers.append(_layer(kind, layers))
-    layers.append(nn.Linear(4, 3))
-    return nn.Sequential(*layers)
-
-
-def _layer(kind: str, below: list[nn.Module]) -> nn.Module:
-    match kind:
-        case "tied":
-            return Tied(below[0].weight)
-        case "frozen":
-            return nn.Linear(4, 4).requires_grad_(False)
-        case "same":
-            return below[-1]
-        case _:
-            make = {"linear": lambda: nn.Linear(4, 4), "tanh": nn.Tanh, "dropout": lambda: nn.Dropout(0.0)}
-            make |= {"in place": InPlace, "norm": lambda: nn.LayerNorm(4)}
-            return make[kind]()
-
-
-@st.composite
-def cuts(draw: st.DrawFn, first: int, last: int) -> tuple[range, ...]:
-    inner = draw(st.sets(st.integers(first + 1, last - 1))) if last - first > 1 else set()
-    edges = [first, *sorted(inner), last]
-    return tuple(range(a, b) for a, b in pairwise(edges) if b > a)
-
-
-@st.composite
-def any_plan(draw: st.DrawFn, layers: int, microbatches: int) -> Plan | None:
-    if draw(st.integers(0, 9)) == 0:
-        return None
-    top = draw(st.integers(0, layers - 1))
-    forward, backward = draw(cuts(0, top)), draw(cuts(0, top))[::-1]
-    groups = draw(cuts(0, microbatches)) if draw(st.booleans()) else ()
-    return Plan(forward, range(top, layers), backward, groups)
-
-
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@given(data=st.data())
-def test_any_model_under_any_plan_agrees_with_plain_pytorch(data: st.DataObject) -> None:
-    layers = data.draw(models())
-    microbatches = data.draw(st.integers(1, 6))
-    plan = data.draw(any_plan(len(layers), microbatches))
-    count = data.draw(st.sampled_from([1, 2, 4]))
-    grain = data.draw(st.sampled_from(["stage", "layer"]))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-    separate = data.draw(st.booleans())
-    size = data.draw(st.integers(microbatches, 9))
-    event(f"{count} devices, {'separate' if separate else 'fused'}, {dtype}")
-    layers = layers.to(dtype)
-    truth = twin(layers).double()
-    x, y = (tensor.to(dtype) for tensor in batch(size))
-    x.requires_grad_()
-    x_true = x.detach().double().requires_grad_()
-    if separate and plan is not None:
-        plan = Plan(plan.forward, plan.fused, plan.backward)
-    config = _config(num_microbatch=microbatches, execute_plan=plan, recompute_grain=grain)
-
-    with Runtime(f"cpu:{count}") as runtime:
-        model = RoundPipe(layers, runtime=runtime)
-        for _ in range(2):
-            if separate:
-                loss = square_error(model(x, roundpipe_run_config=config), y)
-                loss.backward()
-            else:
-                loss = model.forward_backward((x,), None, y, square_error, run_config=config)
-            # In a bf16 tree of sums x.grad is rounded at each call; the truth is not.
-        model.synchronize()
-        found = gradients(layers)
-
-    with warnings.catch_warnings():
-        for _ in range(2):
-            loss_true = train_call(truth, x_true.clone(), y.double(), microbatches=microbatches)
-    tolerance = {torch.float32: 1e-4, torch.float64: 1e-11, torch.bfloat16: 0.25}[dtype]
-    assert_near(loss, loss_true, tolerance)
-    assert_near(found, gradients(truth), tolerance)
-    assert_near(x.grad, x_true.grad, tolerance)
