@@ -122,6 +122,55 @@ def test_additions_are_the_hosts_own(numel: int, seeds: list[int], pinned: bool,
     assert torch.equal(total, wanted)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_is_rounded_lives_until_its_last_byte_has_left(pinned: bool) -> None:
+    backend = CpuBackend(1)
+    device = backend.devices[0]
+    carrier = Conveyor(backend, device, device.gradients_out, chunk_bytes=1 << 20, slot_bytes=1 << 20)
+    block = torch.randn(1 << 20)
+    home = host(backend, torch.zeros(1 << 20, dtype=torch.bfloat16), pinned)
+    there = on_device(backend, device, block)
+    carrier.download(home, there)
+    carrier.drain()
+    backend.host_touch(read=[home])
+    assert torch.equal(home, block.bfloat16())
+
+
+def test_sizes_and_dtypes_that_do_not_fit_are_refused() -> None:
+    backend = CpuBackend(1)
+    device = backend.devices[0]
+    carrier = conveyor(backend, device, "gradients_out")
+    there = on_device(backend, device, torch.ones(8))
+    for pinned in (True, False):
+        with pytest.raises(ValueError, match=r"upload needs 8 numbers of torch.float32, but the source has 9"):
+            carrier.upload(there, host(backend, torch.ones(9), pinned))
+        with pytest.raises(ValueError, match=r"download needs 9 numbers"):
+            carrier.download(host(backend, torch.ones(9), pinned), there)
+        with pytest.raises(ValueError, match=r"add needs 8 numbers of torch.bfloat16"):
+            carrier.add(host(backend, torch.ones(8).bfloat16(), pinned), there)
+    with pytest.raises(ValueError, match="must be >= 1"):
+        Conveyor(backend, device, device.weights_in, slot_bytes=0)
+
+
+def test_a_chunk_does_not_wait_for_an_urgent_copy_behind_one_that_cannot_start() -> None:
+    recording, kept = Recording(CpuBackend(2)), list[torch.Tensor]()
+    device, other = recording.devices
+    elsewhere = other.empty((1000,), torch.float32, stream=other.weights_in)
+    source = host(recording, torch.randn(1000), pinned=True)
+    other.weights_in.copy(elsewhere, source)
+    late, early = other.weights_in.record(), other.results_out.record()
+    early.synchronize()
+    carrier = conveyor(recording, device, "weights_in")
+    for ready in (late, early):
+        device.activations_in.wait(ready)
+        urgent_copy(recording, kept)
+        carrier.let_pass(ready, device.activations_in.record())
+    there = device.empty((1000,), torch.float32, stream=device.weights_in)
+    carrier.upload(there, source)
+    carrier.record().synchronize()
+    assert not late.query()
+
+
 def test_no_more_than_two_chunks_are_under_way() -> None:
     backend = CpuBackend(1)
     device = backend.devices[0]

@@ -238,8 +238,10 @@ class Engine:
         self._updates.wait()
         for line in self._state.lines():
             ticket = line.write()
-            ticket.enter()
-            ticket.leave()
+            try:
+                ticket.enter()
+            finally:
+                ticket.leave()
 
     def _settle(self) -> None:
         self._drain()

@@ -33,7 +33,8 @@ class Porter:
         name = f"roundpipe-{stream.name}"
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, self._jobs.put, None)
+        # At the interpreter's end, too: a thread that is inside torch then would abort the process.
+        self._end = weakref.finalize(self, _finish, self._jobs, self._thread)
         self._last: Future[Any] = self.submit(_start, device, num_threads)
         self._last.result()
 
@@ -53,7 +54,12 @@ class Porter:
     def close(self) -> None:
         """Finish the jobs and end the thread. May be called twice."""
         self._end()
-        self._thread.join()
+
+
+def _finish(jobs: _Jobs, thread: threading.Thread) -> None:
+    jobs.put(None)
+    if threading.current_thread() is not thread:
+        thread.join()
 
 
 def _start(device: Device, num_threads: int) -> None:

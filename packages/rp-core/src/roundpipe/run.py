@@ -21,6 +21,7 @@ from roundpipe.call import Call
 from roundpipe.runtime import Lane, Runtime
 from roundpipe.saved import Packet
 from roundpipe.stage import Stage
+from roundpipe.taking import taking
 from roundpipe.twin import Twins
 from roundpipe.weights import Delivery, Weights
 
@@ -143,18 +144,18 @@ class Run:
         lane = self._runtime.lanes[task.device]
         twins = self._twins[task.device]
         blocks = dict.fromkeys(block for layer in task.layers for block in self.call.state.layers[layer].blocks)
-        turns = {
-            block: block.turns.write() if block.kind == "buffer" and task.kind != "B" else block.turns.read()
-            for block in blocks
-        }
-        gradient_turns = {
-            block: block.gradient.turns.write()
-            for block in blocks
-            if block.gradient is not None and task.kind != "F"
-        }
-        weights = Weights(lane, twins, turns, gradient_turns)
-        stage = Stage(self.call, task, lane, self._runtime.backend, twins, weights, self)
-        return lane, _TaskJob(self, stage, weights)
+        with taking() as take:
+            turns = {
+                block: take(block.turns, write=block.kind == "buffer" and task.kind != "B") for block in blocks
+            }
+            gradient_turns = {
+                block: take(block.gradient.turns, write=True)
+                for block in blocks
+                if block.gradient is not None and task.kind != "F"
+            }
+            weights = Weights(lane, twins, turns, gradient_turns)
+            stage = Stage(self.call, task, lane, self._runtime.backend, twins, weights, self)
+            return lane, _TaskJob(self, stage, weights)
 
     # The exchange
 
@@ -216,6 +217,7 @@ class Run:
                 delivery.run()
         except BaseException as error:
             self.abort(error, where)
+            delivery.abandon()
         finally:
             delivery.leave()
 

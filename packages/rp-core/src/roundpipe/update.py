@@ -19,6 +19,7 @@ from roundpipe.context import OptimizerCtx
 from roundpipe.loan import Incomplete, Loan, abandon, take_back
 from roundpipe.runtime import Runtime
 from roundpipe.state import Block, ModelState
+from roundpipe.taking import Take, taking
 
 Turns = dict[Block, Ticket]
 
@@ -36,22 +37,30 @@ class Updates:
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> Future[None]:
         """Publish the last result, then update from the gradients; a synchronous result is published at once."""
-        self._state.make_masters()
-        before = self._publication() if self._state.unpublished else {}
-        gradients = {block: block.gradient.turns.write() for block in self._state.trainable if block.gradient}
-        after = {} if is_async else self._publication()
-        self._state.unpublished = is_async
-        return self._submit(self._step, before, gradients, after, step_fn, self._state.num_runs)
+        state = self._state
+        state.make_masters()
+        with taking() as take:
+            before = self._publication(take) if state.unpublished else {}
+            gradients = {
+                block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient
+            }
+            after = {} if is_async else self._publication(take)
+            # Until it is certain: to publish once too often changes nothing.
+            state.unpublished = True
+            future = self._submit(self._step, before, gradients, after, step_fn, state.num_runs)
+        state.unpublished = is_async
+        return future
 
     def publish(self) -> None:
         """Let calls from now on read the last result."""
         if self._state.unpublished:
+            with taking() as take:
+                self._submit(self._publish_all, self._publication(take))
             self._state.unpublished = False
-            self._submit(self._publish_all, self._publication())
 
-    def _publication(self) -> Turns:
+    def _publication(self, take: Take) -> Turns:
         self._state.version += 1
-        return {block: block.turns.write() for block in self._state.trainable}
+        return {block: take(block.turns, write=True) for block in self._state.trainable}
 
     def _submit(self, job: Callable[..., None], *arguments: Any) -> Future[None]:
         future = self._runtime.optimizer.submit(job, *arguments)

@@ -39,6 +39,10 @@ class Delivery:
             ticket.leave(conveyor.record())
         conveyor.drain()
 
+    def abandon(self) -> None:
+        """After a failure: let what was begun end, so that the sums may go."""
+        self.porter.conveyor.drain()
+
     def leave(self) -> None:
         """Give up the turns that are left; those behind still wait for what was begun."""
         begun = self.porter.conveyor.record()
@@ -177,7 +181,8 @@ class Weights:
         begun = (self._lane.inbox.stream.record(), self._device.results_out.record())
         for ticket in self.tickets():
             ticket.leave(*begun)
-        self._lane.retainer.keep(begun[0], list(self._arriving.values()))
+        hosts = [block.host_tensors() for block in self._arriving]
+        self._lane.retainer.keep(begun[0], list(self._arriving.values()), hosts)
 
     def tickets(self) -> Iterable[Ticket]:
         """The turns that the task itself has to give up."""

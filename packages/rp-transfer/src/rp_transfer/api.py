@@ -32,10 +32,10 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class HostUse:
-    """Host memory that a backend gave or registered, in bytes.
+    """Host memory that a backend gave, and all that it pinned, in bytes.
 
-    `used_bytes` were asked for (idle buffers for later calls included), at most `peak_bytes` at once;
-    `pinned_bytes` of the machine's `total_bytes` are locked for the devices, counted in whole pages.
+    `used_bytes` were given (idle buffers for later calls included), at most `peak_bytes` at once; `pinned_bytes`
+    of the machine's `total_bytes` are locked for the devices, registered storages included, in whole pages.
 
     >>> HostUse(used_bytes=100, peak_bytes=200, pinned_bytes=4096, total_bytes=1 << 20).pinned_bytes
     4096

@@ -53,6 +53,8 @@ class Conveyor:
         chunk_bytes: size of a chunk; at most two are under way, so other copies wait for two at most.
         slot_bytes: size of each of the ring's four slots.
 
+    Raises `ValueError` for sizes under one byte.
+
     >>> from rp_transfer import CpuBackend
     >>> backend = CpuBackend(1)
     >>> device = backend.devices[0]
@@ -73,13 +75,15 @@ class Conveyor:
         chunk_bytes: int = CHUNK_BYTES,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
+        if chunk_bytes < 1 or slot_bytes < 1:
+            raise ValueError(f"chunk_bytes and slot_bytes must be >= 1, but are {chunk_bytes} and {slot_bytes}")
         self._backend = backend
         self._device = device
         self._stream = stream
         self._part_bytes = max(chunk_bytes // _HALVES, 1)
         self._slot_bytes = slot_bytes
         self._ring: deque[_Slot] = deque()
-        # The oldest are over long since: nothing is lost if an idle conveyor forgets them.
+        # An idle conveyor forgets the oldest: they only come first, nothing depends on them.
         self._urgent: deque[tuple[Event | None, Event]] = deque(maxlen=_URGENT)
         # Events after each half of a chunk, and memory that must live until then.
         self._under_way: deque[tuple[Event, list[torch.Tensor]]] = deque()
@@ -95,7 +99,10 @@ class Conveyor:
         """Queue a copy from the host: (numel,) each, of one dtype.
 
         A pinned source is read until an event recorded afterwards; another one has been read on return.
+
+        Raises `ValueError` for different sizes or dtypes.
         """
+        _check("upload", destination, source, destination.dtype)
         if self._backend.is_pinned(source):
             self._send(destination, source)
         else:
@@ -106,15 +113,22 @@ class Conveyor:
         """Queue a copy to the host: (numel,) each; another dtype is rounded to on the device.
 
         A pinned destination may be read after an event recorded afterwards; another one is written on return.
+
+        Raises `ValueError` for different sizes.
         """
+        _check("download", destination, source, source.dtype)
         if self._backend.is_pinned(destination):
             for here, there in _cut(destination, source, self._part_bytes):
-                self._send(here, self._rounded(there, here.dtype))
+                self._send_rounded(here, there, here.dtype)
         else:
             self._download_staged(destination, source, destination.dtype, _copy)
 
     def add(self, total: torch.Tensor, source: torch.Tensor) -> None:
-        """Add the device's numbers to the host's, on the host: (numel,) each, of one dtype. Done on return."""
+        """Add the device's numbers to the host's, on the host: (numel,) each, of one dtype. Done on return.
+
+        Raises `ValueError` for different sizes or dtypes.
+        """
+        _check("add", total, source, total.dtype)
         self._download_staged(total, source, total.dtype, torch.Tensor.add_)
 
     def record(self) -> Event:
@@ -127,6 +141,7 @@ class Conveyor:
         """Wait for everything that was carried, and let go of it."""
         self.record().synchronize()
         self._under_way.clear()
+        self._kept = []
         self._urgent.clear()
 
     # In chunks
@@ -147,25 +162,28 @@ class Conveyor:
             # In this order: what the entry keeps must live until then.
             self._under_way[0][0].synchronize()
             self._under_way.popleft()
-        for _ in range(len(self._urgent)):
-            ready, done = self._urgent.popleft()
-            if ready is None or ready.query():
-                self._stream.wait(done)
-            elif not done.query():
-                self._urgent.append((ready, done))
+        while self._urgent:
+            ready, done = self._urgent[0]
+            # Those behind it are behind it on their own stream, too.
+            if ready is not None and not ready.query():
+                return
+            self._urgent.popleft()
+            self._stream.wait(done)
 
     def _close(self, event: Event) -> None:
         if self._open:
             self._under_way.append((event, self._kept))
             self._open, self._kept = 0, []
 
-    def _rounded(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _send_rounded(self, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:
         if source.dtype == dtype:
-            return source
+            self._send(destination, source)
+            return
         rounded = self._device.empty(source.shape, dtype, stream=self._stream)
         self._stream.cast(rounded, source)
+        self._send(destination, rounded)
+        # With what was queued last: its first bytes may be in a half before.
         self._kept.append(rounded)
-        return rounded
 
     # Through the ring
 
@@ -184,7 +202,7 @@ class Conveyor:
         for here, there in _cut(host, source, self._slot_bytes):
             slot = self._slot()
             slot.is_full = True
-            self._send(_like(slot.memory, here), self._rounded(there, dtype))
+            self._send_rounded(_like(slot.memory, here), there, dtype)
             slot.used_by = self._stream.record()
             on_the_way.append((here, slot))
             if len(on_the_way) == _SLOTS - 1:
@@ -211,6 +229,14 @@ class Conveyor:
         if slot.used_by is not None:
             slot.used_by.synchronize()
         return slot
+
+
+def _check(what: str, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:
+    if destination.numel() != source.numel() or source.dtype != dtype:
+        raise ValueError(
+            f"{what} needs {destination.numel()} numbers of {dtype}, but the source has {source.numel()} of "
+            f"{source.dtype}"
+        )
 
 
 def _cut(one: torch.Tensor, other: torch.Tensor, nbytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

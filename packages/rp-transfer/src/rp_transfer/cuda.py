@@ -203,7 +203,7 @@ class CudaBackend:
 
     def __init__(self, indices: Sequence[int]) -> None:
         _check_versions()
-        self._devices = tuple(CudaDevice(index) for index in indices)
+        self._devices = tuple(map(_open_device, indices))
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._pinned = Pinned(_CudaPins(indices[0]))
         self._host = HostMemory(self._pinned, total)
@@ -258,6 +258,15 @@ class CudaBackend:
             for device in self._devices:
                 device.synchronize()
             self._host.clear()
+
+
+def _open_device(index: int) -> CudaDevice:
+    try:
+        return CudaDevice(index)
+    except (cupy.cuda.runtime.CUDARuntimeError, torch.AcceleratorError) as error:
+        raise BackendUnavailable(
+            f"cuda:{index} cannot be opened: {error}; is it full, or in use by another process alone?"
+        ) from error
 
 
 def _check_versions() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from rp_transfer.api import HostUse
 from rp_transfer.blocks import ALIGNMENT, Layout
+from rp_transfer.guard import Guard
 from rp_transfer.pages import Pinned, Slab
 
 # Smaller memory shares slabs: whole pages for each would waste too many of them.
@@ -27,6 +28,12 @@ Piece = tuple[int, Slab]
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _size_class(nbytes: int) -> int:
+    """Rounded up by an eighth at the most, so that batches of about the same size use the same buffers."""
+    step = 1 << max(nbytes.bit_length() - 4, 0)
+    return -(-nbytes // step) * step
 
 
 class HostMemory:
@@ -46,7 +53,8 @@ class HostMemory:
         self._idle = 0
         self._lent = 0
         self._most_lent = 0
-        self._lock = threading.RLock()
+        self._guard = Guard()
+        self._freed: deque[Piece] = deque()
         self._used = 0
         self._peak = 0
 
@@ -55,8 +63,9 @@ class HostMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        piece = self._take(nbytes, short_lived)
-        return self._tensor(piece, nbytes, dtype, short_lived).view(tuple(shape))
+        room = _size_class(nbytes) if short_lived else nbytes
+        piece = self._take(room, short_lived)
+        return self._tensor(piece, room, dtype, short_lived)[: math.prod(shape)].view(tuple(shape))
 
     def blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """(numel,) for each layout; the small ones lie together in one slab of exactly their size."""
@@ -79,10 +88,10 @@ class HostMemory:
 
     def clear(self) -> None:
         """Free the buffers that nobody uses."""
-        with self._lock:
-            freed = self._shrink(0)
+        with self._guard:
+            self._shrink(0)
             self._shared = None
-        freed.clear()
+        self._freed.clear()
 
     def _tensor(self, piece: Piece, nbytes: int, dtype: torch.dtype, short_lived: bool) -> torch.Tensor:
         buffer = (ctypes.c_ubyte * nbytes).from_address(piece[0])
@@ -95,7 +104,7 @@ class HostMemory:
         if piece is not None:
             return piece
         piece = self._carve(nbytes)
-        with self._lock:
+        with self._guard:
             self._count(nbytes)
             self._lend(nbytes if short_lived else 0)
         return piece
@@ -104,7 +113,7 @@ class HostMemory:
         if nbytes >= _SMALL_BYTES:
             slab = Slab(nbytes, self._pinned)
             return slab.address, slab
-        with self._lock:
+        with self._guard:
             if self._shared is None or self._shared_used + nbytes > _SHARED_BYTES:
                 self._shared, self._shared_used = Slab(_SHARED_BYTES, self._pinned), 0
             address = self._shared.address + self._shared_used
@@ -112,7 +121,7 @@ class HostMemory:
             return address, self._shared
 
     def _reuse(self, nbytes: int) -> Piece | None:
-        with self._lock:
+        with self._guard:
             if not (pieces := self._free.get(nbytes)):
                 return None
             self._free.move_to_end(nbytes)
@@ -121,7 +130,7 @@ class HostMemory:
             return pieces.pop()
 
     def _count(self, nbytes: int) -> None:
-        with self._lock:
+        with self._guard:
             self._used += nbytes
             self._peak = max(self._peak, self._used)
 
@@ -130,26 +139,26 @@ class HostMemory:
         self._most_lent = max(self._most_lent, self._lent)
 
     def _give_back(self, nbytes: int, piece: Piece) -> None:
-        with self._lock:
-            self._lent -= nbytes
-            self._idle += nbytes
-            self._free.setdefault(nbytes, []).append(piece)
-            freed = self._shrink(self._most_lent)
+        self._guard.afterwards(partial(self._take_back, nbytes, piece))
         # Unpinning takes its time: not under the lock.
-        freed.clear()
+        self._freed.clear()
 
-    def _shrink(self, most: int) -> list[Piece]:
-        freed: list[Piece] = []
+    def _take_back(self, nbytes: int, piece: Piece) -> None:
+        self._lent -= nbytes
+        self._idle += nbytes
+        self._free.setdefault(nbytes, []).append(piece)
+        self._shrink(self._most_lent)
+
+    def _shrink(self, most: int) -> None:
         while self._idle > most:
             nbytes, pieces = next(iter(self._free.items()))
             if pieces:
-                freed.append(pieces.pop())
+                self._freed.append(pieces.pop())
                 self._idle -= nbytes
                 self._used -= nbytes
             else:
                 del self._free[nbytes]
-        return freed
 
     def _drop(self, nbytes: int, piece: Piece) -> None:
         del piece
-        self._count(-nbytes)
+        self._guard.afterwards(partial(self._count, -nbytes))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
 import warnings
 import weakref
 from bisect import bisect_left, bisect_right, insort
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from rp_transfer.errors import PinningRefused, PinningWarning
+from rp_transfer.guard import Guard
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -41,12 +42,12 @@ def whole_pages(address: int, nbytes: int) -> int:
 class Pinned:
     """The ranges of memory that are pinned; says once that pinning was refused.
 
-    Finalizers take ranges out at any moment, so what it does under its lock may be interrupted by itself.
+    Finalizers take ranges out at any moment.
     """
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
-        self._lock = threading.RLock()
+        self._guard = Guard()
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
         self._warned = False
@@ -59,7 +60,7 @@ class Pinned:
         except PinningRefused as refusal:
             self._warn(refusal)
             return False
-        with self._lock:
+        with self._guard:
             insort(self._starts, address)
             self._ends[address] = address + nbytes
             self.nbytes += whole_pages(address, nbytes)
@@ -68,19 +69,21 @@ class Pinned:
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether one pinned range holds all these bytes: a copy may not cross from one to another."""
-        with self._lock:
+        with self._guard:
             index = bisect_right(self._starts, address) - 1
             return nbytes == 0 or (index >= 0 and address + nbytes <= self._ends.get(self._starts[index], 0))
 
     def _release(self, address: int, nbytes: int) -> None:
-        with self._lock:
-            del self._ends[address]
-            del self._starts[bisect_left(self._starts, address)]
-            self.nbytes -= whole_pages(address, nbytes)
+        self._guard.afterwards(partial(self._forget, address, nbytes))
         self._pins.unpin(address)
 
+    def _forget(self, address: int, nbytes: int) -> None:
+        del self._ends[address]
+        del self._starts[bisect_left(self._starts, address)]
+        self.nbytes -= whole_pages(address, nbytes)
+
     def _warn(self, refusal: PinningRefused) -> None:
-        with self._lock:
+        with self._guard:
             warned, self._warned = self._warned, True
         if not warned:
             warnings.warn(

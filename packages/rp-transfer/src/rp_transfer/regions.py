@@ -38,7 +38,9 @@ class Regions:
 
     def register(self, tensors: Iterable[torch.Tensor]) -> tuple[Region, ...]:
         """The regions that hold the tensors' storages, pinned now or before; what is refused is left out."""
-        storages = {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors)}
+        # By address; of those that begin at one, the largest.
+        sized = sorted(map(torch.Tensor.untyped_storage, tensors), key=torch.UntypedStorage.nbytes)
+        storages = {storage.data_ptr(): storage for storage in sized}
         with self._lock:
             known = list(self._known)
             held = [region for region in known if any(map(region.holds, storages.values()))]
@@ -64,9 +66,9 @@ def _by_page(storages: Iterable[torch.UntypedStorage], known: Sequence[Region]) 
     for storage in storages:
         start = storage.data_ptr()
         between = any(region.start < start and end < region.end for region in known)
-        if runs and start // PAGE_BYTES == (end - 1) // PAGE_BYTES and not between:
+        if runs and start // PAGE_BYTES <= (end - 1) // PAGE_BYTES and not between:
             runs[-1].append(storage)
         else:
             runs.append([storage])
-        end = start + storage.nbytes()
+        end = max(end, start + storage.nbytes())
     return [Region(run) for run in runs]
