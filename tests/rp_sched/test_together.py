@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import MODES, models
-from rp_sched import Course, Infeasible, LayerCost, Limits, Mode, plan, plan_together
+from rp_sched import Course, Infeasible, LayerCost, Limits, Mode, Plan, RoundRobin, plan, plan_together
 from rp_sched.course import pace
 
 patient = settings(max_examples=40, deadline=None)
@@ -57,3 +57,46 @@ def test_the_hosts_limit_is_for_all_models_together():
 def test_no_model_is_refused():
     with pytest.raises(ValueError, match="needs the costs of at least one model"):
         plan_together(devices=1, microbatches=1, mode="infer")
+
+
+@patient
+@given(st.lists(models(most=8), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from(MODES))
+def test_published_plans_of_several_models_are_even_across_them(
+    costs: list[list[LayerCost]], wanted: int, mode: Mode
+):
+    how = {"devices": 2, "microbatches": 2, "mode": mode}
+    made = plan_together(*costs, strategy=RoundRobin(min_stages=wanted, upper_threshold=1.5), **how)  # type: ignore[arg-type]
+    slowest = max(cost.forward_ms + (mode != "infer") * cost.forward_ms + cost.backward_ms for row in costs for cost in row)
+    for row, each in zip(costs, made, strict=True):
+        each.check(len(row), mode)
+        for stage in (*each.forward, *each.backward):
+            up_ms = sum(row[layer].forward_ms for layer in stage)
+            assert up_ms <= 1.5 * slowest * ALMOST
+    counts = [len(each.forward) + len(each.backward) + (each.fused is not None) for each in made]
+    assert sum(counts) >= min(wanted, sum(map(len, costs)))
+
+
+@given(models(most=8), st.integers(1, 4), st.sampled_from(MODES))
+def test_one_published_plan_is_the_one_it_has_alone(costs: list[LayerCost], wanted: int, mode: Mode):
+    how = {"devices": 2, "microbatches": 2, "mode": mode, "strategy": RoundRobin(min_stages=wanted)}
+    assert plan_together(costs, **how) == (plan(costs, **how),)  # type: ignore[arg-type]
+
+
+def test_a_small_model_beside_a_large_one_gets_few_long_stages():
+    small, large = [LayerCost(1.0)] * 8, [LayerCost(8.0)] * 8
+    made = plan_together(small, large, devices=4, microbatches=1, mode="infer", strategy="roundrobin")
+    assert made == (Plan([range(8)]), Plan([range(layer, layer + 1) for layer in range(8)]))
+
+
+def test_published_plans_of_several_models_keep_the_limit_of_the_host():
+    costs = [LayerCost(1.0, weight_bytes=100)] * 4
+    with pytest.raises(Infeasible):
+        plan_together(
+            costs,
+            costs,
+            devices=2,
+            microbatches=2,
+            mode="fused",
+            strategy="roundrobin",
+            limits=Limits(host_memory_bytes=900),
+        )

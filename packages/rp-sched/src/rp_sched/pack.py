@@ -59,6 +59,10 @@ class Row:
     def slowest_layer_ms(self) -> float:
         return max(self.stage_ms(range(layer, layer + 1)) for layer in range(self.num_layers))
 
+    @property
+    def total_ms(self) -> float:
+        return self.stage_ms(range(self.num_layers))
+
     def stage_ms(self, layers: range) -> float:
         """How long a stage of these layers is busy."""
         return max(sums[layers.stop] - sums[layers.start] for sums in self.times_ms)

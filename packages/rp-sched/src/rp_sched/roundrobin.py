@@ -1,5 +1,6 @@
 """The published way to plan: stages of even time, and devices that take them strictly in turn."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -48,9 +49,41 @@ class RoundRobin:
         stages = min(self.min_stages or devices, loads.num_layers)
         forward, backward = forward_row(loads, microbatches), backward_row(loads, microbatches)
         if mode == "fused":
-            return _fused(forward, backward, stages, self.upper_threshold)
-        up = _stages(forward, stages, self.upper_threshold)
-        return Plan(up, None, _stages(backward, stages, self.upper_threshold)[::-1] if mode == "train" else ())
+            return _fused(forward, backward, stages, self.upper_threshold * backward.slowest_layer_ms)
+        up = _stages(forward, stages, self.upper_threshold * forward.slowest_layer_ms)
+        if mode == "infer":
+            return Plan(up)
+        return Plan(up, None, _stages(backward, stages, self.upper_threshold * backward.slowest_layer_ms)[::-1])
+
+    def together(
+        self, models: Sequence[Loads], *, devices: int, microbatches: int, mode: Mode
+    ) -> tuple[Plan, ...]:
+        """Plans whose stages, of all models, are as even as one model's: the slowest layer of all counts."""
+        limited = [self._limited(loads) for loads in models]
+        ups = [forward_row(loads, microbatches) for loads in limited]
+        downs = [backward_row(loads, microbatches) for loads in limited]
+        wanted = self.min_stages or devices
+        if mode == "fused":
+            high_ms = self.upper_threshold * max(row.slowest_layer_ms for row in downs)
+            needs = [
+                _count_fused(up, down, _longest(down.num_layers, 1), high_ms)
+                for up, down in zip(ups, downs, strict=True)
+            ]
+            times = [up.total_ms + down.total_ms for up, down in zip(ups, downs, strict=True)]
+            counts = _spread(wanted, needs, times, [row.num_layers for row in ups])
+            return tuple(_fused(*rows, high_ms) for rows in zip(ups, downs, counts, strict=True))
+        forward = self._even_rows(ups, wanted)
+        if mode == "infer":
+            return tuple(map(Plan, forward))
+        backward = self._even_rows(downs, wanted)
+        return tuple(Plan(up, None, down[::-1]) for up, down in zip(forward, backward, strict=True))
+
+    def _even_rows(self, rows: Sequence[Row], wanted: int) -> list[tuple[range, ...]]:
+        high_ms = self.upper_threshold * max(row.slowest_layer_ms for row in rows)
+        layers = [row.num_layers for row in rows]
+        needs = [fewest(row, row.num_layers, high_ms) for row in rows]
+        counts = _spread(wanted, needs, [row.total_ms for row in rows], layers)
+        return [_stages(row, count, high_ms) for row, count in zip(rows, counts, strict=True)]
 
     def _limited(self, loads: Loads) -> Loads:
         if self.model_memory_limit is None:
@@ -60,27 +93,41 @@ class RoundRobin:
         return Loads(loads.costs, replace(loads.limits, stage_bytes=most if known is None else min(most, known)))
 
 
-def _stages(row: Row, wanted: int, threshold: float) -> tuple[range, ...]:
+def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: Sequence[int]) -> list[int]:
+    """How many stages each model gets: what it needs, and the rest of `wanted` where stages are longest."""
+    counts = list(needs)
+    while sum(counts) < wanted:
+        open_ = [at for at, count in enumerate(counts) if count < most[at]]
+        if not open_:
+            break
+        counts[max(open_, key=lambda at: times_ms[at] / counts[at])] += 1
+    return counts
+
+
+def _stages(row: Row, wanted: int, high_ms: float) -> tuple[range, ...]:
     """All layers of the row, from the first up."""
-    end, high_ms = row.num_layers, threshold * row.slowest_layer_ms
+    end = row.num_layers
     stages = max(wanted, fewest(row, end, high_ms))
     cap_ms = least_cap(partial(fewest, row, end), stages, row.slowest_layer_ms, high_ms)
     return even(row, end, stages, cap_ms)
 
 
-def _fused(forward: Row, backward: Row, wanted: int, threshold: float) -> Plan:
-    """Forward stages, a fused last one, and backward stages, all of about the same time."""
-    num_layers = backward.num_layers
+def _longest(num_layers: int, wanted: int) -> int:
     # Each layer below the fused stage gives two stages at most, one up and one down.
-    longest = num_layers - wanted // 2
+    return num_layers - wanted // 2
 
-    def count(cap_ms: float) -> int:
-        end = tail(backward, longest, cap_ms).start
-        return fewest(forward, end, cap_ms) + 1 + fewest(backward, end, cap_ms)
 
-    slowest_ms = backward.slowest_layer_ms
-    stages = max(wanted, count(threshold * slowest_ms))
-    cap_ms = least_cap(count, stages, slowest_ms, threshold * slowest_ms)
+def _count_fused(forward: Row, backward: Row, longest: int, cap_ms: float) -> int:
+    end = tail(backward, longest, cap_ms).start
+    return fewest(forward, end, cap_ms) + 1 + fewest(backward, end, cap_ms)
+
+
+def _fused(forward: Row, backward: Row, wanted: int, high_ms: float) -> Plan:
+    """Forward stages, a fused last one, and backward stages, all of about the same time."""
+    longest = _longest(backward.num_layers, wanted)
+    count: Callable[[float], int] = partial(_count_fused, forward, backward, longest)
+    stages = max(wanted, count(high_ms))
+    cap_ms = least_cap(count, stages, backward.slowest_layer_ms, high_ms)
     fused = tail(backward, longest, cap_ms)
     up, down = _share(forward, backward, fused.start, stages - 1, cap_ms)
     return Plan(even(forward, fused.start, up, cap_ms), fused, even(backward, fused.start, down, cap_ms)[::-1])

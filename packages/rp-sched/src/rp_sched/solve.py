@@ -46,13 +46,18 @@ def plan(
     check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
     loads = Loads(costs, limits)
     loads.check_feasible(mode)
-    found = _published(strategy).plan(loads, devices=devices, microbatches=microbatches, mode=mode)
+    found = published(strategy).plan(loads, devices=devices, microbatches=microbatches, mode=mode)
     if limits.host_memory_bytes is not None and not loads.fits_host(found, microbatches):
         raise Infeasible(None, loads.host_bytes(found, microbatches), limits.host_memory_bytes)
     return found
 
 
-def _published(strategy: object) -> RoundRobin:
+def published(strategy: object) -> RoundRobin:
+    """The `RoundRobin` that a strategy other than `adaptive` means.
+
+    >>> published("roundrobin")
+    RoundRobin(min_stages=None, upper_threshold=1.1, model_memory_limit=None)
+    """
     if strategy == "roundrobin":
         return RoundRobin()
     if isinstance(strategy, RoundRobin):

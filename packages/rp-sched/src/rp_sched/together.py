@@ -11,6 +11,7 @@ from rp_sched.loads import Loads
 from rp_sched.plan import Mode, Plan
 from rp_sched.roundrobin import RoundRobin
 from rp_sched.search import Search
+from rp_sched.solve import Strategy, published
 from rp_sched.space import Space
 from rp_sched.valid import check_problem
 
@@ -19,7 +20,12 @@ OTHERS = 12
 
 
 def plan_together(
-    *models: Sequence[LayerCost], devices: int, microbatches: int, mode: Mode, limits: Limits = NO_LIMITS
+    *models: Sequence[LayerCost],
+    devices: int,
+    microbatches: int,
+    mode: Mode,
+    limits: Limits = NO_LIMITS,
+    strategy: Strategy | RoundRobin = "adaptive",
 ) -> tuple[Plan, ...]:
     """A plan for each of several models that are called in turn on the same devices.
 
@@ -32,15 +38,38 @@ def plan_together(
     itself, put together in the fastest way that is found by changing one at a time. It is never slower than the
     `roundrobin` plans. The limit of the host is for all models together.
 
+    With strategy `roundrobin` the stages of all models are made even: none takes longer than the threshold allows
+    beside the slowest layer of all, and `min_stages` counts the stages of all.
+
     Raises `Infeasible` as `plan` does.
     """
     if not models:
         raise ValueError("plan_together needs the costs of at least one model, but got none")
     for costs in models:
         check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+    if strategy != "adaptive":
+        return _published(models, published(strategy), devices, microbatches, mode, limits)
     parts = [_Model.of(costs, devices, microbatches, mode, limits) for costs in models]
     group = _Group(parts, devices, microbatches, limits)
     return tuple(course.plan for course in group.best())
+
+
+def _published(
+    models: Sequence[Sequence[LayerCost]],
+    strategy: RoundRobin,
+    devices: int,
+    microbatches: int,
+    mode: Mode,
+    limits: Limits,
+) -> tuple[Plan, ...]:
+    loads = [Loads(costs, limits) for costs in models]
+    for each in loads:
+        each.check_feasible(mode)
+    plans = strategy.together(loads, devices=devices, microbatches=microbatches, mode=mode)
+    need = sum(each.host_bytes(plan, microbatches) for each, plan in zip(loads, plans, strict=True))
+    if limits.host_memory_bytes is not None and need > limits.host_memory_bytes:
+        raise Infeasible(None, need, limits.host_memory_bytes)
+    return plans
 
 
 @dataclass(frozen=True, slots=True)
