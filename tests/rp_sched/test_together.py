@@ -66,7 +66,9 @@ def test_published_plans_of_several_models_are_even_across_them(
 ):
     how = {"devices": 2, "microbatches": 2, "mode": mode}
     made = plan_together(*costs, strategy=RoundRobin(min_stages=wanted, upper_threshold=1.5), **how)  # type: ignore[arg-type]
-    slowest = max(cost.forward_ms + (mode != "infer") * cost.forward_ms + cost.backward_ms for row in costs for cost in row)
+    slowest = max(
+        cost.forward_ms + (mode != "infer") * cost.forward_ms + cost.backward_ms for row in costs for cost in row
+    )
     for row, each in zip(costs, made, strict=True):
         each.check(len(row), mode)
         for stage in (*each.forward, *each.backward):

@@ -4,18 +4,22 @@ Importing this starts nothing: devices and threads open with a `Runtime`, or wit
 """
 
 from roundpipe import optim
+from roundpipe.auto import AutoRoundPipe
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx, doing_optimizer
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
 from roundpipe.module import RoundPipe
+from roundpipe.plans import ModelExecutePlan
 from roundpipe.runtime import Runtime
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoRoundPipe",
     "Busy",
     "GradientsIncomplete",
+    "ModelExecutePlan",
     "OptimizerCtx",
     "RoundPipe",
     "RoundPipeError",

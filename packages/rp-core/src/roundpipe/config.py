@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 import rp_sched
 import torch
 
+from roundpipe.plans import ModelExecutePlan
+
 Grain = Literal["stage", "layer"]
 
 
@@ -24,7 +26,7 @@ class RoundPipeRunConfig:
             layer (``"layer"``: less memory, more transfers).
         num_microbatch: how many parts a batch is cut into; default: number of devices + 1.
         split_input, split_label, merge_output: specs or functions for `rp_batch`; default: inferred.
-        execute_plan: an `rp_sched.Plan`; default: planned from the model and the devices.
+        execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned from the model and the devices.
 
     >>> RoundPipeRunConfig(num_microbatch=8).over(RoundPipeRunConfig(recompute_grain="layer")).num_microbatch
     8
@@ -40,12 +42,12 @@ class RoundPipeRunConfig:
     split_input: Any = None
     split_label: Any = None
     merge_output: Any = None
-    execute_plan: rp_sched.Plan | None = None
+    execute_plan: rp_sched.Plan | ModelExecutePlan | None = None
 
     def __post_init__(self) -> None:
         for name in ("requires_grad", "preserve_rng_state"):
             _check_type(name, getattr(self, name), bool)
-        _check_type("execute_plan", self.execute_plan, rp_sched.Plan)
+        _check_type("execute_plan", self.execute_plan, rp_sched.Plan, ModelExecutePlan)
         _check_grain(self.recompute_grain)
         _check_microbatches(self.num_microbatch)
         if isinstance(self.output_device, str | int):
@@ -62,9 +64,22 @@ class RoundPipeRunConfig:
         return replace(below, **{name: value for name, value in values.items() if value is not None})
 
 
-def _check_type(name: str, value: object, wanted: type) -> None:
+def given(name: str, config: object) -> RoundPipeRunConfig:
+    """A caller's settings, or the empty ones for None.
+
+    Raises `TypeError` for anything else.
+    """
+    if config is None:
+        return RoundPipeRunConfig()
+    if not isinstance(config, RoundPipeRunConfig):
+        raise TypeError(f"{name} must be a RoundPipeRunConfig or None, but is {config!r} instead")
+    return config
+
+
+def _check_type(name: str, value: object, *wanted: type) -> None:
     if value is not None and not isinstance(value, wanted):
-        raise TypeError(f"{name} must be a {wanted.__name__} or None, but is {value!r} instead")
+        names = " or ".join(f"a {kind.__name__}" for kind in wanted)
+        raise TypeError(f"{name} must be {names} or None, but is {value!r} instead")
 
 
 def _check_grain(grain: object) -> None:

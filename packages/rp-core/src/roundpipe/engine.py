@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import rp_batch
 import torch
-from rp_sched import Mode, Task
+from rp_sched import LayerCost, Mode, Task
 from torch import nn
 
 from roundpipe.autograd import Gradients, connect
 from roundpipe.call import Autocast, Call, LossFn
+from roundpipe.claims import Claim
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
 from roundpipe.exposure import Exposure
@@ -22,8 +24,9 @@ from roundpipe.run import Key, Run, sum_losses
 from roundpipe.runtime import Runtime
 from roundpipe.saved import Packet
 from roundpipe.state import ModelState, PinMode
+from roundpipe.taking import Take
 from roundpipe.twin import Twins
-from roundpipe.update import Updates
+from roundpipe.update import Part, Updates
 
 Losses = torch.Tensor | list[torch.Tensor]
 
@@ -34,31 +37,42 @@ class Engine:
     def __init__(
         self,
         name: str,
-        modules: Sequence[nn.Module],
+        modules: Callable[[], Sequence[nn.Module]],
         runtime: Runtime,
         pin: PinMode,
         optim_dtype: torch.dtype | None,
     ) -> None:
         self._name = name
         self._runtime = runtime
-        self._state = ModelState(runtime.backend, modules, pin, optim_dtype)
+        self._modules = modules
+        self._claim = Claim(name)
+        self._claim.take(modules())
+        self._state = ModelState(runtime.backend, modules(), pin, optim_dtype)
         self._planner = Planner(self._state, runtime)
         self._twins = self._new_twins()
-        self._updates = Updates(name, self._state, runtime)
+        self._updates = Updates(self._state, runtime)
         self._exposure = Exposure()
         self._runs: list[Run] = []
 
     # What the model's methods do
 
+    def layer_costs(self) -> list[LayerCost]:
+        """What the planner takes each layer to cost."""
+        return self._planner.costs()
+
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The optimizer's parameter of each trainable one."""
+        # A step function sees what was there when it was launched.
+        if not self._runtime.optimizer.is_current() and self._has_changed():
+            with self._runtime.launching():
+                self.get_ready(training=False)
         self._state.make_masters()
         return self._state.masters
 
     def forward(self, parts: Sequence[Any], config: RoundPipeRunConfig, *, wants_grad: bool) -> list[Any]:
         """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
         with self._runtime.launching():
-            self._ready(training=False)
+            self.get_ready(training=False)
             inputs = _requiring_grad(parts) if wants_grad else []
             with_grad = bool(inputs) or (wants_grad and bool(self._state.trainable))
             run, backward_tasks = self._launch_forward(
@@ -71,7 +85,7 @@ class Engine:
 
         def run_backward(grads: Gradients) -> Gradients:
             with self._runtime.launching():
-                self._ready(training=True)
+                self.get_ready(training=True)
                 self._check_version(version)
                 self._launch_backward(run, backward_tasks, packets, grads)
                 returned = run.collect(_keys("grad", 0, len(parts))) if inputs else []
@@ -92,7 +106,7 @@ class Engine:
         """The sums of the losses, and the outputs of all microbatches if they are to be kept."""
         inputs = _requiring_grad(parts)
         with self._runtime.launching():
-            self._ready(training=True)
+            self.get_ready(training=True)
             run = self._launch_fused(parts, labels, loss_fn, config, keep=keep)
             losses = run.collect(_keys("loss", 0, len(parts)))
             outputs = run.collect(self._outputs(len(parts))) if keep else []
@@ -102,52 +116,56 @@ class Engine:
             _backpropagate(inputs, _grads_of_inputs(parts, grads))
         return sum_losses(losses), [packet.tree() for packet in outputs]
 
-    def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
-        """Run a step function over the gradients of all calls so far."""
-        with self._runtime.launching():
-            self._ready(training=True)
-            future = self._updates.step(step_fn, is_async=is_async)
-            if not is_async:
-                future.exception()
-                self._raise_late_errors()
+    # Parts of what `Joint` does; under the launch lock
 
-    def synchronize(self) -> None:
-        """Wait for everything, publish the last result and show the gradients."""
-        with self._runtime.launching():
-            self._drain()
-            self._ready(training=False)
-            self._updates.publish()
-            self._updates.wait()
-            self._raise_late_errors()
-            self._settle()
-            if self._state.broken is None:
-                self._exposure.show(self._state.trainable)
+    def prepare_step(self, take: Take, *, is_async: bool) -> Part:
+        """Take a step's turns."""
+        return self._updates.prepare(take, is_async=is_async)
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        with self._runtime.launching():
-            self._settle()
-            self._drop_gradients()
+    def submit_step(self, job: Callable[[], None]) -> Future[None]:
+        """Queue a step's job."""
+        return self._updates.submit(job)
+
+    def share_steps(self, other: Engine) -> None:
+        """From now on both models are stepped together."""
+        self._updates.share(other._updates)
+
+    def publish(self) -> None:
+        """Wait for everything that was launched before, and publish the last result."""
+        self._drain()
+        self.get_ready(training=False)
+        self._updates.publish()
+        self._updates.wait()
+        self.raise_late_errors()
+
+    def show_gradients(self) -> None:
+        """Set ``.grad`` on every parameter, when all gradients have come."""
+        self._settle()
+        if self._state.broken is None:
+            self._exposure.show(self._state.trainable)
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, when all have come."""
+        self._settle()
+        self._drop_gradients()
 
     def reset(self) -> None:
         """Drop gradients and go back to the published weights."""
-        with self._runtime.launching():
-            self._settle()
-            self._late_errors()
-            self._drop_gradients()
-            self._forget_failed_step()
+        self._settle()
+        self._late_errors()
+        self._drop_gradients()
+        self._forget_failed_step()
 
     @contextmanager
     def replacing_weights(self) -> Generator[None]:
         """Within it the caller may write the weights, which are current; their masters follow at its end."""
-        with self._runtime.launching():
-            self._drain()
-            self._late_errors()
-            self._updates.publish()
-            self._updates.wait()
-            yield
-            self._refresh()
-            self._forget_failed_step()
+        self._drain()
+        self._late_errors()
+        self._updates.publish()
+        self._updates.wait()
+        yield
+        self._refresh()
+        self._forget_failed_step()
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Within `replacing_weights`: new parameters, by the old ones, keep the optimizer's masters."""
@@ -164,17 +182,20 @@ class Engine:
 
     # Getting ready; under the launch lock
 
-    def _ready(self, *, training: bool) -> None:
-        self._raise_late_errors()
+    def get_ready(self, *, training: bool) -> None:
+        """Raise what failed meanwhile, and take over what was changed outside."""
+        self.raise_late_errors()
         if training:
             self._refuse_half_made()
         self._exposure.take_back()
+        self._collect_gradients()
         self._refresh()
         self._state.note_flags()
         if self._state.note_attributes():
             self._twins = self._new_twins()
 
-    def _raise_late_errors(self) -> None:
+    def raise_late_errors(self) -> None:
+        """Raise what failed since this was last asked."""
         errors = self._late_errors()
         for another in errors[1:]:
             errors[0].add_note(f"RoundPipe: besides, {another!r}")
@@ -206,9 +227,16 @@ class Engine:
                 "mix two versions; call backward() before the next step, or use forward_backward()"
             )
 
+    def _collect_gradients(self) -> None:
+        # What code outside, such as a penalty on the weights, has put on the model's own parameters.
+        for block in self._state.trainable:
+            found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
+            if found and block.gradient is not None:
+                block.gradient.collect(found, block.tensors)
+
     def _refresh(self) -> None:
         written = self._state.written_outside()
-        changed = self._state.changed()
+        changed = self._has_changed()
         if changed:
             self._drain()
             written += self._state.moved_outside()
@@ -219,11 +247,16 @@ class Engine:
             # A parameter that is trained no more would never get the last step's result.
             self._updates.publish()
             self._updates.wait()
+            self._claim.take(self._state.modules)
             self._state.rebuild()
             self._twins = self._new_twins()
             self._planner.forget()
         # A forward from before read other weights than its backward would.
         self._state.version += changed or bool(written)
+
+    def _has_changed(self) -> bool:
+        self._state.modules = tuple(self._modules())
+        return self._state.changed()
 
     def _masters_from_weights(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from rp_transfer import Backend, Conveyor, Layout, Turns
@@ -81,6 +81,27 @@ class Gradient:
         self.widen()
         self.view(index).copy_(value)
         self.written.add(index)
+
+    def collect(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
+        """Add the ``.grad`` of these of the block's parameters, and take it off them."""
+        ticket = self.turns.write()
+        try:
+            ticket.enter()
+            for index in indices:
+                found = parameters[index].grad
+                assert found is not None
+                parameters[index].grad = None
+                self._add(index, found.to_dense() if found.is_sparse else found)
+        finally:
+            ticket.leave()
+
+    def _add(self, index: int, value: torch.Tensor) -> None:
+        if index not in self.written:
+            self.put(index, value)
+            return
+        block = self.widen()
+        self._backend.host_touch(read=(block,), write=(block,), what="gradients from outside")
+        self.view(index).add_(value)
 
     def drop(self, indices: Iterable[int] | None = None) -> None:
         """Forget the gradients of some parameters, or of all."""

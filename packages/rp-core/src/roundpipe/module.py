@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import rp_batch
 import torch
+from rp_sched import LayerCost
 from torch import nn
 
+from roundpipe.base import RoundPipeBase
 from roundpipe.call import LossFn
-from roundpipe.config import RoundPipeRunConfig
-from roundpipe.context import doing_optimizer
+from roundpipe.config import RoundPipeRunConfig, given
 from roundpipe.engine import Engine
+from roundpipe.joint import Joint
 from roundpipe.runtime import Runtime, default_runtime
 from roundpipe.state import PinMode
+from roundpipe.twin import has_hooks, named_modules
 
 
 def _loss_is_output(outputs: Any, labels: Any) -> Any:
@@ -25,17 +26,7 @@ def _loss_is_output(outputs: Any, labels: Any) -> Any:
     return outputs
 
 
-def _caller() -> str:
-    here = Path(__file__).parent
-    frame = inspect.currentframe()
-    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(here):
-        frame = frame.f_back
-    if frame is None:
-        return "unnamed"
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-class RoundPipe(nn.Module):
+class RoundPipe(RoundPipeBase):
     """Trains a model whose weights, gradients and optimizer state stay in host memory.
 
     Args:
@@ -58,8 +49,13 @@ class RoundPipe(nn.Module):
     ...     model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     ...     model.synchronize()
 
+    An ``nn.Sequential`` whose forward is its own is one layer, too.
+
     Raises `ValueError` or `TypeError` for a model or a setting that cannot be used.
     """
+
+    model_run_config: RoundPipeRunConfig
+    _engine: Engine
 
     def __init__(
         self,
@@ -71,16 +67,13 @@ class RoundPipe(nn.Module):
         *,
         runtime: Runtime | None = None,
     ) -> None:
-        super().__init__()
-        _check_model(model, pin_model, optim_dtype)
-        self.model = model
-        self.name = name or _caller()
-        self.optim_dtype = optim_dtype
-        self.model_run_config = model_run_config or RoundPipeRunConfig()
-        self.runtime = runtime or default_runtime()
-        layers = list(model) if isinstance(model, nn.Sequential) else [model]
-        self._engine = Engine(self.name, layers, self.runtime, pin_model, optim_dtype)
-        object.__setattr__(self, "original_model", None)
+        super().__init__(model, name, optim_dtype)
+        _check_model(model, pin_model, runtime)
+        self._own("model_run_config", given("model_run_config", model_run_config))
+        self._own("runtime", runtime or default_runtime())
+        engine = Engine(self.name, partial(_row, model), self.runtime, pin_model, optim_dtype)
+        self._own("_engine", engine)
+        self._own("_joint", Joint(self.name, [engine], self.runtime))
 
     # Calls
 
@@ -89,7 +82,7 @@ class RoundPipe(nn.Module):
 
         Raises `RuntimeError` if gradients are asked for while torch's grad mode is off, and what a layer raises.
         """
-        config = (roundpipe_run_config or RoundPipeRunConfig()).over(self.model_run_config)
+        config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
         wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
         if wants_grad and not torch.is_grad_enabled():
             raise RuntimeError(
@@ -122,133 +115,27 @@ class RoundPipe(nn.Module):
         Raises `RuntimeError` while torch's grad mode is off; what a layer or `loss_fn` raises, with a note that
         says where.
         """
-        _check_arguments(input_args)
+        _check_arguments(input_args, input_kwargs, loss_fn)
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
-        config = (run_config or RoundPipeRunConfig()).over(self.model_run_config)
+        config = given("run_config", run_config).over(self.model_run_config)
+        if config.requires_grad is False:
+            raise ValueError(
+                "forward_backward computes gradients, but requires_grad is False; call forward instead"
+            )
         parts = self._split(input_args, dict(input_kwargs or {}), config)
         labels = rp_batch.split(label, len(parts), config.split_label, sizes=parts.sizes, exact=True, name="label")
         losses, outputs = self._engine.forward_backward(parts, labels, loss_fn, config, keep=return_outputs)
         return (losses, self._merge(outputs, parts, config)) if return_outputs else losses
 
-    def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Run ``step_fn(*args, **kwargs)`` on the optimizer's thread, over the gradients of all calls so far.
+    @property
+    def engine(self) -> Engine:
+        """What runs the calls; for models that this one is a part of."""
+        return self._engine
 
-        An asynchronous step returns at once, and calls read its result after the next step (or `synchronize`). A
-        synchronous one returns when it is done, and calls read its result from now on.
-
-        Raises what a synchronous `step_fn` raises; an asynchronous one's error is raised by the next call.
-        """
-        if not callable(step_fn):
-            raise TypeError(f"step_fn must be callable, but is a {type(step_fn).__name__} instead")
-        self._engine.step(lambda: step_fn(*args, **kwargs), is_async=is_async)
-
-    def synchronize(self) -> None:
-        """Wait for everything; afterwards parameters are current and have their gradients in ``.grad``.
-
-        Raises what failed since the last call.
-        """
-        self._engine.synchronize()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients on the host, also those of a call that failed; `set_to_none` changes nothing."""
-        del set_to_none
-        self._engine.zero_grad()
-
-    def reset(self) -> None:
-        """Start again from the published weights: drop gradients, and a failed step's half-made update.
-
-        The optimizer's own state, such as moments, is the caller's to reload.
-        """
-        self._engine.reset()
-
-    # Parameters
-
-    def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters to give to an optimizer: one for each trainable parameter, in `optim_dtype`."""
-        for _, parameter in self.optim_named_parameters():
-            yield parameter
-
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `optim_parameters`, with the names that ``model.named_parameters()`` gives."""
-        masters = self._engine.masters()
-        for name, parameter in self.model.named_parameters(prefix, remove_duplicate=remove_duplicate):
-            if parameter.requires_grad:
-                yield name, masters[parameter]
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The optimizer's parameters inside a step function; elsewhere the model's own, with a warning."""
-        for _, parameter in self.named_parameters(recurse=recurse):
-            yield parameter
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `parameters`."""
-        if doing_optimizer():
-            yield from self.optim_named_parameters(prefix, remove_duplicate)
-            return
-        warnings.warn(
-            "these are the model's own parameters, which lag behind the optimizer's; give an optimizer "
-            "model.optim_parameters(), or read model.model.parameters() after model.synchronize()",
-            stacklevel=2,
-        )
-        yield from super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; the optimizer's parameters become the loaded ones, and a failed step is forgotten.
-
-        With `assign` the given tensors take the parameters' places, as in torch; tied parameters stay tied, and
-        with ``pin_model="off"`` tensors of a memory-mapped file stay where they are.
-        """
-        with self._engine.replacing_weights():
-            before = self._places()
-            found = super().load_state_dict(state_dict, strict, assign)
-            if assign:
-                self._engine.replaced(self._keep_tied(before))
-            return found
-
-    def _places(self) -> dict[str, torch.Tensor]:
-        # Torch leaves the types of this one open.
-        return dict(nn.Module.named_parameters(self, remove_duplicate=False))
-
-    def _keep_tied(self, before: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """What took each parameter's place; of several for a tied one, the last, as when values are copied."""
-        after = self._places()
-        replaced = {old: after[name] for name, old in before.items()}
-        for name, old in before.items():
-            if after[name] is not replaced[old]:
-                module, _, own = name.rpartition(".")
-                setattr(self.get_submodule(module), own, replaced[old])
-        return replaced
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        del fn, recurse
-        raise RuntimeError(
-            "a RoundPipe model stays on the host in the dtype it was wrapped in; convert it before wrapping it"
-        )
-
-    def set_original_model(self, original_model: nn.Module) -> None:
-        """Let attributes that this model lacks be found on the model it was made from."""
-        object.__setattr__(self, "original_model", original_model)
-
-    def train(self, mode: bool = True) -> RoundPipe:
-        """Set training mode, on the model this was made from as well."""
-        super().train(mode)
-        if self.original_model is not None:
-            self.original_model.train(mode)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            for source in (self.__dict__.get("original_model"), self.__dict__["_modules"].get("model")):
-                if source is not None and hasattr(source, name):
-                    return getattr(source, name)
-            raise
+    def layer_costs(self) -> list[LayerCost]:
+        """What the planner takes each layer to cost, as far as is known by now."""
+        return self._engine.layer_costs()
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
         count = config.num_microbatch or len(self.runtime.lanes) + 1
@@ -263,19 +150,41 @@ class RoundPipe(nn.Module):
         )
 
 
-def _check_model(model: object, pin_model: object, optim_dtype: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
-    if isinstance(model, nn.Sequential) and len(model) == 0:
+def _row(model: nn.Module) -> list[nn.Module]:
+    """The layers: the children of an ``nn.Sequential``, unless its forward is its own; else the model as one."""
+    if not isinstance(model, nn.Sequential) or not _is_plain(model):
+        return [model]
+    if len(model) == 0:
         raise ValueError("the nn.Sequential has no layers; give it at least one")
+    if has_hooks(model):
+        raise ValueError(
+            "the nn.Sequential itself has hooks, which would not run, since its layers are called one by one; put "
+            "them on layers"
+        )
+    return list(model)
+
+
+def _is_plain(row: nn.Sequential) -> bool:
+    return getattr(type(row), "forward") is getattr(nn.Sequential, "forward") and "forward" not in vars(row)
+
+
+def _check_model(model: nn.Module, pin_model: object, runtime: object) -> None:
+    for name, module in named_modules(model):
+        if isinstance(module, RoundPipeBase):
+            raise TypeError(
+                f"{name!r} in the model is wrapped already, as {module.name!r}; wrap the whole only, or use "
+                "AutoRoundPipe over the parts"
+            )
     if pin_model not in get_args(PinMode):
         raise ValueError(f"pin_model must be 'alloc', 'register' or 'off', but is {pin_model!r} instead")
-    if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
-        raise TypeError(
-            f"optim_dtype must be a floating-point torch.dtype or None, but is {optim_dtype!r} instead"
-        )
+    if runtime is not None and not isinstance(runtime, Runtime):
+        raise TypeError(f"runtime must be a Runtime or None, but is {runtime!r} instead")
 
 
-def _check_arguments(input_args: object) -> None:
+def _check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:
     if not isinstance(input_args, tuple):
         raise TypeError(f"input_args must be a tuple, but is a {type(input_args).__name__}; write (x,)")
+    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
+        raise TypeError(f"input_kwargs must be a dict, but is a {type(input_kwargs).__name__}; write {{'x': x}}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable, but is a {type(loss_fn).__name__} instead")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import rp_sched
 from rp_sched import Course, LayerCost, Limits, Mode, Plan, Search, Task
 
 from roundpipe.config import RoundPipeRunConfig
+from roundpipe.plans import MODEL_SHARE, ModelExecutePlan
 from roundpipe.runtime import Runtime
 from roundpipe.state import LayerState, ModelState
 
-# The share of a device's memory that weights and gradients may take; the rest is for activations.
-_MODEL_SHARE = 0.6
 # Guesses, until times are measured; only their proportions matter. A byte of weights takes so many ms for one
 # microbatch's forward pass, and twice as long over the link: about what an H100 on PCIe 5 needs for 4096 tokens.
 _FORWARD_MS_PER_BYTE = 1e-6
@@ -44,13 +45,20 @@ class Planner:
 
     def _dealt(self, config: RoundPipeRunConfig, mode: Mode, microbatches: int) -> tuple[Task, ...]:
         if config.execute_plan is not None:
-            plan = _for_mode(config.execute_plan, mode)
-            plan.check(len(self._state.layers), mode)
+            plan = self._checked(config.execute_plan, mode)
             return self._turns(plan, mode, microbatches)
         course = self._course(mode, microbatches)
         if course.plan.in_turn:
             return self._turns(course.plan, mode, microbatches)
         return self._runtime.dealer.deal(course)
+
+    def _checked(self, plan: Plan | ModelExecutePlan, mode: Mode) -> Plan:
+        if isinstance(plan, ModelExecutePlan):
+            plan.check_valid(len(self._state.layers), mode)
+            return plan.to_plan(mode)
+        found = _for_mode(plan, mode)
+        found.check(len(self._state.layers), mode)
+        return found
 
     def _turns(self, plan: Plan, mode: Mode, microbatches: int) -> tuple[Task, ...]:
         count, first = len(self._runtime.lanes), self._runtime.next_device
@@ -64,15 +72,19 @@ class Planner:
             self._courses[key] = self._find(mode, microbatches)
         return self._courses[key]
 
+    def costs(self) -> list[LayerCost]:
+        """What each layer is taken to cost."""
+        return [_guessed_cost(layer) for layer in self._state.layers]
+
     def _find(self, mode: Mode, microbatches: int) -> Course:
         smallest = min(use.total_bytes for use in self._runtime.memory())
         search = Search(
-            [_guessed_cost(layer) for layer in self._state.layers],
+            self.costs(),
             devices=len(self._runtime.lanes),
             microbatches=microbatches,
             mode=mode,
             limits=Limits(
-                device_memory_bytes=int(smallest * _MODEL_SHARE),
+                device_memory_bytes=int(smallest * MODEL_SHARE),
                 upload_gb_s=_LINK_GB_S,
                 download_gb_s=_LINK_GB_S,
             ),
@@ -83,10 +95,13 @@ class Planner:
 
 def _for_mode(plan: Plan, mode: Mode) -> Plan:
     # A plan for training calls also says how other calls are cut: its fused stage is one more stage there.
-    if mode == "fused" or plan.fused is None:
+    if mode == "fused":
         return plan
-    backward = (plan.fused, *plan.backward) if mode == "train" else ()
-    return Plan((*plan.forward, plan.fused), None, backward)
+    tail = () if plan.fused is None else (plan.fused,)
+    up = replace(plan, forward=(*plan.forward, *tail), fused=None, groups=())
+    if mode == "infer":
+        return replace(up, backward=(), backward_groups=())
+    return replace(up, backward=(*tail, *plan.backward))
 
 
 def _may_write(layer: LayerState) -> bool:

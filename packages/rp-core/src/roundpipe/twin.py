@@ -27,6 +27,21 @@ _HOOK_TABLES = (
 )
 
 
+def named_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """The module's own ``named_modules``, whose types torch leaves open."""
+    found = module.named_modules(prefix=prefix)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast("Iterator[tuple[str, torch.nn.Module]]", found)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether any hook is registered on the module itself.
+
+    >>> has_hooks(torch.nn.Tanh())
+    False
+    """
+    return any(getattr(module, table) for table in _HOOK_TABLES)
+
+
 class Twins:
     """One model's layers on one device. The calling thread builds them, the device's thread uses them."""
 
@@ -117,9 +132,7 @@ class Twins:
 
 
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
-    # Torch leaves the types of this one open.
-    parts = cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())  # pyright: ignore[reportUnknownMemberType]
-    for name, part in parts:
+    for name, part in named_modules(module):
         for own, buffer in part.named_buffers(recurse=False):
             yield f"{name}.{own}" if name else own, part, buffer
 

@@ -1,0 +1,61 @@
+"""Which model a parameter belongs to: two models over one parameter would each overwrite what the other wrote."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Claim:
+    """The parameters of one model; they are free again when it is gone.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> first, second = Claim("first"), Claim("second")
+    >>> first.take([layer])
+    >>> second.take([layer])
+    Traceback (most recent call last):
+    ValueError: parameter 'weight' of layer 0 (Linear) already belongs to the RoundPipe model 'first'; ...
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._held: set[int] = set()
+
+    def take(self, modules: Sequence[nn.Module]) -> None:
+        """Hold the parameters of these modules, and no others any more.
+
+        Raises `ValueError` if another model holds one of them.
+        """
+        found = dict(_named(modules))
+        if any(self._other(parameter) for parameter in found):
+            # Perhaps a model that was dropped, but not collected yet.
+            gc.collect()
+        for parameter, words in found.items():
+            if (other := self._other(parameter)) is not None:
+                raise ValueError(
+                    f"parameter {words} already belongs to the RoundPipe model {other.name!r}; put both parts "
+                    "into one model, give each a copy, or drop the other model first"
+                )
+        self._held = set(map(id, found))
+        for parameter in found:
+            _CLAIMS[parameter] = weakref.ref(self)
+
+    def _other(self, parameter: torch.Tensor) -> Claim | None:
+        claim: Claim | None = _CLAIMS[parameter]() if parameter in _CLAIMS else None
+        if claim is None or claim is self:
+            return None
+        return claim if id(parameter) in claim._held else None
+
+
+_CLAIMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _named(modules: Sequence[nn.Module]) -> Iterable[tuple[torch.Tensor, str]]:
+    for index, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            yield parameter, f"{name!r} of layer {index} ({type(module).__name__})"
