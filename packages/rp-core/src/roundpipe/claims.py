@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -46,7 +47,8 @@ class Claim:
             _CLAIMS[parameter] = weakref.ref(self)
 
     def _other(self, parameter: torch.Tensor) -> Claim | None:
-        claim: Claim | None = _CLAIMS[parameter]() if parameter in _CLAIMS else None
+        found = cast("weakref.ref[Claim] | None", _CLAIMS.get(parameter))
+        claim = None if found is None else found()
         if claim is None or claim is self:
             return None
         return claim if id(parameter) in claim._held else None

@@ -165,7 +165,8 @@ def _row(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_plain(row: nn.Sequential) -> bool:
-    return getattr(type(row), "forward") is getattr(nn.Sequential, "forward") and "forward" not in vars(row)
+    own = type(row).forward is not nn.Sequential.forward  # pyright: ignore[reportUnknownMemberType]
+    return not own and "forward" not in vars(row)
 
 
 def _check_model(model: nn.Module, pin_model: object, runtime: object) -> None:

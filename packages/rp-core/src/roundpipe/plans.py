@@ -135,10 +135,12 @@ class ModelExecutePlan:
 
     def to_plan(self, run_type: Mode) -> Plan:
         """The same stages for `rp_sched`."""
+        # First of all both must be made of ranges.
+        whole = Plan(tuple(self.fwd_plan), None, tuple(self.bwd_plan))
         if run_type == "fused":
             fused = self.bwd_plan[0] if self.bwd_plan else None
-            return Plan(tuple(self.fwd_plan), fused, tuple(self.bwd_plan[1:]))
-        return Plan(tuple(self._whole_forward()), None, tuple(self.bwd_plan) if run_type == "train" else ())
+            return Plan(whole.forward, fused, whole.backward[1:])
+        return Plan(tuple(self._whole_forward()), None, whole.backward if run_type == "train" else ())
 
     def _whole_forward(self) -> list[range]:
         # A plan for fused calls: there the first backward stage does the rest of the forward pass.

@@ -32,6 +32,16 @@ class Part(RoundPipe):
         super().__init__(*args, **kwargs)
         self.register_load_state_dict_pre_hook(_insert_model)  # pyright: ignore[reportUnknownMemberType]
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See `RoundPipe.forward`; a key-value cache, which all microbatches would write, is refused."""
+        for value in (*args, *kwargs.values()):
+            if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+                raise ValueError(
+                    f"{self.name} got a key-value cache (a {type(value).__name__}), which all microbatches would "
+                    "write; call the model with use_cache=False, or set that in its config"
+                )
+        return super().forward(*args, **kwargs)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of what is wrapped."""
         return self.model.state_dict(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -78,7 +88,8 @@ class Splitter:
 
     def split(self, module: nn.Module, path: str = "") -> None:
         """Put models in the places of what is below `module`."""
-        for own, child in list(module.named_children()):
+        # Not named_children, which names a submodule that stands at two places once.
+        for own, child in list(_children(module)):
             where = f"{path}.{own}" if path else own
             if child in self._rules.skip or module_bytes(child) < self._rules.lower_bytes:
                 continue
@@ -150,6 +161,10 @@ def _flat(row: nn.Sequential, upper_bytes: int) -> Iterator[nn.Module]:
             yield from _flat(layer, upper_bytes)
         else:
             yield layer
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((own, child) for own, child in module._modules.items() if child is not None)
 
 
 def _users(root: nn.Module) -> Mapping[nn.Parameter, set[nn.Module]]:
