@@ -96,8 +96,8 @@ WAITS = [
         "an error comes when all is quiet",
         "        if self._error",
     ),
-    Wait("update.py", "ticket.enter()", "a step waits for the gradients"),
-    Wait("update.py", "ticket.enter()", "publishing waits for those who read the old weights", nth=1),
+    Wait("loan.py", "self._ticket.enter()", "a step waits for the gradients"),
+    Wait("update.py", "ticket.enter()", "publishing waits for those who read the old weights"),
     Wait("update.py", "future.exception()", "what is asked between calls waits for steps", nth=1),
     Wait(
         "randomness.py",
@@ -109,7 +109,7 @@ WAITS = [
         "self._changed.wait_for(lambda: not self._alone)",
         "a layer that does not is looked at while nobody draws",
     ),
-    Wait("engine.py", "future.exception()", "a synchronous step waits for its end"),
+    Wait("joint.py", "future.exception()", "a synchronous step waits for its end"),
     Wait(
         "engine.py",
         "            self._updates.wait()\n            self._masters_from_weights(written)",
@@ -124,15 +124,15 @@ WAITS = [
     ),
     Wait(
         "engine.py",
-        "            self._settle()\n            self._drop_gradients()\n\n    def reset",
+        "        self._settle()\n        self._drop_gradients()\n\n    def reset",
         "gradients are dropped when all have come",
-        "            self._drop_gradients()\n\n    def reset",
+        "        self._drop_gradients()\n\n    def reset",
     ),
     Wait(
         "engine.py",
-        "            self._updates.wait()\n            yield",
+        "        self._updates.wait()\n        yield",
         "weights are loaded when the last result is published",
-        "            yield",
+        "        yield",
     ),
     Wait("engine.py", "ticket.enter()", "what is asked between calls waits for all turns"),
 ]

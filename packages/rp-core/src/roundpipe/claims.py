@@ -47,7 +47,7 @@ class Claim:
             _CLAIMS[parameter] = weakref.ref(self)
 
     def _other(self, parameter: torch.Tensor) -> Claim | None:
-        found = cast("weakref.ref[Claim] | None", _CLAIMS.get(parameter))
+        found = cast("weakref.ref[Claim]", _CLAIMS[parameter]) if parameter in _CLAIMS else None
         claim = None if found is None else found()
         if claim is None or claim is self:
             return None

@@ -164,7 +164,8 @@ def _flat(row: nn.Sequential, upper_bytes: int) -> Iterator[nn.Module]:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((own, child) for own, child in module._modules.items() if child is not None)
+    own: dict[str, nn.Module | None] = vars(module)["_modules"]
+    return ((name, child) for name, child in own.items() if child is not None)
 
 
 def _users(root: nn.Module) -> Mapping[nn.Parameter, set[nn.Module]]:

@@ -39,9 +39,7 @@ class Updates:
         state = self._state
         state.make_masters()
         before = self._publication(take) if state.unpublished else {}
-        gradients = {
-            block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient
-        }
+        gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient}
         after = {} if is_async else self._publication(take)
         # Until it is certain: to publish once too often changes nothing.
         state.unpublished = True
