@@ -411,6 +411,34 @@ def test_a_penalty_on_the_raw_weights_counts(runtime: Runtime) -> None:
     assert_near(gradients(layers), gradients(truth))
 
 
+def test_a_penalty_is_not_dropped_with_the_gradients_of_a_step_that_is_under_way(two: Runtime) -> None:
+    layers = mlp()
+    model = wrap(two, layers)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    go_on = threading.Event()
+    x, y = batch(6)
+    model.forward_backward((x,), None, y, square_error)
+    model.step(lambda: (go_on.wait(30), optimizer.zero_grad()))
+    layers[0].weight.square().sum().backward()
+    # The call takes the penalty over, and so waits for the step, which goes on once it does.
+    threading.Timer(0.5, go_on.set).start()
+    with torch.no_grad():
+        model(x)
+    go_on.set()
+    model.synchronize()
+    assert_near(layers[0].weight.grad, 2 * layers[0].weight)
+
+
+def test_after_a_synchronous_step_nothing_is_left_to_publish(two: Runtime) -> None:
+    model = wrap(two)
+    x, _ = batch(6)
+    model(x).sum().backward()
+    model.step(lambda: None, False)
+    kept = model(x)
+    model.synchronize()
+    kept.sum().backward()
+
+
 # Attributes
 
 

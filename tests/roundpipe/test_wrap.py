@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -285,6 +286,61 @@ def test_a_failed_step_stops_every_part_until_reset(two: Runtime) -> None:
     assert_near(weights(model.model), before, 0)
     model(ids()).sum().backward()
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+
+
+def test_a_step_after_a_failed_one_does_not_run(two: Runtime) -> None:
+    model = wrapped(net(), two)
+    launched = threading.Event()
+    ran: list[int] = []
+
+    def fails() -> None:
+        assert launched.wait(30)
+        raise ValueError("boom")
+
+    model.step(fails)
+    model.step(lambda: ran.append(1))
+    launched.set()
+    with pytest.raises(ValueError, match="boom"):
+        model.synchronize()
+    assert not ran
+
+
+def test_a_part_called_by_itself_tells_of_a_failed_step(two: Runtime) -> None:
+    model = wrapped(net(), two)
+
+    def fails() -> None:
+        raise ValueError("boom")
+
+    model.step(fails)
+    two.optimizer.submit(lambda: None).result(30)
+    with pytest.raises(ValueError, match="boom"):
+        model.model.embed(ids())
+    model.reset()
+    model.model.embed(ids())
+
+
+def test_a_call_waits_for_the_weights_outside_the_parts(two: Runtime) -> None:
+    layers = net()
+    model = wrapped(layers, two)
+
+    def change() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name == "shift":
+                    parameter.add_(1)
+
+    model.step(change)
+    go_on = threading.Event()
+    two.optimizer.submit(go_on.wait, 30)
+    before = layers.shift.detach().clone()
+    model.step(lambda: None)
+    threading.Timer(0.5, go_on.set).start()
+    seen: list[torch.Tensor] = []
+    layers.register_forward_pre_hook(lambda *_: seen.append(layers.shift.detach().clone()))
+    with torch.no_grad():
+        model(ids())
+    go_on.set()
+    assert_near(seen[0], before + 1, 0)
 
 
 def test_a_submodule_at_two_places_is_one_part(two: Runtime) -> None:
