@@ -96,8 +96,8 @@ WAITS = [
         "an error comes when all is quiet",
         "        if self._error",
     ),
-    Wait("update.py", "ticket.enter()", "a step waits for the gradients"),
-    Wait("update.py", "ticket.enter()", "publishing waits for those who read the old weights", nth=1),
+    Wait("loan.py", "self._ticket.enter()", "a step waits for the gradients"),
+    Wait("update.py", "ticket.enter()", "publishing waits for those who read the old weights"),
     Wait("update.py", "future.exception()", "what is asked between calls waits for steps", nth=1),
     Wait(
         "randomness.py",

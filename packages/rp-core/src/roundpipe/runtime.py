@@ -110,7 +110,7 @@ class Runtime:
         self.backend: Backend = open_backend(devices, strict=strict)
         share = _share(threads, len(self.backend.devices))
         self.lanes = tuple(Lane(self.backend, device, share) for device in self.backend.devices)
-        self.optimizer = OptimizerThread()
+        self.optimizer = OptimizerThread(leave_cores=len(self.lanes))
         # Whose turn it is, across the models that share the devices.
         self.next_device = 0
         self.dealer = Dealer(len(self.lanes))

@@ -1,14 +1,14 @@
 """The optimizer's side of a model: steps on the optimizer's thread, and their results in the weights.
 
-Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`); a synchronous step writes
-the weights in the same pass. An asynchronous step leaves its result in the masters, and the next step (or
-`synchronize`) first copies it into the weights, each block in its turn: so between two steps calls read the result
-of the step before the last one.
+Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`). A step leaves its result in
+the masters; it is copied into the weights, each block in its turn, by a synchronous step at its end, and otherwise
+by the next step (or `synchronize`) at its beginning: so between two steps calls read the result of the step before
+the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -83,14 +83,12 @@ class Updates:
     def _step(
         self, before: Turns, gradients: Turns, after: Turns, step_fn: Callable[[], object], num_runs: int
     ) -> None:
-        loans = [
-            Loan(self._state, block, ticket, after.get(block), num_runs) for block, ticket in gradients.items()
-        ]
+        loans = [Loan(self._state, block, ticket, num_runs) for block, ticket in gradients.items()]
         try:
             self._publish(before)
             if self._state.failed is None:
                 self._update(step_fn, loans)
-            self._publish(after, {loan.block: loan.published for loan in loans})
+            self._publish(after)
         finally:
             _leave(before, gradients, after)
 
@@ -100,16 +98,15 @@ class Updates:
         finally:
             _leave(turns)
 
-    def _publish(self, turns: Turns, done: Mapping[Block, Set[int]] | None = None) -> None:
+    def _publish(self, turns: Turns) -> None:
         for block, ticket in turns.items():
             ticket.enter()
             # The masters of a step that failed are neither the old nor the new ones.
             if self._state.failed is None:
                 self._runtime.backend.host_touch(write=block.host_tensors(), what="publishing weights")
-                written = (done or {}).get(block, frozenset())
                 with torch.no_grad():
-                    for index in set(range(len(block.tensors))) - written:
-                        block.values[index].copy_(self._state.masters[block.tensors[index]])
+                    for value, parameter in zip(block.values, block.tensors, strict=True):
+                        value.copy_(self._state.masters[parameter])
             ticket.leave()
 
     def _update(self, step_fn: Callable[[], object], loans: Sequence[Loan]) -> None:
