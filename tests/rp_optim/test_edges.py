@@ -1,4 +1,4 @@
-"""What the kernels do at the edges: NaN, 16-bit state, Adafactor's rounding, threads, and several jobs in one call."""
+"""The kernels at the edges: NaN, 16-bit state, Adafactor's rounding, threads, several jobs in one call."""
 
 from __future__ import annotations
 
@@ -166,7 +166,9 @@ def test_the_pieces_of_a_matrix_do_not_depend_on_the_number_of_threads() -> None
     kernel, found = rp_optim.kernel.current_kernel(), []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
-        found.append((*kernel.matrix_squares(spot, shape), torch.tensor([kernel.matrix_norm(spot, shape, factors)])))
+        found.append(
+            (*kernel.matrix_squares(spot, shape), torch.tensor([kernel.matrix_norm(spot, shape, factors)]))
+        )
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 

@@ -386,7 +386,7 @@ def test_a_master_without_a_link_is_saved_as_a_parameter(before: str, weights_on
 
 def test_a_linked_master_is_not_saved() -> None:
     (master,), _, _ = linked(1)
-    with pytest.raises(rp_optim.InvalidLink, match="a linked master cannot be saved.*unlink it first"):
+    with pytest.raises(rp_optim.InvalidLink, match=r"a linked master cannot be saved.*unlink it first"):
         torch.save({"master": master}, io.BytesIO())
 
 
@@ -397,7 +397,9 @@ def test_a_linked_gradient_or_weight_of_another_shape_is_refused() -> None:
     for gradient, weight in ((torch.ones(3, 2), torch.ones(6)), (torch.ones(6), torch.ones(3, 2))):
         master = Master(torch.zeros(2, 3))
         link(master, lambda gradient=gradient: gradient, lambda weight=weight: weight)
-        with pytest.raises(rp_optim.InvalidParameter, match=r"must have the shape \(2, 3\) of its parameter, or be flat"):
+        with pytest.raises(
+            rp_optim.InvalidParameter, match=r"must have the shape \(2, 3\) of its parameter, or be flat"
+        ):
             rp_optim.SGD([master]).step()
         assert torch.equal(master, torch.zeros(2, 3))
 

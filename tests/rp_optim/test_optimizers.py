@@ -336,8 +336,17 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_changed(kind: A
     optimizer.step()
     name = next(name for name in optimizer.state[weights[1]] if name != "step")
     good = optimizer.state[weights[1]][name]
-    values, steps = weights[0].detach().clone(), [state.get("step", torch.ones(())).clone() for state in optimizer.state.values()]
-    for bad in (torch.ones(4, 3), good.reshape(-1), good.t().contiguous(), good.to(torch.complex64), good.to("meta")):
+    values, steps = (
+        weights[0].detach().clone(),
+        [state.get("step", torch.ones(())).clone() for state in optimizer.state.values()],
+    )
+    for bad in (
+        torch.ones(4, 3),
+        good.reshape(-1),
+        good.t().contiguous(),
+        good.to(torch.complex64),
+        good.to("meta"),
+    ):
         optimizer.state[weights[1]][name] = bad
         with pytest.raises(rp_optim.InvalidParameter, match=f"the state '{name}'"):
             optimizer.step()
@@ -363,7 +372,9 @@ def test_a_linked_weight_that_does_not_fit_keeps_the_others_from_moving(kind: An
     for master, weight in zip(masters, (torch.ones(2, 3), torch.ones(3, 2)), strict=True):
         rp_optim.link(master, lambda: torch.ones(2, 3), lambda weight=weight: weight)
     optimizer = kind(masters)
-    with pytest.raises(rp_optim.InvalidParameter, match="the weight that a master is linked to must have the shape"):
+    with pytest.raises(
+        rp_optim.InvalidParameter, match="the weight that a master is linked to must have the shape"
+    ):
         optimizer.step()
     assert torch.equal(masters[0], torch.ones(2, 3))
     assert not optimizer.state

@@ -68,8 +68,9 @@ class Adam(HostOptimizer, torch.optim.Adam):
 
     def _one(self, taken: Taken) -> AdamUpdate:
         group, parameter, state = taken.group, taken.parameter, self.state[taken.parameter]
+        numbers = _numbers(group, count_step(state))
         found = {name: state_tensor(state, name, parameter) for name in self._state_shapes(group, parameter)}
-        return AdamUpdate(taken.spot, _numbers(group, count_step(state)), **found)
+        return AdamUpdate(taken.spot, numbers, **found)
 
 
 def _numbers(group: Group, step: int) -> AdamNumbers:

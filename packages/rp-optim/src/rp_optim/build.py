@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ def _digest(file: Path) -> str:
 
 
 @contextmanager
-def _compiled(compiler: Compiler, parent: Path) -> Iterator[Path]:
+def _compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
     with tempfile.TemporaryDirectory(dir=parent, prefix=".build-") as folder:
         room = Path(folder)
         try:

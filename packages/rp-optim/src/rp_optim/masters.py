@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeVar
@@ -61,7 +61,7 @@ class Master(torch.nn.Parameter):
     While it is linked, ``.grad`` is made from the gradient it is linked to, in the master's dtype, the first time
     that something looks at it, or when a ``backward`` has added to it; that copy is the gradient from then on.
 
-    ``torch.save`` keeps a ``torch.nn.Parameter``, which any torch can load, and raises `InvalidLink` for a linked one.
+    ``torch.save`` keeps a ``torch.nn.Parameter``, which any torch loads; linked ones are refused (`InvalidLink`).
 
     >>> master = Master(torch.zeros(2))
     >>> link(master, gradients=lambda: torch.ones(2, dtype=torch.bfloat16))
@@ -95,7 +95,8 @@ class Master(torch.nn.Parameter):
                 "a linked master cannot be saved: its gradient is elsewhere; unlink it first (outside of a step "
                 "function it is), or save master.detach()"
             )
-        return super().__reduce_ex__(protocol)
+        # Torch leaves the types out.
+        return super().__reduce_ex__(protocol)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 # Torch's own attribute: a descriptor written in C, of no type that could be named here.
@@ -244,4 +245,5 @@ def _ready_of(parameter: torch.Tensor) -> Ready:
 
 
 def _key(ready: Ready) -> object:
-    return ready if isinstance(ready, Hashable) else id(ready)
+    # An object that defines equality alone cannot be looked up by it.
+    return id(ready) if getattr(ready, "__hash__", None) is None else ready

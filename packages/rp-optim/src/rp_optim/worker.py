@@ -58,10 +58,12 @@ class OptimizerThread:
 
     def _start(self, num_threads: int) -> None:
         # Torch gives a new thread the count that any thread set last. This one takes its own, whatever a device's
-        # worker has set, and does not leave it to threads that start later.
-        others = _in_new_thread(torch.get_num_threads)
+        # worker has set, and does not leave it to threads that start later. Asked first: the first question of a
+        # thread would undo what was set before it.
+        others = torch.get_num_threads()
         torch.set_num_threads(num_threads)
-        _in_new_thread(lambda: torch.set_num_threads(others))
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(torch.set_num_threads, others).result()
         self._ident = threading.get_ident()
         _here.is_optimizer = True
 
@@ -137,11 +139,6 @@ class OptimizerThread:
         self._executor.shutdown(wait=True)
 
     shutdown_optim = close
-
-
-def _in_new_thread(call: Callable[[], _Result]) -> _Result:
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(call).result()
 
 
 def _nothing() -> None:
