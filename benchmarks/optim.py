@@ -16,9 +16,9 @@ All ways share one set of arrays, so 400 million parameters need about 8.5 GB. `
 parameter instead: what the process grows by when weights, gradients, masters and Adam's state are made and
 stepped. `--check` ends with an error where a figure misses its aim; the others are there to be read.
 
-What clipping costs is told in two ways: the norm alone beside a step (`norm / step`), and how much longer a clipped
-step is (`clip cost`). So is the speed beside `rewrite`: in parameters (`rate / rewrite`) and in bytes moved
-(`bandwidth / rewrite`; a step moves 28 where `rewrite` moves 32).
+What clipping costs is told in two ways: the norm alone beside a step (`norm / step`), and how much longer a
+clipped step is (`clip cost`). So is the speed beside `rewrite`: in parameters (`rate / rewrite`) and in bytes
+moved (`bandwidth / rewrite`; a step moves 28 where `rewrite` moves 32).
 """
 
 from __future__ import annotations
