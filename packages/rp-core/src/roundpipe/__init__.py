@@ -8,6 +8,7 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx, doing_optimizer
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
 from roundpipe.module import RoundPipe
+from roundpipe.profiling import profile
 from roundpipe.runtime import Runtime
 from roundpipe.wrap import wrap_model_to_roundpipe
 
@@ -25,5 +26,6 @@ __all__ = [
     "StepFailed",
     "doing_optimizer",
     "optim",
+    "profile",
     "wrap_model_to_roundpipe",
 ]

@@ -16,6 +16,7 @@ from rp_optim import OptimizerThread
 from rp_sched import Dealer
 from rp_transfer import Backend, Closed, Device, HostUse, MemoryUse, Retainer, open_backend
 
+from roundpipe import tracing
 from roundpipe.errors import Busy
 from roundpipe.porter import Porter
 
@@ -157,6 +158,7 @@ class Runtime:
         for lane in self.lanes:
             lane.close()
         self.optimizer.close()
+        tracing.devices_go(self.backend.devices)
         self.backend.close()
 
     def __enter__(self) -> Runtime:
