@@ -7,6 +7,7 @@ from roundpipe import optim
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx, doing_optimizer
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
+from roundpipe.memory import MemoryReport
 from roundpipe.module import RoundPipe
 from roundpipe.profiling import profile
 from roundpipe.runtime import Runtime
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Busy",
     "GradientsIncomplete",
+    "MemoryReport",
     "OptimizerCtx",
     "RoundPipe",
     "RoundPipeError",

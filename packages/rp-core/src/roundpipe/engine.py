@@ -18,6 +18,7 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
 from roundpipe.exposure import Exposure
 from roundpipe.measure import LayerTimes
+from roundpipe.memory import MemoryReport, memory_report
 from roundpipe.planning import Planner
 from roundpipe.randomness import Randomness, draw_seed
 from roundpipe.run import Key, Run, sum_losses
@@ -45,6 +46,7 @@ class Engine:
         self._name = name
         self._runtime = runtime
         self._state = ModelState(runtime.backend, modules, pin, optim_dtype)
+        runtime.states.add(self._state)
         self._planner = Planner(name, self._state, runtime)
         self._twins = self._new_twins()
         self._updates = Updates(name, self._state, runtime)
@@ -127,6 +129,10 @@ class Engine:
             self._settle()
             if self._state.broken is None:
                 self._exposure.show(self._state.trainable)
+
+    def memory_report(self, optimizers: Sequence[torch.optim.Optimizer]) -> MemoryReport:
+        """What the model takes, as it is now."""
+        return memory_report(self._runtime, self._state, optimizers)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -55,7 +55,8 @@ class Delivery:
         self, tracer: Tracer, kind: SpanKind, reason: str, block: Block | None = None
     ) -> AbstractContextManager[None]:
         what = reason if block is None else f"gradients of {described(block)}"
-        nbytes = block.nbytes if block is not None and kind == "download" else 0
+        gradient = None if block is None or kind == "wait" else block.gradient
+        nbytes = 0 if gradient is None else gradient.arriving_nbytes
         name = f"wait for {what}" if kind == "wait" else what
         return tracer.on_stream(self.porter.device, self.porter.stream, kind, name, nbytes=nbytes, reason=reason)
 
