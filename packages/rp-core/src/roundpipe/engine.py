@@ -202,7 +202,7 @@ class Engine:
     def _late_errors(self) -> list[BaseException]:
         over = [run for run in self._runs if run.over()]
         self._runs = [run for run in self._runs if run not in over]
-        for times in [times for run in over if not run.aborted for times in run.times]:
+        for times in [times for run in over for times in run.take_times()]:
             times.timer.take(times)
         return [error for run in over if (error := run.outcome()) is not None] + self._updates.errors()
 

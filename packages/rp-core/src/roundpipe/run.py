@@ -94,7 +94,7 @@ class Run:
         self._deliveries: list[Future[None]] = []
         self.number = 0
         # What the layers took, one for each launch in which that is measured.
-        self.times: list[LayerTimes] = []
+        self._times: list[LayerTimes] = []
         self._tracer: Tracer | None = None
         self._adds_gradients = False
 
@@ -131,7 +131,7 @@ class Run:
         """Take all turns in the order of the tasks, then queue them. Never blocks."""
         self._tracer = tracing.current()
         if times is not None:
-            self.times.append(times)
+            self._times.append(times)
         # A layer that cannot be copied must show before any turn is taken: nobody would leave it.
         for task in tasks:
             self._twins[task.device].ensure(task.layers)
@@ -318,6 +318,11 @@ class Run:
     def wait_for_any(self, seconds: float) -> bool:
         """Wait so long for a first task to be over; whether one is, or the run has failed."""
         return self.aborted or bool(wait(self._futures, seconds, FIRST_COMPLETED).done)
+
+    def take_times(self) -> list[LayerTimes]:
+        """What its layers took, of a run that is over; each launch once, and nothing of a run that failed."""
+        found, self._times = self._times, []
+        return [] if self.aborted else found
 
     def finish(self) -> None:
         """Block until all tasks are over and raise the run's error, once."""
