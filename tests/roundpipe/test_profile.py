@@ -286,6 +286,29 @@ def test_calls_of_several_threads_and_runtimes_are_recorded(tmp_path: Path) -> N
     assert names == ["forward of a"] * 3 + ["forward of b"] * 3
 
 
+def test_it_ends_though_another_thread_goes_on(two: Runtime, tmp_path: Path) -> None:
+    began, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        model = RoundPipe(mlp(), runtime=two)
+        while not over.is_set():
+            with torch.no_grad():
+                model(batch(6)[0])
+            began.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert began.wait(60)
+        with profile(tmp_path / "trace.json") as taken:
+            began.clear()
+            assert began.wait(60)
+    finally:
+        over.set()
+        thread.join(60)
+    assert of_kind(taken, "call")
+
+
 def test_a_runtime_that_closes_within_leaves_its_spans(tmp_path: Path) -> None:
     with profile(tmp_path / "trace.json") as taken:
         for _ in range(2):

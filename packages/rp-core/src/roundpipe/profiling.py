@@ -87,6 +87,7 @@ class profile:  # noqa: N801 - used as a function is
             stack.enter_context(self._file)
             # Until then a runtime that closes has its devices' clocks asked.
             stack.callback(tracing.switch_off)
+            tracing.stop_launches()
             self._spans = self._tracer.finish()
             json.dump(trace_events(self._spans), self._file)
         self._tracer = None

@@ -164,8 +164,10 @@ class Runtime:
         for lane in self.lanes:
             lane.close()
         self.optimizer.close()
-        tracing.devices_go(self.backend.devices)
-        self.backend.close()
+        try:
+            tracing.devices_go(self.backend.devices)
+        finally:
+            self.backend.close()
 
     def __enter__(self) -> Runtime:
         return self

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -87,8 +87,9 @@ class Tracer:
         self._zero_s = time.perf_counter()
         self._spans: list[Span] = []
         self._timed: list[_Timed] = []
-        self._clocks: dict[str, _Clock] = {}
+        self._clocks: dict[Device, _Clock] = {}
         self._lock = threading.Lock()
+        self._settling = threading.Lock()
         self._futures: deque[Future[Any]] = deque()
 
     # What the engine calls
@@ -144,28 +145,19 @@ class Tracer:
         while self._futures:
             # Tasks hand gradients over while they are waited for, so more may come.
             wait([self._futures.popleft()])
-        self.settle({timed.device.name: timed.device for timed in self._timed}.values())
+        self.settle(list(self._clocks))
         return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
 
     def settle(self, devices: Iterable[Device]) -> None:
         """Ask the devices' clocks, before they go."""
-        names = set[str]()
-        for device in devices:
-            if device.name in self._clocks:
+        with self._settling:
+            for device in [device for device in devices if device in self._clocks]:
                 device.synchronize()
-                names.add(device.name)
-        with self._lock:
-            done = [timed for timed in self._timed if timed.device.name in names]
-            self._timed = [timed for timed in self._timed if timed.device.name not in names]
-            self._spans += [self._measured(timed) for timed in done]
-            # Another runtime's device may come by the same name.
-            for name in names:
-                del self._clocks[name]
-
-    def _measured(self, timed: _Timed) -> Span:
-        clock, span = self._clocks[timed.span.place], timed.span
-        start_s, end_s = (clock.began_s + event.seconds_since(clock.event) for event in (timed.first, timed.last))
-        return Span(span.place, span.row, span.kind, span.name, start_s, end_s, span.nbytes, span.reason)
+                clock = self._clocks.pop(device)
+                with self._lock:
+                    done = [timed for timed in self._timed if timed.device is device]
+                    self._timed = [timed for timed in self._timed if timed.device is not device]
+                self._spans += [_measured(timed, clock) for timed in done]
 
     # Clocks and ranges
 
@@ -173,16 +165,21 @@ class Tracer:
         return time.perf_counter() - self._zero_s
 
     def _start_clock(self, device: Device, stream: Stream) -> None:
-        if device.name in self._clocks:
+        if device in self._clocks:
             return
         with self._lock:
-            if device.name not in self._clocks:
+            if device not in self._clocks:
                 event = stream.record(timed=True)
                 event.synchronize()
-                self._clocks[device.name] = _Clock(event, self._now_s())
+                self._clocks[device] = _Clock(event, self._now_s())
 
     def _range(self, name: str) -> AbstractContextManager[None]:
         return _nvtx_range(name) if self._ranges else NOTHING
+
+
+def _measured(timed: _Timed, clock: _Clock) -> Span:
+    start_s, end_s = (clock.began_s + event.seconds_since(clock.event) for event in (timed.first, timed.last))
+    return replace(timed.span, start_s=start_s, end_s=end_s)
 
 
 @contextmanager
@@ -206,9 +203,10 @@ def ranges_wanted() -> bool:
 
 
 class _Switch:
-    """Who is told."""
+    """Who is told of launches, and the tracer of the profile that is being taken until it has ended."""
 
     def __init__(self) -> None:
+        self.told: Tracer | None = None
         self.tracer: Tracer | None = None
         self.where = ""
         self.lock = threading.Lock()
@@ -226,7 +224,7 @@ _SWITCH = _Switch()
 
 def current() -> Tracer | None:
     """Who is told about what is launched now, if anyone."""
-    return _SWITCH.tracer or _SWITCH.ranges()
+    return _SWITCH.told or _SWITCH.ranges()
 
 
 def switch_on(where: str, *, ranges: bool) -> Tracer:
@@ -241,17 +239,22 @@ def switch_on(where: str, *, ranges: bool) -> Tracer:
                 "time in a process, and they do not nest"
             )
         _SWITCH.where = where
-        _SWITCH.tracer = Tracer(keep=True, ranges=ranges or ranges_wanted())
+        _SWITCH.told = _SWITCH.tracer = Tracer(keep=True, ranges=ranges or ranges_wanted())
         return _SWITCH.tracer
 
 
+def stop_launches() -> None:
+    """What is launched from now on is not told: the profile is about to end."""
+    _SWITCH.told = None
+
+
 def switch_off() -> None:
-    """No more launches are told."""
+    """The profile has ended."""
     with _SWITCH.lock:
-        _SWITCH.tracer = None
+        _SWITCH.told = _SWITCH.tracer = None
 
 
 def devices_go(devices: Iterable[Device]) -> None:
-    """These devices are about to be closed."""
+    """These devices are about to be closed; nothing is under way on them."""
     if _SWITCH.tracer is not None:
         _SWITCH.tracer.settle(devices)
