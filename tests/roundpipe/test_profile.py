@@ -20,6 +20,7 @@ from roundpipe.profiling import profile
 from roundpipe.summary import summarize
 from roundpipe.tracing import Span
 from rp_sched import Plan
+from rp_transfer import CpuBackend
 from torch import nn
 
 MICROBATCHES = 3
@@ -284,6 +285,18 @@ def test_calls_of_several_threads_and_runtimes_are_recorded(tmp_path: Path) -> N
             thread.join(60)
     names = sorted(span.name for span in of_kind(taken, "call"))
     assert names == ["forward of a"] * 3 + ["forward of b"] * 3
+
+
+def test_the_end_waits_for_copies_that_nobody_has_waited_for() -> None:
+    device = CpuBackend(1).devices[0]
+    source, there = torch.ones(4), device.empty((4,), torch.float32, stream=device.weights_in)
+    tracer = tracing.Tracer(keep=True, ranges=False)
+    for _ in range(2):
+        with tracer.on_stream(device, device.weights_in, "upload", "weights", nbytes=16):
+            device.weights_in.copy(there, source)
+    first, second = tracer.finish()
+    assert 0 < first.start_s <= first.end_s <= second.start_s <= second.end_s
+    assert torch.equal(there, source)
 
 
 def test_it_ends_though_another_thread_goes_on(two: Runtime, tmp_path: Path) -> None:
