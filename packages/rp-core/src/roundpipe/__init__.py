@@ -7,7 +7,9 @@ from roundpipe import optim
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx, doing_optimizer
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
+from roundpipe.memory import MemoryReport
 from roundpipe.module import RoundPipe
+from roundpipe.profiling import profile
 from roundpipe.runtime import Runtime
 from roundpipe.wrap import wrap_model_to_roundpipe
 
@@ -16,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Busy",
     "GradientsIncomplete",
+    "MemoryReport",
     "OptimizerCtx",
     "RoundPipe",
     "RoundPipeError",
@@ -25,5 +28,6 @@ __all__ = [
     "StepFailed",
     "doing_optimizer",
     "optim",
+    "profile",
     "wrap_model_to_roundpipe",
 ]

@@ -11,17 +11,21 @@ import torch
 from rp_sched import Mode, Task
 from torch import nn
 
+from roundpipe import tracing
 from roundpipe.autograd import Gradients, connect
 from roundpipe.call import Autocast, Call, LossFn
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
 from roundpipe.exposure import Exposure
+from roundpipe.measure import LayerTimes
+from roundpipe.memory import MemoryReport, memory_report
 from roundpipe.planning import Planner
 from roundpipe.randomness import Randomness, draw_seed
 from roundpipe.run import Key, Run, sum_losses
 from roundpipe.runtime import Runtime
 from roundpipe.saved import Packet
 from roundpipe.state import ModelState, PinMode
+from roundpipe.tracing import CALLER, NOTHING
 from roundpipe.twin import Twins
 from roundpipe.update import Updates
 
@@ -42,7 +46,8 @@ class Engine:
         self._name = name
         self._runtime = runtime
         self._state = ModelState(runtime.backend, modules, pin, optim_dtype)
-        self._planner = Planner(self._state, runtime)
+        runtime.states.add(self._state)
+        self._planner = Planner(name, self._state, runtime)
         self._twins = self._new_twins()
         self._updates = Updates(name, self._state, runtime)
         self._exposure = Exposure()
@@ -57,7 +62,7 @@ class Engine:
 
     def forward(self, parts: Sequence[Any], config: RoundPipeRunConfig, *, wants_grad: bool) -> list[Any]:
         """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
-        with self._runtime.launching():
+        with self._launching("forward"):
             self._ready(training=False)
             inputs = _requiring_grad(parts) if wants_grad else []
             with_grad = bool(inputs) or (wants_grad and bool(self._state.trainable))
@@ -70,10 +75,11 @@ class Engine:
             return [packet.tree() for packet in packets]
 
         def run_backward(grads: Gradients) -> Gradients:
-            with self._runtime.launching():
+            with self._launching("backward"):
                 self._ready(training=True)
                 self._check_version(version)
-                self._launch_backward(run, backward_tasks, packets, grads)
+                times = self._planner.watch(config, "train", len(parts))
+                self._launch_backward(run, backward_tasks, packets, grads, times)
                 returned = run.collect(_keys("grad", 0, len(parts))) if inputs else []
                 run.finish()
             return _grads_of_inputs(parts, returned) if inputs else []
@@ -91,9 +97,10 @@ class Engine:
     ) -> tuple[Losses, list[Any]]:
         """The sums of the losses, and the outputs of all microbatches if they are to be kept."""
         inputs = _requiring_grad(parts)
-        with self._runtime.launching():
+        with self._launching("forward_backward"):
             self._ready(training=True)
             run = self._launch_fused(parts, labels, loss_fn, config, keep=keep)
+            self._planner.improve_while(config, "fused", len(parts), run.wait_for_any)
             losses = run.collect(_keys("loss", 0, len(parts)))
             outputs = run.collect(self._outputs(len(parts))) if keep else []
             grads = run.collect(_keys("grad", 0, len(parts))) if inputs else []
@@ -104,7 +111,7 @@ class Engine:
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function over the gradients of all calls so far."""
-        with self._runtime.launching():
+        with self._launching("step"):
             self._ready(training=True)
             future = self._updates.step(step_fn, is_async=is_async)
             if not is_async:
@@ -113,7 +120,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Wait for everything, publish the last result and show the gradients."""
-        with self._runtime.launching():
+        with self._launching("synchronize"):
             self._drain()
             self._ready(training=False)
             self._updates.publish()
@@ -122,6 +129,10 @@ class Engine:
             self._settle()
             if self._state.broken is None:
                 self._exposure.show(self._state.trainable)
+
+    def memory_report(self, optimizers: Sequence[torch.optim.Optimizer]) -> MemoryReport:
+        """What the model takes, as it is now."""
+        return memory_report(self._runtime, self._state, optimizers)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -162,6 +173,13 @@ class Engine:
             self._state.unpublished = False
             self._masters_from_weights(self._state.trainable_tensors())
 
+    @contextmanager
+    def _launching(self, what: str) -> Generator[None]:
+        tracer = tracing.current()
+        told = NOTHING if tracer is None else tracer.on_host(CALLER, "call", f"{what} of {self._name}")
+        with self._runtime.launching(), told:
+            yield
+
     # Getting ready; under the launch lock
 
     def _ready(self, *, training: bool) -> None:
@@ -184,6 +202,8 @@ class Engine:
     def _late_errors(self) -> list[BaseException]:
         over = [run for run in self._runs if run.over()]
         self._runs = [run for run in self._runs if run not in over]
+        for times in [times for run in over for times in run.take_times()]:
+            times.timer.take(times)
         return [error for run in over if (error := run.outcome()) is not None] + self._updates.errors()
 
     def _refuse_half_made(self) -> None:
@@ -303,7 +323,7 @@ class Engine:
         for m, label in enumerate(labels):
             run.put(("label", 0, m), Packet.of(self._runtime.backend, label, with_grads=False))
         run.add_gradients()
-        self._launch(run, tasks)
+        self._launch(run, tasks, self._planner.watch(config, "fused", len(parts)))
         return run
 
     def _launch_forward(
@@ -312,11 +332,18 @@ class Engine:
         mode: Mode = "train" if with_grad else "infer"
         tasks = self._planner.tasks(config, mode, len(parts), input_grads=input_grads)
         run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, outputs=True)
-        self._launch(run, [task for task in tasks if task.kind == "F"])
+        self._launch(
+            run, [task for task in tasks if task.kind == "F"], self._planner.watch(config, mode, len(parts))
+        )
         return run, [task for task in tasks if task.kind == "B"]
 
     def _launch_backward(
-        self, run: Run, tasks: Sequence[Task], packets: Sequence[Packet], grads: Gradients
+        self,
+        run: Run,
+        tasks: Sequence[Task],
+        packets: Sequence[Packet],
+        grads: Gradients,
+        times: LayerTimes | None,
     ) -> None:
         run.add_gradients()
         last = len(self._state.layers)
@@ -325,12 +352,12 @@ class Engine:
             found = [next(remaining) if grad else None for grad in packet.grads]
             if run.wants_grad(last, m):
                 run.put(("grad", last, m), Packet.of(self._runtime.backend, found, with_grads=False))
-        self._launch(run, tasks)
+        self._launch(run, tasks, times)
 
-    def _launch(self, run: Run, tasks: Sequence[Task]) -> None:
+    def _launch(self, run: Run, tasks: Sequence[Task], times: LayerTimes | None) -> None:
         if run not in self._runs:
             self._runs.append(run)
-        run.launch(tasks)
+        run.launch(tasks, times)
 
     def _outputs(self, microbatches: int) -> list[Key]:
         return _keys("input", len(self._state.layers), microbatches)

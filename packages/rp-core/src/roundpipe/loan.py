@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -11,6 +12,8 @@ from rp_transfer import Ticket
 
 from roundpipe.gradient import Gradient
 from roundpipe.state import Block, ModelState
+from roundpipe.tracing import NOTHING, OPTIMIZER, Tracer
+from roundpipe.weights import described
 
 
 class Incomplete(BaseException):
@@ -23,7 +26,10 @@ class Loan:
     The weights are published by copying, once the step function has returned: a step that fails leaves them whole.
     """
 
-    def __init__(self, state: ModelState, block: Block, ticket: Ticket, num_runs: int) -> None:
+    def __init__(
+        self, state: ModelState, block: Block, ticket: Ticket, num_runs: int, tracer: Tracer | None = None
+    ) -> None:
+        self._tracer = tracer
         assert block.gradient is not None
         self.block = block
         self.gradient: Gradient = block.gradient
@@ -64,10 +70,15 @@ class Loan:
         """Block until all tasks that add to these gradients are over."""
         if self._arrived:
             return
-        self._ticket.enter()
+        with NOTHING if self._tracer is None else self._waiting(self._tracer):
+            self._ticket.enter()
         self._arrived = True
         if (held := self.gradient.first_or_none()) is not None:
             self._state.backend.host_touch(read=(held,), write=(held,), what="the step's gradients")
+
+    def _waiting(self, tracer: Tracer) -> AbstractContextManager[None]:
+        name = f"wait for the gradients of {described(self.block)}"
+        return tracer.on_host(OPTIMIZER, "wait", name, reason="gradients")
 
     def _ready(self, wait: bool, /) -> bool:
         if not (self._arrived or wait or self._ticket.open()):

@@ -16,6 +16,7 @@ from roundpipe.call import LossFn
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import doing_optimizer
 from roundpipe.engine import Engine
+from roundpipe.memory import MemoryReport
 from roundpipe.runtime import Runtime, default_runtime
 from roundpipe.state import PinMode
 
@@ -161,6 +162,20 @@ class RoundPipe(nn.Module):
         The optimizer's own state, such as moments, is the caller's to reload.
         """
         self._engine.reset()
+
+    def memory_report(self, *optimizers: torch.optim.Optimizer) -> MemoryReport:
+        """What this model takes on the host, by kind, and what its runtime takes on the devices, now.
+
+        Args:
+            optimizers: whose state is counted, too; a model does not know its optimizers.
+
+        >>> with Runtime("cpu:1") as runtime:
+        ...     RoundPipe(nn.Linear(4, 4, bias=False), runtime=runtime).memory_report().weights_bytes
+        64
+
+        Raises `TypeError` for what is no optimizer.
+        """
+        return self._engine.memory_report(optimizers)
 
     # Parameters
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from rp_transfer import Ticket
 
+from roundpipe import tracing
 from roundpipe.context import OptimizerCtx
 from roundpipe.loan import Incomplete, Loan, abandon, take_back
 from roundpipe.runtime import Runtime
 from roundpipe.state import Block, ModelState
 from roundpipe.taking import Take, taking
+from roundpipe.tracing import NOTHING, OPTIMIZER, Tracer
+from roundpipe.weights import described
 
 Turns = dict[Block, Ticket]
 
@@ -63,7 +67,10 @@ class Updates:
         return {block: take(block.turns, write=True) for block in self._state.trainable}
 
     def _submit(self, job: Callable[..., None], *arguments: Any) -> Future[None]:
-        future = self._runtime.optimizer.submit(job, *arguments)
+        tracer = tracing.current()
+        future = self._runtime.optimizer.submit(job, tracer, *arguments)
+        if tracer is not None:
+            tracer.follow(future)
         self._pending.append(future)
         return future
 
@@ -81,26 +88,39 @@ class Updates:
     # On the optimizer's thread
 
     def _step(
-        self, before: Turns, gradients: Turns, after: Turns, step_fn: Callable[[], object], num_runs: int
+        self,
+        tracer: Tracer | None,
+        before: Turns,
+        gradients: Turns,
+        after: Turns,
+        step_fn: Callable[[], object],
+        num_runs: int,
     ) -> None:
-        loans = [Loan(self._state, block, ticket, num_runs) for block, ticket in gradients.items()]
+        loans = [Loan(self._state, block, ticket, num_runs, tracer) for block, ticket in gradients.items()]
         try:
-            self._publish(before)
+            self._publish(tracer, before)
             if self._state.failed is None:
-                self._update(step_fn, loans)
-            self._publish(after)
+                with NOTHING if tracer is None else tracer.on_host(OPTIMIZER, "step", f"step of {self._name}"):
+                    self._update(step_fn, loans)
+            self._publish(tracer, after)
         finally:
             _leave(before, gradients, after)
 
-    def _publish_all(self, turns: Turns) -> None:
+    def _publish_all(self, tracer: Tracer | None, turns: Turns) -> None:
         try:
-            self._publish(turns)
+            self._publish(tracer, turns)
         finally:
             _leave(turns)
 
-    def _publish(self, turns: Turns) -> None:
+    def _publish(self, tracer: Tracer | None, turns: Turns) -> None:
+        name = f"publication of {self._name}"
+        with NOTHING if tracer is None or not turns else tracer.on_host(OPTIMIZER, "publication", name):
+            self._publish_blocks(tracer, turns)
+
+    def _publish_blocks(self, tracer: Tracer | None, turns: Turns) -> None:
         for block, ticket in turns.items():
-            ticket.enter()
+            with NOTHING if tracer is None else _waiting(tracer, block):
+                ticket.enter()
             # The masters of a step that failed are neither the old nor the new ones.
             if self._state.failed is None:
                 self._runtime.backend.host_touch(write=block.host_tensors(), what="publishing weights")
@@ -126,6 +146,11 @@ class Updates:
             self._state.failed = repr(error)
             abandon(loans)
             raise
+
+
+def _waiting(tracer: Tracer, block: Block) -> AbstractContextManager[None]:
+    name = f"wait for those who read the weights of {described(block)}"
+    return tracer.on_host(OPTIMIZER, "wait", name, reason="readers")
 
 
 def _leave(*turns: Turns) -> None:
