@@ -59,9 +59,9 @@ WAITS = [
     ),
     Wait(
         "weights.py",
-        "            ticket.enter()\n",
+        "                ticket.enter()\n",
         "a task's gradients wait for those before them, and for the optimizer",
-        "",
+        "                pass\n",
     ),
     Wait("weights.py", "self.porter.stream.wait(self.made)", "gradients go home after backward"),
     Wait("weights.py", "conveyor.drain()", "gradients live until they are home"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import assert_near, batch, gradients, mlp, square_error, train_call, twin
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Runtime
-from rp_sched import Plan
+from rp_sched import Plan, RoundRobin
 from torch import nn
 
 
@@ -232,3 +232,27 @@ def test_models_on_different_devices_are_not_planned_together(two: Runtime) -> N
         models = RoundPipe(mlp(), runtime=two), RoundPipe(mlp(), runtime=other)
         with pytest.raises(ValueError, match="share a runtime"):
             ModelExecutePlan.auto("fused", *models)
+
+
+def test_made_plans_follow_the_measured_times(two: Runtime) -> None:
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2000):
+                x = torch.tanh(x)
+            return x
+
+    # By its size the slow layer would be next to nothing.
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), Slow(), *(nn.Linear(4, 4) for _ in range(3)))
+    model = RoundPipe(layers, runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    guessed = model.layer_costs("infer")
+    assert guessed[3].forward_ms < guessed[0].forward_ms
+    assert len(ModelExecutePlan.auto("infer", model, min_stages=1).fwd_plan) >= 6
+    x, _ = batch(64)
+    for _ in range(8):
+        with torch.no_grad():
+            model(x)
+    measured = model.layer_costs("infer")
+    assert measured[3].forward_ms > measured[0].forward_ms
+    assert model.layer_costs("fused") == guessed
+    wanted = rp_sched.plan(measured, devices=2, microbatches=2, mode="infer", strategy=RoundRobin(min_stages=1))
+    assert tuple(ModelExecutePlan.auto("infer", model, min_stages=1).fwd_plan) == wanted.forward

@@ -529,3 +529,12 @@ def test_an_unknown_argument_is_refused(two: Runtime) -> None:
     AutoRoundPipe(net(), runtime=two, pin_model="off", model_run_config=RoundPipeRunConfig())
     with pytest.raises(TypeError, match="speed"):
         AutoRoundPipe(net(), runtime=two, speed=3)
+
+
+def test_the_memory_of_a_model_that_was_taken_apart_is_that_of_all_its_parts(two: Runtime) -> None:
+    model = wrapped(net(), two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    nbytes = sum(parameter.nbytes for parameter in net().parameters())
+    report = model.memory_report(optimizer)
+    assert nbytes <= report.weights_bytes <= 1.1 * nbytes
+    assert report.masters_bytes == nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -328,15 +329,41 @@ def test_the_library_is_compiled_once_and_then_found(cache: Path, caplog: pytest
 
 @pytest.mark.usefixtures("_quick_compiler")
 def test_a_broken_library_in_the_cache_is_compiled_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache.mkdir(parents=True)
-    compiler = build.find_compiler()
-    assert compiler is not None
-    library = cache / f"kernels-{build.cache_key(compiler)}.so"
-    library.write_bytes(b"half a library")
+    found(caplog)
+    (library,) = cache.iterdir()
+    whole = library.read_bytes()
+    # Shorter than what the loader maps: looking at it there would kill the process.
+    for broken in (b"half a library", whole[: len(whole) // 3], bytes(len(whole)), whole[:-1] + b"?"):
+        library.unlink()
+        library.write_bytes(broken)
+        kernels, said = found(caplog)
+        assert kernels == (*NATIVE, "torch")
+        assert "compiled now into" in said
+        (library,) = cache.iterdir()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="makes a library of its own")
+def test_a_library_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.c").write_text("int x;")
+    library = tmp_path / "x.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "x.c"], check=True)
+    with pytest.raises(OSError, match="is not a library of these kernels"):
+        Library(library, build.source_hash())
+
+
+def test_a_library_in_the_wheel_that_cannot_be_loaded_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "_kernels.so"
+    broken.write_bytes(b"of another machine")
+    monkeypatch.setattr(rp_optim.kernel, "_IN_WHEEL", broken)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
     kernels, said = found(caplog)
-    assert kernels == (*NATIVE, "torch")
-    assert "compiled now into" in said
-    assert list(cache.iterdir()) == [library]
+    assert kernels == ("torch",)
+    assert said.startswith("WARNING")
+    assert "there is no C compiler" in said
+    assert f"the wheel's own library could not be loaded: {broken}" in said
 
 
 @pytest.mark.usefixtures("_quick_compiler")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import threading
 from typing import Any
 
@@ -290,3 +291,150 @@ def test_what_a_callable_raises_is_what_the_step_raises() -> None:
     with pytest.raises(OSError, match="the device is gone") as caught:
         rp_optim.SGD([master]).step()
     assert caught.value is error
+
+
+# What autograd adds, past the property
+
+
+def with_penalty(factor: float = 1.0) -> Master:
+    """A master whose gradient is 2 in its source, perhaps clipped, and 10 from a backward of its own."""
+    (master,), _, _ = linked(1)
+    if factor != 1:
+        assert rp_optim.clip_grad_norm_([master], factor * 12**0.5) > 0
+    (master.sum() * 10).backward()
+    return master
+
+
+@pytest.mark.parametrize("kind", [rp_optim.SGD, torch.optim.SGD])
+def test_a_backward_in_the_step_function_adds_to_the_gradient(kind: Any) -> None:
+    master = with_penalty()
+    kind([master], lr=1.0).step()
+    assert torch.equal(master, torch.full((3,), -11.0))
+
+
+def test_a_backward_adds_to_what_is_seen_and_to_what_is_left() -> None:
+    expected = torch.full((3,), 12.0)
+    master = with_penalty()
+    assert torch.equal(master.grad, expected)
+    assert torch.equal(unlink(master), expected)
+    assert torch.equal(unlink(with_penalty()), expected)
+    assert rp_optim.clip_grad_norm_([with_penalty()], 1.0) == pytest.approx(432**0.5)
+    twice = with_penalty()
+    (twice.sum() * 10).backward()
+    assert torch.equal(twice.grad, torch.full((3,), 22.0))
+
+
+def test_a_backward_after_clipping_is_not_clipped_and_one_before_is() -> None:
+    torch.testing.assert_close(unlink(with_penalty(0.5)), torch.full((3,), 11.0))
+    master = with_penalty()
+    rp_optim.clip_grad_norm_([master], 432**0.5 / 2)
+    torch.testing.assert_close(unlink(master), torch.full((3,), 6.0))
+
+
+def test_a_backward_after_the_gradient_was_dropped_counts_alone() -> None:
+    (master,), _, _ = linked(1)
+    master.grad = None
+    (master.sum() * 10).backward()
+    assert torch.equal(unlink(master), torch.full((3,), 10.0))
+    without = Master(torch.ones(3))
+    link(without, lambda: None)
+    (without.sum() * 10).backward()
+    assert torch.equal(unlink(without), torch.full((3,), 10.0))
+
+
+def test_a_backward_on_a_master_does_not_hurry_its_own_gradient() -> None:
+    masters, sources, log = linked(2, arrived=False)
+    (masters[1].sum() * 10).backward()
+    sources[0].arrived.set()
+    thread = threading.Thread(target=rp_optim.SGD(masters, lr=1.0).step)
+    thread.start()
+    sources[1].arrived.set()
+    thread.join(10)
+    assert log == ["0", "1"]
+    assert torch.equal(masters[1], torch.full((3,), -11.0))
+
+
+# Ends
+
+
+def test_a_link_ends_even_if_its_gradient_cannot_be_had() -> None:
+    def fail() -> None:
+        raise OSError("gone")
+
+    master = Master(torch.ones(1))
+    link(master, fail)
+    master.sum().backward()
+    with pytest.raises(OSError, match="gone"):
+        unlink(master)
+    assert master.grad is None
+    link(master, lambda: torch.ones(1))
+
+
+@pytest.mark.parametrize("before", ["new", "unlinked"])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_master_without_a_link_is_saved_as_a_parameter(before: str, weights_only: bool) -> None:
+    master = Master(torch.ones(2))
+    if before == "unlinked":
+        link(master, lambda: None)
+        unlink(master)
+    room = io.BytesIO()
+    torch.save({"master": master}, room)
+    found = torch.load(io.BytesIO(room.getvalue()), weights_only=weights_only)["master"]
+    assert type(found) is torch.nn.Parameter
+    assert torch.equal(found, master)
+
+
+def test_a_linked_master_is_not_saved() -> None:
+    (master,), _, _ = linked(1)
+    with pytest.raises(rp_optim.InvalidLink, match=r"a linked master cannot be saved.*unlink it first"):
+        torch.save({"master": master}, io.BytesIO())
+
+
+# Shapes and views
+
+
+def test_a_linked_gradient_or_weight_of_another_shape_is_refused() -> None:
+    for gradient, weight in ((torch.ones(3, 2), torch.ones(6)), (torch.ones(6), torch.ones(3, 2))):
+        master = Master(torch.zeros(2, 3))
+        link(master, lambda gradient=gradient: gradient, lambda weight=weight: weight)
+        with pytest.raises(
+            rp_optim.InvalidParameter, match=r"must have the shape \(2, 3\) of its parameter, or be flat"
+        ):
+            rp_optim.SGD([master]).step()
+        assert torch.equal(master, torch.zeros(2, 3))
+
+
+def test_a_gradient_that_is_a_negated_view_is_read_as_what_it_stands_for() -> None:
+    negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    assert negated.is_neg()
+    master, plain = Master(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    link(master, lambda: torch._neg_view(torch.tensor([2.0, 4.0])))
+    plain.grad = torch._neg_view(torch.tensor([2.0, 4.0]))
+    rp_optim.SGD([master, plain], lr=1.0).step()
+    assert torch.equal(master, torch.tensor([2.0, 4.0]))
+    assert torch.equal(plain, torch.tensor([2.0, 4.0]))
+    weight = Master(torch.zeros(2))
+    link(weight, lambda: torch.ones(2), lambda: torch._neg_view(torch.ones(2)))
+    with pytest.raises(rp_optim.InvalidParameter, match="a view that negates or conjugates"):
+        rp_optim.SGD([weight]).step()
+
+
+def test_a_block_is_asked_once_for_all_of_its_masters() -> None:
+    class Block:
+        def __init__(self) -> None:
+            self.asked, self.here = 0, False
+
+        def ready(self, wait: bool, /) -> bool:
+            self.asked += 1
+            self.here = self.here or wait
+            return self.here
+
+    blocks = [Block() for _ in range(4)]
+    masters = [Master(torch.zeros(1)) for _ in range(100)]
+    for number, master in enumerate(masters):
+        # A new bound method each time: equal, and not the same.
+        link(master, lambda: torch.ones(1), ready=blocks[number // 25].ready)
+    rp_optim.SGD(masters, lr=1.0).step()
+    assert all(master.item() == -1 for master in masters)
+    # Polled until it is the last one that is missing, waited for, and once more for each gradient that is read.
+    assert [block.asked - 25 for block in blocks] == [5, 4, 3, 2]

@@ -401,3 +401,115 @@ def test_a_state_is_loaded_after_the_steps_under_way(thread: OptimizerThread) ->
     assert loop.scales[1:] == [32.0, 32.0, 32.0]
     assert loop.moves == [1.0] * 4
     assert loop.scaler.get_growth_interval() == 5
+
+
+# Failures
+
+
+def test_one_failed_step_costs_one_step(thread: OptimizerThread) -> None:
+    for when in ("before", "after"):
+        loop = Loop(thread)
+        raised: list[str] = []
+
+        def step(fail: bool, loop: Loop = loop, when: str = when) -> None:
+            if fail and when == "before":
+                raise KeyError("no luck")
+            loop.weight.grad = torch.ones(1)
+            loop.scaler.step(loop.optimizer)
+            if fail:
+                raise KeyError("no luck")
+
+        for number in range(6):
+            thread.launch_optim_kernel(step, number == 1)
+            thread.submit(int).result(timeout=10)
+            try:
+                loop.scaler.update()
+            except KeyError:
+                raised.append(f"update {number}")
+            thread.submit(int).result(timeout=10)
+        thread.synchronize_optim()
+        assert raised == ["update 1"]
+        # Grown at each update that had a step to go by.
+        assert loop.scaler.state_dict()["scale"] == 1024.0 * 2.0 ** (6 if when == "after" else 5)
+
+
+def test_a_step_whose_failure_was_swallowed_is_one_failure(thread: OptimizerThread) -> None:
+    loop = Loop(thread)
+    loop.weight.grad = torch.ones(1)
+    loop.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1, dtype=torch.float16))]})
+    loop.optimizer.param_groups[1]["params"][0].grad = torch.ones(1, dtype=torch.float16)
+
+    def step() -> None:
+        with pytest.raises(ValueError, match="fp16 gradient would lose"):
+            loop.scaler.step(loop.optimizer)
+
+    thread.submit(step).result(timeout=10)
+    loop.scaler.update(is_async=False)
+    assert loop.scaler.get_scale() == 1024.0
+
+
+def test_updates_without_steps_are_told_of_each_time(thread: OptimizerThread) -> None:
+    loop = Loop(thread)
+    for _ in range(3):
+        loop.scaler.update()
+        with pytest.raises(ScalerMisuse, match="update found no step"):
+            thread.synchronize_optim()
+
+
+def test_a_loaded_state_forgets_the_steps_before_it() -> None:
+    scaler, optimizer = stepped()
+    scaler.step(optimizer)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.step(optimizer)
+    scaler.load_state_dict(scaler.state_dict())
+    with pytest.raises(ScalerMisuse, match="update found no step"):
+        scaler.update()
+
+
+def test_a_new_scale_is_forgotten_by_a_loaded_state(thread: OptimizerThread) -> None:
+    loop = Loop(thread)
+    loop.call(opened(), new_scale=16.0)
+    assert loop.scaler.get_scale() == 16.0
+    loop.scaler.load_state_dict({**loop.scaler.state_dict(), "scale": 64.0})
+    assert loop.scaler.get_scale() == 64.0
+
+
+# Numbers at the edge
+
+
+def test_a_new_scale_does_not_reset_the_count_of_good_steps() -> None:
+    found = []
+    for scaler in (GradScaler(**OPTIONS), torch.amp.GradScaler("cpu", **OPTIONS)):
+        scaler.scale(torch.ones(1))
+        run(scaler, [1.0])
+        scaler.update(16.0)
+        found.append((scaler.state_dict(), run(scaler, [1.0])))
+    assert found[0] == found[1]
+    assert found[0][1][0][0] == 64.0
+
+
+def test_a_scale_does_not_grow_to_infinity() -> None:
+    options = {**OPTIONS, "init_scale": 2.0**126, "growth_interval": 1}
+    grads = [2.0**-120] * 4
+    mine = run(GradScaler(**options), grads)
+    assert mine == run(torch.amp.GradScaler("cpu", **options), grads)
+    assert mine[-1][0] == 2.0**126
+
+
+def test_a_scale_that_shrank_to_nothing_is_as_in_torch() -> None:
+    grads = [math.nan] * 200 + [1.0]
+    mine = run(GradScaler(), grads)
+    torch.testing.assert_close(mine, run(torch.amp.GradScaler("cpu"), grads), equal_nan=True)
+    assert mine[-2][0] == 0.0
+
+
+def test_a_factor_that_is_not_finite_skips_the_step() -> None:
+    master = Master(torch.ones(2))
+    link(master, lambda: torch.ones(2))
+    optimizer = rp_optim.SGD([master], lr=1.0)
+    rp_optim.clip_grad_norm_([master], math.nan)
+    scaler = GradScaler(init_scale=2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    assert torch.equal(master, torch.ones(2))

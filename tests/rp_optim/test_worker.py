@@ -132,3 +132,35 @@ def test_it_leaves_cores_to_others() -> None:
         thread.close()
     with pytest.raises(ValueError, match="leave_cores must be >= 0, but is -1"):
         OptimizerThread(leave_cores=-1)
+
+
+def test_threads_that_start_later_get_the_count_that_they_would_have_got() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        thread = OptimizerThread(leave_cores=3)
+        assert thread.submit(torch.get_num_threads).result(timeout=10) == 1
+        other = OptimizerThread(leave_cores=2)
+        assert other.submit(torch.get_num_threads).result(timeout=10) == 2
+        found: list[int] = []
+        started = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        started.start()
+        started.join(10)
+        assert (found, torch.get_num_threads()) == ([4], 4)
+        assert thread.submit(torch.get_num_threads).result(timeout=10) == 1
+    finally:
+        torch.set_num_threads(before)
+    thread.close()
+    other.close()
+
+
+def test_failed_jobs_are_counted() -> None:
+    thread = OptimizerThread()
+    thread.submit(int).result(timeout=10)
+    assert thread.num_failed == 0
+    assert isinstance(thread.submit(int, "x").exception(timeout=10), ValueError)
+    thread.launch_optim_kernel(int, "x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        thread.synchronize_optim()
+    assert thread.num_failed == 2
+    thread.close()

@@ -8,8 +8,10 @@ from roundpipe.auto import AutoRoundPipe
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx, doing_optimizer
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
+from roundpipe.memory import MemoryReport
 from roundpipe.module import RoundPipe
 from roundpipe.plans import ModelExecutePlan
+from roundpipe.profiling import profile
 from roundpipe.runtime import Runtime
 from roundpipe.wrap import wrap_model_to_roundpipe
 
@@ -19,6 +21,7 @@ __all__ = [
     "AutoRoundPipe",
     "Busy",
     "GradientsIncomplete",
+    "MemoryReport",
     "ModelExecutePlan",
     "OptimizerCtx",
     "RoundPipe",
@@ -29,5 +32,6 @@ __all__ = [
     "StepFailed",
     "doing_optimizer",
     "optim",
+    "profile",
     "wrap_model_to_roundpipe",
 ]

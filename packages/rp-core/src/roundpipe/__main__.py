@@ -1,5 +1,7 @@
 """``python -m roundpipe`` is the command line."""
 
+import sys
+
 from roundpipe.cli import main
 
-main()
+sys.exit(main())

@@ -14,6 +14,7 @@ from torch import nn
 
 from roundpipe.context import doing_optimizer
 from roundpipe.joint import Joint
+from roundpipe.memory import MemoryReport
 from roundpipe.runtime import Runtime
 
 
@@ -96,6 +97,21 @@ class RoundPipeBase(nn.Module):
         The optimizer's own state, such as moments, is the caller's to reload.
         """
         self._joint.reset()
+
+    def memory_report(self, *optimizers: torch.optim.Optimizer) -> MemoryReport:
+        """What this model takes on the host, by kind, and what its runtime takes on the devices, now.
+
+        Args:
+            optimizers: whose state is counted, too; a model does not know its optimizers.
+
+        >>> from roundpipe import RoundPipe
+        >>> with Runtime("cpu:1") as runtime:
+        ...     RoundPipe(nn.Linear(4, 4, bias=False), runtime=runtime).memory_report().weights_bytes
+        64
+
+        Raises `TypeError` for what is no optimizer.
+        """
+        return self._joint.memory_report(optimizers)
 
     # Parameters
 

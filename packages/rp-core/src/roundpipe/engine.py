@@ -12,12 +12,14 @@ import torch
 from rp_sched import LayerCost, Mode, Task
 from torch import nn
 
+from roundpipe import tracing
 from roundpipe.autograd import Gradients, connect
 from roundpipe.call import Autocast, Call, LossFn
 from roundpipe.claims import Claim
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
 from roundpipe.exposure import Exposure
+from roundpipe.measure import LayerTimes
 from roundpipe.planning import Planner
 from roundpipe.randomness import Randomness, draw_seed
 from roundpipe.run import Key, Run, sum_losses
@@ -25,8 +27,19 @@ from roundpipe.runtime import Runtime
 from roundpipe.saved import Packet
 from roundpipe.state import ModelState, PinMode
 from roundpipe.taking import Take
+from roundpipe.tracing import CALLER, NOTHING, Tracer
 from roundpipe.twin import Twins
 from roundpipe.update import Part, Updates
+
+
+@contextmanager
+def launching(runtime: Runtime, name: str, what: str) -> Generator[None]:
+    """The right to launch, which whoever watches is told of."""
+    tracer = tracing.current()
+    told = NOTHING if tracer is None else tracer.on_host(CALLER, "call", f"{what} of {name}")
+    with runtime.launching(), told:
+        yield
+
 
 Losses = torch.Tensor | list[torch.Tensor]
 
@@ -48,17 +61,23 @@ class Engine:
         self._claim = Claim(name)
         self._claim.take(modules())
         self._state = ModelState(runtime.backend, modules(), pin, optim_dtype)
-        self._planner = Planner(self._state, runtime)
+        runtime.states.add(self._state)
+        self._planner = Planner(name, self._state, runtime)
         self._twins = self._new_twins()
-        self._updates = Updates(self._state, runtime)
+        self._updates = Updates(name, self._state, runtime)
         self._exposure = Exposure()
         self._runs: list[Run] = []
 
     # What the model's methods do
 
-    def layer_costs(self) -> list[LayerCost]:
+    @property
+    def state(self) -> ModelState:
+        """What the model keeps on the host."""
+        return self._state
+
+    def layer_costs(self, mode: Mode) -> list[LayerCost]:
         """What the planner takes each layer to cost."""
-        return self._planner.costs()
+        return self._planner.costs(mode)
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The optimizer's parameter of each trainable one."""
@@ -71,7 +90,7 @@ class Engine:
 
     def forward(self, parts: Sequence[Any], config: RoundPipeRunConfig, *, wants_grad: bool) -> list[Any]:
         """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
-        with self._runtime.launching():
+        with launching(self._runtime, self._name, "forward"):
             self.get_ready(training=False)
             inputs = _requiring_grad(parts) if wants_grad else []
             with_grad = bool(inputs) or (wants_grad and bool(self._state.trainable))
@@ -84,10 +103,11 @@ class Engine:
             return [packet.tree() for packet in packets]
 
         def run_backward(grads: Gradients) -> Gradients:
-            with self._runtime.launching():
+            with launching(self._runtime, self._name, "backward"):
                 self.get_ready(training=True)
                 self._check_version(version)
-                self._launch_backward(run, backward_tasks, packets, grads)
+                times = self._planner.watch(config, "train", len(parts))
+                self._launch_backward(run, backward_tasks, packets, grads, times)
                 returned = run.collect(_keys("grad", 0, len(parts))) if inputs else []
                 run.finish()
             return _grads_of_inputs(parts, returned) if inputs else []
@@ -105,9 +125,10 @@ class Engine:
     ) -> tuple[Losses, list[Any]]:
         """The sums of the losses, and the outputs of all microbatches if they are to be kept."""
         inputs = _requiring_grad(parts)
-        with self._runtime.launching():
+        with launching(self._runtime, self._name, "forward_backward"):
             self.get_ready(training=True)
             run = self._launch_fused(parts, labels, loss_fn, config, keep=keep)
+            self._planner.improve_while(config, "fused", len(parts), run.wait_for_any)
             losses = run.collect(_keys("loss", 0, len(parts)))
             outputs = run.collect(self._outputs(len(parts))) if keep else []
             grads = run.collect(_keys("grad", 0, len(parts))) if inputs else []
@@ -122,7 +143,7 @@ class Engine:
         """Take a step's turns."""
         return self._updates.prepare(take, is_async=is_async)
 
-    def submit_step(self, job: Callable[[], None]) -> Future[None]:
+    def submit_step(self, job: Callable[[Tracer | None], None]) -> Future[None]:
         """Queue a step's job."""
         return self._updates.submit(job)
 
@@ -205,6 +226,8 @@ class Engine:
     def _late_errors(self) -> list[BaseException]:
         over = [run for run in self._runs if run.over()]
         self._runs = [run for run in self._runs if run not in over]
+        for times in [times for run in over for times in run.take_times()]:
+            times.timer.take(times)
         return [error for run in over if (error := run.outcome()) is not None] + self._updates.errors()
 
     def _refuse_half_made(self) -> None:
@@ -336,7 +359,7 @@ class Engine:
         for m, label in enumerate(labels):
             run.put(("label", 0, m), Packet.of(self._runtime.backend, label, with_grads=False))
         run.add_gradients()
-        self._launch(run, tasks)
+        self._launch(run, tasks, self._planner.watch(config, "fused", len(parts)))
         return run
 
     def _launch_forward(
@@ -345,11 +368,18 @@ class Engine:
         mode: Mode = "train" if with_grad else "infer"
         tasks = self._planner.tasks(config, mode, len(parts), input_grads=input_grads)
         run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, outputs=True)
-        self._launch(run, [task for task in tasks if task.kind == "F"])
+        self._launch(
+            run, [task for task in tasks if task.kind == "F"], self._planner.watch(config, mode, len(parts))
+        )
         return run, [task for task in tasks if task.kind == "B"]
 
     def _launch_backward(
-        self, run: Run, tasks: Sequence[Task], packets: Sequence[Packet], grads: Gradients
+        self,
+        run: Run,
+        tasks: Sequence[Task],
+        packets: Sequence[Packet],
+        grads: Gradients,
+        times: LayerTimes | None,
     ) -> None:
         run.add_gradients()
         last = len(self._state.layers)
@@ -358,12 +388,12 @@ class Engine:
             found = [next(remaining) if grad else None for grad in packet.grads]
             if run.wants_grad(last, m):
                 run.put(("grad", last, m), Packet.of(self._runtime.backend, found, with_grads=False))
-        self._launch(run, tasks)
+        self._launch(run, tasks, times)
 
-    def _launch(self, run: Run, tasks: Sequence[Task]) -> None:
+    def _launch(self, run: Run, tasks: Sequence[Task], times: LayerTimes | None) -> None:
         if run not in self._runs:
             self._runs.append(run)
-        run.launch(tasks)
+        run.launch(tasks, times)
 
     def _outputs(self, microbatches: int) -> list[Key]:
         return _keys("input", len(self._state.layers), microbatches)

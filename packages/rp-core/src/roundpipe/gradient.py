@@ -37,6 +37,12 @@ class Gradient:
             self.block = self._backend.host_empty((self.layout.numel,), self._dtype)
         return self.block
 
+    @property
+    def arriving_nbytes(self) -> int:
+        """The bytes in which a task's sums come: those of the block that they overwrite or are added to."""
+        dtype = sum_dtype(self.layout.dtype) if self.written else self._dtype
+        return self.layout.numel * dtype.itemsize
+
     def receive(self, sums: torch.Tensor, written: set[int], conveyor: Conveyor) -> None:
         """Overwrite the gradients with a task's sums, rounded, or add them: (numel,) on a device."""
         if self.written:

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from roundpipe.engine import Engine
+from roundpipe.engine import Engine, launching
+from roundpipe.memory import MemoryReport, memory_report
 from roundpipe.runtime import Runtime
 from roundpipe.taking import taking
 from roundpipe.update import run_step
@@ -32,7 +33,7 @@ class Joint:
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function over the gradients of all calls so far."""
-        with self._runtime.launching():
+        with launching(self._runtime, self._name, "step"):
             for engine in self._engines:
                 engine.get_ready(training=True)
             with taking() as take:
@@ -46,7 +47,7 @@ class Joint:
 
     def synchronize(self) -> None:
         """Wait for everything, publish the last result and show the gradients."""
-        with self._runtime.launching():
+        with launching(self._runtime, self._name, "synchronize"):
             for engine in self._engines:
                 engine.publish()
             for engine in self._engines:
@@ -57,6 +58,10 @@ class Joint:
         with self._runtime.launching():
             for engine in self._engines:
                 engine.publish()
+
+    def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:
+        """What the model takes, as it is now."""
+        return memory_report(self._runtime, [engine.state for engine in self._engines], optimizers)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

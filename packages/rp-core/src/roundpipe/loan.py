@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -11,33 +12,32 @@ from rp_transfer import Ticket
 
 from roundpipe.gradient import Gradient
 from roundpipe.state import Block, ModelState
+from roundpipe.tracing import NOTHING, OPTIMIZER, Tracer
+from roundpipe.weights import described
 
 
-class Incomplete(Exception):
-    """Gradients of this step were never finished; never seen by users but inside a step function."""
+class Incomplete(BaseException):
+    """Gradients of this step were never finished; not an `Exception`: a step function cannot go on after it."""
 
 
 class Loan:
-    """One block's part in a step, on the optimizer's thread.
+    """One block's gradients in a step, on the optimizer's thread; `ticket` is their turn.
 
-    `ticket` is the gradients' turn, `after` the weights', where the step writes them itself. `published` holds the
-    indices of the weights that the step wrote.
+    The weights are published by copying, once the step function has returned: a step that fails leaves them whole.
     """
 
     def __init__(
-        self, state: ModelState, block: Block, ticket: Ticket, after: Ticket | None, num_runs: int
+        self, state: ModelState, block: Block, ticket: Ticket, num_runs: int, tracer: Tracer | None = None
     ) -> None:
+        self._tracer = tracer
         assert block.gradient is not None
         self.block = block
         self.gradient: Gradient = block.gradient
-        self.published: set[int] = set()
         self._state = state
         self._ticket = ticket
-        self._after = after
         self._num_runs = num_runs
         self._arrived = False
-        self._may_publish = False
-        self._lent = False
+        self._lent: list[torch.nn.Parameter] = []
         self._versions: list[int] = []
 
     def masters(self) -> list[torch.nn.Parameter]:
@@ -45,61 +45,57 @@ class Loan:
         return [self._state.masters[parameter] for parameter in self.block.tensors]
 
     def lend(self) -> None:
-        """Link every master to its place in the gradient block, and to its weight's."""
-        self._lent = True
-        self._versions = [master._version for master in self.masters()]
+        """Link every master to its place in the gradient block."""
         for index, master in enumerate(self.masters()):
-            link(
-                master,
-                partial(self._gradient, index),
-                partial(self._weight, index),
-                self._ready,
-                partial(self.published.add, index),
-            )
+            link(master, partial(self._gradient, index), ready=self._ready)
+            self._lent.append(master)
+            self._versions.append(master._version)
 
     def has_changed(self) -> bool:
         """Whether the step has updated any of the masters."""
-        versions = [master._version for master in self.masters()] if self._lent else self._versions
-        return bool(self.published) or versions != self._versions
+        return [master._version for master in self._lent] != self._versions
 
     def end(self) -> list[torch.Tensor | object | None]:
         """End the links; what `rp_optim.unlink` says of each."""
-        if not self._lent:
-            return []
-        self._lent = False
-        return [unlink(master) for master in self.masters()]
+        lent, self._lent, self._versions = self._lent, [], []
+        return [unlink(master) for master in lent]
+
+    def drop(self) -> None:
+        """End the links without a look at what has become of the gradients."""
+        for master in self._lent:
+            master.grad = None
+        self.end()
 
     def arrive(self) -> None:
         """Block until all tasks that add to these gradients are over."""
         if self._arrived:
             return
-        self._ticket.enter()
+        with NOTHING if self._tracer is None else self._waiting(self._tracer):
+            self._ticket.enter()
         self._arrived = True
         if (held := self.gradient.first_or_none()) is not None:
             self._state.backend.host_touch(read=(held,), write=(held,), what="the step's gradients")
+
+    def _waiting(self, tracer: Tracer) -> AbstractContextManager[None]:
+        name = f"wait for the gradients of {described(self.block)}"
+        return tracer.on_host(OPTIMIZER, "wait", name, reason="gradients")
 
     def _ready(self, wait: bool, /) -> bool:
         if not (self._arrived or wait or self._ticket.open()):
             return False
         self.arrive()
+        self.check_complete()
+        return True
+
+    def check_complete(self) -> None:
+        """Raise `Incomplete` if a run that adds to the gradients has failed."""
         broken = self._state.broken
         # A run launched after this step has no part in its gradients.
         if broken is not None and broken.run < self._num_runs:
             raise Incomplete(broken.error)
-        return True
 
     def _gradient(self, index: int) -> torch.Tensor | None:
         return self.gradient.view(index).contiguous() if index in self.gradient.written else None
-
-    def _weight(self, index: int) -> torch.Tensor | None:
-        value = self.block.values[index]
-        if self._after is None or not value.is_contiguous():
-            return None
-        if not self._may_publish:
-            self._after.enter()
-            self._may_publish = True
-            self._state.backend.host_touch(write=self.block.host_tensors(), what="publishing weights")
-        return value
 
 
 def take_back(loans: Sequence[Loan]) -> None:
@@ -108,6 +104,8 @@ def take_back(loans: Sequence[Loan]) -> None:
     for loan in loans:
         # Perhaps dropped without a look: it must have come before it can go.
         loan.arrive()
+        loan.check_complete()
+    for loan in loans:
         for index, remains in enumerate(loan.end()):
             if remains is None:
                 loan.gradient.drop((index,))
@@ -121,4 +119,4 @@ def take_back(loans: Sequence[Loan]) -> None:
 def abandon(loans: Iterable[Loan]) -> None:
     """End the loans of a step that failed, and leave the gradients as they are."""
     for loan in loans:
-        loan.end()
+        loan.drop()

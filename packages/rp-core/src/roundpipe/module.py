@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import rp_batch
 import torch
-from rp_sched import LayerCost
+from rp_sched import LayerCost, Mode
 from torch import nn
 
 from roundpipe.base import RoundPipeBase
@@ -133,9 +133,9 @@ class RoundPipe(RoundPipeBase):
         """What runs the calls; for models that this one is a part of."""
         return self._engine
 
-    def layer_costs(self) -> list[LayerCost]:
-        """What the planner takes each layer to cost, as far as is known by now."""
-        return self._engine.layer_costs()
+    def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
+        """What the planner takes each layer to cost: measured in calls of this type, or guessed from sizes."""
+        return self._engine.layer_costs(run_type)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
         count = config.num_microbatch or len(self.runtime.lanes) + 1

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import rp_sched
-from rp_sched import Course, LayerCost, Limits, Mode, Plan, Search, Task
+from rp_sched import Course, LayerCost, Limits, Mode, Plan, Task
 
 from roundpipe.config import RoundPipeRunConfig
+from roundpipe.measure import LayerTimes, ModelTimer
 from roundpipe.plans import MODEL_SHARE, ModelExecutePlan
+from roundpipe.replanning import PlanInUse
 from roundpipe.runtime import Runtime
 from roundpipe.state import LayerState, ModelState
 
@@ -19,16 +23,42 @@ _LINK_GB_S = 0.5
 
 
 class Planner:
-    """Plans one model's calls on a runtime; a plan is kept until the model's blocks or their writers change."""
+    """Plans one model's calls on a runtime, from guesses at first and then from measured layer times.
 
-    def __init__(self, state: ModelState, runtime: Runtime) -> None:
+    Plans and measurements are kept until the model's blocks change.
+    """
+
+    def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
+        self._name = name
         self._state = state
         self._runtime = runtime
-        self._courses: dict[object, Course] = {}
+        self._timers: dict[tuple[Mode, int], ModelTimer] = {}
+        self._plans: dict[object, PlanInUse] = {}
 
     def forget(self) -> None:
-        """Plan anew from the layers as they are now."""
-        self._courses = {}
+        """Plan and measure anew, the layers as they are now."""
+        self._timers = {}
+        self._plans = {}
+
+    def watch(self, config: RoundPipeRunConfig, mode: Mode, microbatches: int) -> LayerTimes | None:
+        """Where the layer times of a call go, if they are wanted; a user's plan does not depend on them."""
+        timer = self._timer(mode, microbatches)
+        return None if config.execute_plan is not None and not timer.VERBOSE else timer.watch()
+
+    def improve_while(
+        self, config: RoundPipeRunConfig, mode: Mode, microbatches: int, wait: Callable[[float], bool]
+    ) -> None:
+        """See `PlanInUse.improve_while`. The cores of CPU devices are never idle while a call waits for them."""
+        on_host = self._runtime.lanes[0].device.torch_device.type == "cpu"
+        if config.execute_plan is None and not on_host:
+            self._plan(mode, microbatches).improve_while(wait)
+
+    def _timer(self, mode: Mode, microbatches: int) -> ModelTimer:
+        key = (mode, microbatches)
+        if key not in self._timers:
+            what = f"model {self._name!r}, {mode} calls of {microbatches} microbatches"
+            self._timers[key] = ModelTimer(what, len(self._state.layers))
+        return self._timers[key]
 
     def tasks(
         self, config: RoundPipeRunConfig, mode: Mode, microbatches: int, *, input_grads: bool
@@ -65,32 +95,40 @@ class Planner:
         return rp_sched.order(plan, mode=mode, devices=count, microbatches=microbatches, first_device=first)
 
     def _course(self, mode: Mode, microbatches: int) -> Course:
+        return self._plan(mode, microbatches).course()
+
+    def _plan(self, mode: Mode, microbatches: int) -> PlanInUse:
         # Whether a layer writes its buffers is known once it has run.
         writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
         key = (mode, microbatches, writers)
-        if key not in self._courses:
-            self._courses[key] = self._find(mode, microbatches)
-        return self._courses[key]
+        if key not in self._plans:
+            self._plans[key] = self._new_plan(mode, microbatches)
+        return self._plans[key]
 
-    def costs(self) -> list[LayerCost]:
-        """What each layer is taken to cost."""
-        return [_guessed_cost(layer) for layer in self._state.layers]
+    def costs(self, mode: Mode) -> list[LayerCost]:
+        """What each layer is taken to cost: as measured in calls of this mode, if there were any."""
+        guesses = [_guessed_cost(layer) for layer in self._state.layers]
+        timers = [timer for (kind, _), timer in self._timers.items() if kind == mode]
+        best = max((timer.estimator for timer in timers), key=lambda found: found.samples, default=None)
+        if best is None or not best.samples:
+            return guesses
+        # A copy: the estimator remembers which times it last gave, to tell when they have moved.
+        return list(copy.deepcopy(best).costs(guesses))
 
-    def _find(self, mode: Mode, microbatches: int) -> Course:
+    def _new_plan(self, mode: Mode, microbatches: int) -> PlanInUse:
         smallest = min(use.total_bytes for use in self._runtime.memory())
-        search = Search(
-            self.costs(),
-            devices=len(self._runtime.lanes),
-            microbatches=microbatches,
-            mode=mode,
-            limits=Limits(
+        return PlanInUse(
+            self._timer(mode, microbatches),
+            [_guessed_cost(layer) for layer in self._state.layers],
+            Limits(
                 device_memory_bytes=int(smallest * MODEL_SHARE),
                 upload_gb_s=_LINK_GB_S,
                 download_gb_s=_LINK_GB_S,
             ),
+            devices=len(self._runtime.lanes),
+            microbatches=microbatches,
+            mode=mode,
         )
-        # The plan that is there at once: while times are only guessed, a longer search is not worth its time.
-        return search.best
 
 
 def _for_mode(plan: Plan, mode: Mode) -> Plan:

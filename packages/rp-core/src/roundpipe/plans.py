@@ -101,7 +101,7 @@ class ModelExecutePlan:
             min_stages=min_stages, upper_threshold=upper_threshold, model_memory_limit=model_memory_limit
         )
         plans = rp_sched.plan_together(
-            *(model.layer_costs() for model in models),
+            *(model.layer_costs(run_type) for model in models),
             devices=len(runtime.lanes),
             microbatches=max(model.model_run_config.num_microbatch or len(runtime.lanes) + 1 for model in models),
             mode=run_type,

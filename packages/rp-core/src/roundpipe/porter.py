@@ -26,6 +26,7 @@ class Porter:
     """
 
     def __init__(self, backend: Backend, device: Device, stream: Stream, num_threads: int) -> None:
+        self.device = device
         self.stream = stream
         self.conveyor = Conveyor(backend, device, stream)
         self._jobs: _Jobs = SimpleQueue()

@@ -10,18 +10,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import rp_batch
 import torch
 from rp_sched import Task
 
+from roundpipe import tracing
 from roundpipe.call import Call
+from roundpipe.measure import LayerTimes
 from roundpipe.runtime import Lane, Runtime
 from roundpipe.saved import Packet
 from roundpipe.stage import Stage
 from roundpipe.taking import taking
+from roundpipe.tracing import NOTHING, Tracer
 from roundpipe.twin import Twins
 from roundpipe.weights import Delivery, Weights
 
@@ -89,6 +93,9 @@ class Run:
         self._futures: list[Future[None]] = []
         self._deliveries: list[Future[None]] = []
         self.number = 0
+        # What the layers took, one for each launch in which that is measured.
+        self._times: list[LayerTimes] = []
+        self._tracer: Tracer | None = None
         self._adds_gradients = False
 
     # Launch, on the calling thread
@@ -120,17 +127,20 @@ class Run:
         for key in keys:
             self.reserve(key)
 
-    def launch(self, tasks: Sequence[Task]) -> None:
+    def launch(self, tasks: Sequence[Task], times: LayerTimes | None = None) -> None:
         """Take all turns in the order of the tasks, then queue them. Never blocks."""
+        self._tracer = tracing.current()
+        if times is not None:
+            self._times.append(times)
         # A layer that cannot be copied must show before any turn is taken: nobody would leave it.
         for task in tasks:
             self._twins[task.device].ensure(task.layers)
         jobs: deque[tuple[Lane, _TaskJob]] = deque()
         try:
-            jobs.extend(map(self._prepare, tasks))
+            jobs.extend(self._prepare(task, times) for task in tasks)
             while jobs:
                 lane, job = jobs[0]
-                self._futures.append(lane.submit(job))
+                self._futures.append(self._followed(lane.submit(job)))
                 jobs.popleft()
         except BaseException as error:
             # Such as Ctrl-C: those behind must not wait for tasks that will never run.
@@ -140,7 +150,12 @@ class Run:
                 job.leave()
             raise
 
-    def _prepare(self, task: Task) -> tuple[Lane, _TaskJob]:
+    def _followed(self, future: Future[None]) -> Future[None]:
+        if self._tracer is not None:
+            self._tracer.follow(future)
+        return future
+
+    def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, _TaskJob]:
         lane = self._runtime.lanes[task.device]
         twins = self._twins[task.device]
         blocks = dict.fromkeys(block for layer in task.layers for block in self.call.state.layers[layer].blocks)
@@ -153,8 +168,9 @@ class Run:
                 for block in blocks
                 if block.gradient is not None and task.kind != "F"
             }
-            weights = Weights(lane, twins, turns, gradient_turns)
-            stage = Stage(self.call, task, lane, self._runtime.backend, twins, weights, self)
+            weights = Weights(lane, twins, turns, gradient_turns, times, self._tracer)
+            backend = self._runtime.backend
+            stage = Stage(self.call, task, lane, backend, twins, weights, self, times, self._tracer)
             return lane, _TaskJob(self, stage, weights)
 
     # The exchange
@@ -209,7 +225,7 @@ class Run:
         """See `Exchange`."""
         # The sums of the task before take their room on the device until they have left.
         delivery.porter.wait()
-        self._deliveries.append(delivery.porter.submit(self._deliver, delivery, where))
+        self._deliveries.append(self._followed(delivery.porter.submit(self._deliver, delivery, where)))
 
     def _deliver(self, delivery: Delivery, where: str) -> None:
         try:
@@ -262,11 +278,12 @@ class Run:
         Raises the run's first error, once all its tasks have stepped aside.
         """
         try:
-            packets = [self.take(key) for key in keys]
-            for packet in packets:
-                if packet.event is not None:
-                    packet.event.synchronize()
-                self._runtime.backend.host_touch(read=packet.tensors(), what="results")
+            with NOTHING if self._tracer is None else self._waiting(self._tracer):
+                packets = [self.take(key) for key in keys]
+                for packet in packets:
+                    if packet.event is not None:
+                        packet.event.synchronize()
+                    self._runtime.backend.host_touch(read=packet.tensors(), what="results")
             if self.call.randomness is not None and self.call.randomness.drew_any():
                 # The generators are the caller's too: nothing may use them once the call has returned.
                 self.wait()
@@ -278,6 +295,10 @@ class Run:
         else:
             return packets
         raise AssertionError("an aborted run has an error")
+
+    @staticmethod
+    def _waiting(tracer: Tracer) -> AbstractContextManager[None]:
+        return tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results")
 
     def add_gradients(self) -> None:
         """The tasks launched from now on add gradients; once a run, since they use up what forward saved."""
@@ -293,6 +314,15 @@ class Run:
         """Block until all tasks are over, and all gradients at home."""
         wait(self._futures)
         wait(self._deliveries)
+
+    def wait_for_any(self, seconds: float) -> bool:
+        """Wait so long for a first task to be over; whether one is, or the run has failed."""
+        return self.aborted or bool(wait(self._futures, seconds, FIRST_COMPLETED).done)
+
+    def take_times(self) -> list[LayerTimes]:
+        """What its layers took, of a run that is over; each launch once, and nothing of a run that failed."""
+        found, self._times = self._times, []
+        return [] if self.aborted else found
 
     def finish(self) -> None:
         """Block until all tasks are over and raise the run's error, once."""

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from rp_optim import OptimizerThread
 from rp_sched import Dealer
 from rp_transfer import Backend, Closed, Device, HostUse, MemoryUse, Retainer, open_backend
 
+from roundpipe import tracing
 from roundpipe.errors import Busy
 from roundpipe.porter import Porter
+
+if TYPE_CHECKING:
+    from roundpipe.state import ModelState
 
 
 class Job(Protocol):
@@ -110,10 +115,12 @@ class Runtime:
         self.backend: Backend = open_backend(devices, strict=strict)
         share = _share(threads, len(self.backend.devices))
         self.lanes = tuple(Lane(self.backend, device, share) for device in self.backend.devices)
-        self.optimizer = OptimizerThread()
+        self.optimizer = OptimizerThread(leave_cores=len(self.lanes))
         # Whose turn it is, across the models that share the devices.
         self.next_device = 0
         self.dealer = Dealer(len(self.lanes))
+        # The models whose memory comes from this backend.
+        self.states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._launch = threading.Lock()
         self.closed = False
         # Workers of CPU devices take one core each; a thread that the user starts must not inherit that.
@@ -157,7 +164,10 @@ class Runtime:
         for lane in self.lanes:
             lane.close()
         self.optimizer.close()
-        self.backend.close()
+        try:
+            tracing.devices_go(self.backend.devices)
+        finally:
+            self.backend.close()
 
     def __enter__(self) -> Runtime:
         return self

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import rp_batch
 import torch
-from rp_transfer import Backend, Event
+from rp_transfer import Backend, Event, Stream
 
 from roundpipe.runtime import Lane
+from roundpipe.tracing import NOTHING, Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,9 @@ class Courier:
     Blocks on their way let packets pass, once these can start.
     """
 
-    def __init__(self, backend: Backend, lane: Lane) -> None:
+    def __init__(self, backend: Backend, lane: Lane, tracer: Tracer | None) -> None:
         self._backend = backend
+        self._tracer = tracer
         self._lane = lane
         self._device = lane.device
         self._retainer = lane.retainer
@@ -123,11 +126,17 @@ class Courier:
         device = self._device
         if packet.event is not None:
             device.activations_in.wait(packet.event)
-        leaves = [self._upload(leaf) for leaf in packet.leaves]
+        with self._copying(device.activations_in, "upload", packet.leaves):
+            leaves = [self._upload(leaf) for leaf in packet.leaves]
         arrived = device.activations_in.record()
         self._lane.inbox.conveyor.let_pass(packet.event, arrived)
         self._retainer.keep(arrived, packet.leaves)
-        device.compute.wait(arrived)
+        with (
+            NOTHING
+            if self._tracer is None
+            else self._tracer.waiting(device, "activations", "activations to arrive")
+        ):
+            device.compute.wait(arrived)
         device.compute.touch(read=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], what="activations")
         return leaves
 
@@ -162,14 +171,24 @@ class Courier:
         device.compute.touch(write=[leaf for leaf in plain if leaf is not None], what="results")
         made = device.compute.record()
         device.results_out.wait(made)
-        held = [
-            host if host is not None else leaf if out is None else self._download(out)
-            for leaf, host, out in zip(leaves, known, plain, strict=True)
-        ]
+        with self._copying(device.results_out, "download", plain):
+            held = [
+                host if host is not None else leaf if out is None else self._download(out)
+                for leaf, host, out in zip(leaves, known, plain, strict=True)
+            ]
         event = device.results_out.record()
         self._lane.outbox.conveyor.let_pass(made, event)
         self._retainer.keep(event, plain, held)
         return Packet(treedef, tuple(held), tuple(grads), event)
+
+    def _copying(
+        self, stream: Stream, kind: Literal["upload", "download"], leaves: Iterable[Any]
+    ) -> AbstractContextManager[None]:
+        if self._tracer is None:
+            return NOTHING
+        nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        name = "activations" if kind == "upload" else "results"
+        return self._tracer.on_stream(self._device, stream, kind, name, nbytes=nbytes)
 
     def _download(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import rp_batch
@@ -12,9 +13,11 @@ from rp_sched import Task
 from rp_transfer import Backend, Event
 
 from roundpipe.call import Call
+from roundpipe.measure import LayerTimes
 from roundpipe.runtime import Lane
 from roundpipe.saved import Arrived, Courier, Origins, Packet, enter
 from roundpipe.state import Block
+from roundpipe.tracing import NOTHING, Tracer
 from roundpipe.twin import Twins
 from roundpipe.weights import Delivery, Weights
 
@@ -89,7 +92,11 @@ class Stage:
         twins: Twins,
         weights: Weights,
         exchange: Exchange,
+        times: LayerTimes | None,
+        tracer: Tracer | None,
     ) -> None:
+        self._times = times
+        self._tracer = tracer
         self._call = call
         self._task = task
         self._lane = lane
@@ -97,7 +104,7 @@ class Stage:
         self._twins = twins
         self._weights = weights
         self._exchange = exchange
-        self._courier = Courier(backend, lane)
+        self._courier = Courier(backend, lane, tracer)
         self._pace: deque[Event] = deque()
         self._place = ""
         # The buffers that a layer's next microbatch starts from, where they have gone home already.
@@ -114,13 +121,32 @@ class Stage:
             self._lane.retainer.flush()
             self._weights.upload()
             for microbatch in self._task.microbatches:
-                body(microbatch)
+                with self._told(microbatch):
+                    body(microbatch)
                 self._end_of_microbatch()
             self._weights.return_buffers()
             if self._task.kind != "F":
                 where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
-                self._exchange.send_home(self._weights.deliver(), where)
+                with self._waiting("memory", "the gradients before these to leave the device"):
+                    self._exchange.send_home(self._weights.deliver(), where)
             self._weights.release()
+
+    # Told to whoever records
+
+    def _told(self, microbatch: int) -> AbstractContextManager[None]:
+        if self._tracer is None:
+            return NOTHING
+        task, device = self._task, self._device
+        name = f"{task.kind}[{task.layers.start}:{task.layers.stop}] m{microbatch}"
+        return self._tracer.on_stream(device, device.compute, "task", name)
+
+    def _part(self, name: str) -> AbstractContextManager[None]:
+        if self._tracer is None:
+            return NOTHING
+        return self._tracer.on_stream(self._device, self._device.compute, "layer", name)
+
+    def _waiting(self, reason: str, what: str) -> AbstractContextManager[None]:
+        return NOTHING if self._tracer is None else self._tracer.waiting(self._device, reason, what)
 
     def step_aside(self) -> None:
         """Let go of what is on the device, once the work already put there is done with it."""
@@ -172,7 +198,8 @@ class Stage:
 
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         self._place = f"before {self._call.where(boundary)}, microbatch {microbatch}"
-        packet = self._exchange.take_input(boundary, microbatch)
+        with self._waiting("stage before", "what comes before this layer, to be computed"):
+            packet = self._exchange.take_input(boundary, microbatch)
         grads = packet.grads if self._call.with_grad else [False] * len(packet.grads)
         inside, doors = enter(self._courier.bring(packet), grads)
         origins = Origins()
@@ -189,6 +216,12 @@ class Stage:
         twin = self._twins.module(layer, self._call.flags[layer])
 
         def body() -> Any:
+            if self._times is not None or self._tracer is not None:
+                with self._timed_forward(layer):
+                    return run()
+            return run()
+
+        def run() -> Any:
             if layer == 0:
                 args, kwargs = tree
                 return twin(*args, **kwargs)
@@ -197,6 +230,15 @@ class Stage:
         if self._call.state.layers[layer].has_buffers:
             return self._with_buffers(layer, microbatch, body, again=again)
         return self._seeded(layer, microbatch, body, again=again)
+
+    @contextmanager
+    def _timed_forward(self, layer: int) -> Generator[None]:
+        times = self._times
+        with (
+            NOTHING if self._tracer is None else self._part(f"forward of {self._call.where(layer)}"),
+            NOTHING if times is None else times.forward(layer, self._device.compute),
+        ):
+            yield
 
     def _seeded(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
         randomness = self._call.randomness
@@ -261,6 +303,8 @@ class Stage:
         def enter_layer(grad: torch.Tensor) -> None:
             del grad
             self._place = place
+            if self._times is not None:
+                self._times.enter_backward(layer, self._device.compute)
 
         for leaf in rp_batch.flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -278,8 +322,7 @@ class Stage:
             self._exchange.put_input(layers.stop, microbatch, packet)
         losses = self._loss(output, microbatch)
         del output
-        with self._call.without_autocast():
-            torch.autograd.backward(losses)
+        self._propagate(losses, None)
         self._return_grads(layers.start, microbatch, [None if d is None else d.grad for d in arrived.doors])
 
     def _loss(self, output: Any, microbatch: int) -> list[torch.Tensor]:
@@ -288,7 +331,8 @@ class Stage:
         self._place = f"in the loss function, forward, microbatch {microbatch}"
         loss_fn = self._call.loss_fn
         assert loss_fn is not None
-        found = self._seeded(self._call.num_layers, microbatch, lambda: loss_fn(output, label), again=False)
+        with self._part("loss function"):
+            found = self._seeded(self._call.num_layers, microbatch, lambda: loss_fn(output, label), again=False)
         losses, treedef = _check_losses(found)
         packet = self._courier.send(treedef, losses, [False] * len(losses), Origins())
         self._exchange.put_loss(microbatch, packet)
@@ -307,7 +351,9 @@ class Stage:
 
     def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
         self._place = f"after layer {boundary - 1}, backward, microbatch {microbatch}"
-        return self._courier.bring(self._exchange.take_grad(boundary, microbatch))
+        with self._waiting("stage before", "the gradients of what comes after, to be computed"):
+            packet = self._exchange.take_grad(boundary, microbatch)
+        return self._courier.bring(packet)
 
     def _backward_through(self, layers: range, microbatch: int, grads: Sequence[Any]) -> Sequence[Any]:
         arrived, _ = self._arrive(layers.start, microbatch)
@@ -320,9 +366,14 @@ class Stage:
         ]
         del output, leaves
         if pairs:
-            with self._call.without_autocast():
-                torch.autograd.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+            self._propagate([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         return [None if door is None else door.grad for door in arrived.doors]
+
+    def _propagate(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+        with self._call.without_autocast(), self._part("backward"):
+            torch.autograd.backward(tensors, grads)
+        if self._times is not None:
+            self._times.leave_backward(self._device.compute)
 
     def _return_grads(self, boundary: int, microbatch: int, grads: Sequence[torch.Tensor | None]) -> None:
         if self._exchange.wants_grad(boundary, microbatch):

@@ -1,25 +1,29 @@
 """The optimizer's side of a model: steps on the optimizer's thread, and their results in the weights.
 
-Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`); a synchronous step writes
-the weights in the same pass. An asynchronous step leaves its result in the masters, and the next step (or
-`synchronize`) first copies it into the weights, each block in its turn: so between two steps calls read the result
-of the step before the last one.
+Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`). A step leaves its result in
+the masters; it is copied into the weights, each block in its turn, by a synchronous step at its end, and otherwise
+by the next step (or `synchronize`) at its beginning: so between two steps calls read the result of the step before
+the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from rp_transfer import Ticket
 
+from roundpipe import tracing
 from roundpipe.context import OptimizerCtx
 from roundpipe.loan import Incomplete, Loan, abandon, take_back
 from roundpipe.runtime import Runtime
 from roundpipe.state import Block, ModelState
 from roundpipe.taking import Take, taking
+from roundpipe.tracing import NOTHING, OPTIMIZER, Tracer
+from roundpipe.weights import described
 
 Turns = dict[Block, Ticket]
 
@@ -27,7 +31,8 @@ Turns = dict[Block, Ticket]
 class Updates:
     """The steps of one model, launched by the calling thread."""
 
-    def __init__(self, state: ModelState, runtime: Runtime) -> None:
+    def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
+        self._name = name
         self._state = state
         self._runtime = runtime
         self._pending: list[Future[None]] = []
@@ -43,22 +48,25 @@ class Updates:
         after = {} if is_async else self._publication(take)
         # Until it is certain: to publish once too often changes nothing.
         state.unpublished = True
-        return Part(state, before, gradients, after, is_async=is_async)
+        return Part(self._name, state, before, gradients, after, is_async=is_async)
 
     def publish(self) -> None:
         """Let calls from now on read the last result."""
         if self._state.unpublished:
             with taking() as take:
-                self.submit(partial(_publish_all, self._state, self._publication(take)))
+                self.submit(partial(_publish_all, self._name, self._state, self._publication(take)))
             self._state.unpublished = False
 
     def _publication(self, take: Take) -> Turns:
         self._state.version += 1
         return {block: take(block.turns, write=True) for block in self._state.trainable}
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
+    def submit(self, job: Callable[[Tracer | None], None]) -> Future[None]:
         """Queue a job whose errors are this model's."""
-        future = self._runtime.optimizer.submit(job)
+        tracer = tracing.current()
+        future = self._runtime.optimizer.submit(job, tracer)
+        if tracer is not None:
+            tracer.follow(future)
         self._pending.append(future)
         return future
 
@@ -80,51 +88,63 @@ class Updates:
 
 
 class Part:
-    """One model's part in a step, on the optimizer's thread: all its turns, and the loans of its gradients."""
+    """One model's part in a step: the turns that were taken for it."""
 
     def __init__(
-        self, state: ModelState, before: Turns, gradients: Turns, after: Turns, *, is_async: bool
+        self,
+        name: str,
+        state: ModelState,
+        before: Turns,
+        gradients: Turns,
+        after: Turns,
+        *,
+        is_async: bool,
     ) -> None:
+        self.name = name
         self.state = state
+        self.before = before
+        self.after = after
+        self._gradients = gradients
+        self._num_runs = state.num_runs
         self._is_async = is_async
-        self._turns = (before, gradients, after)
-        self.loans = [
-            Loan(state, block, ticket, after.get(block), state.num_runs) for block, ticket in gradients.items()
-        ]
 
     def note_launched(self) -> None:
         """The step will be run for certain; on the calling thread."""
         self.state.unpublished = self._is_async
 
-    def publish_last(self) -> None:
-        """Copy the last result into the weights, if it is still in the masters only."""
-        _publish(self.state, self._turns[0])
-
-    def publish_own(self) -> None:
-        """Copy a synchronous step's result into the weights, but for those that the step wrote itself."""
-        _publish(self.state, self._turns[2], {loan.block: loan.published for loan in self.loans})
+    def loans(self, tracer: Tracer | None) -> list[Loan]:
+        """The gradients, to be lent."""
+        return [
+            Loan(self.state, block, ticket, self._num_runs, tracer) for block, ticket in self._gradients.items()
+        ]
 
     def leave(self) -> None:
         """Give up the turns that are left."""
-        _leave(*self._turns)
+        _leave(self.before, self._gradients, self.after)
 
 
-def run_step(name: str, parts: Sequence[Part], step_fn: Callable[[], object]) -> None:
+# On the optimizer's thread
+
+
+def run_step(
+    name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer | None = None
+) -> None:
     """Run a step function over the gradients of all parts, which are updated together or not at all."""
     try:
         for part in parts:
-            part.publish_last()
+            _publish(tracer, part.name, part.state, part.before)
         if all(part.state.failed is None for part in parts):
-            _update(name, parts, step_fn)
+            with NOTHING if tracer is None else tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
+                _update(name, parts, step_fn, tracer)
         for part in parts:
-            part.publish_own()
+            _publish(tracer, part.name, part.state, part.after)
     finally:
         for part in parts:
             part.leave()
 
 
-def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object]) -> None:
-    loans = [loan for part in parts for loan in part.loans]
+def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer | None) -> None:
+    loans = [loan for part in parts for loan in part.loans(tracer)]
     try:
         for loan in loans:
             loan.lend()
@@ -148,24 +168,35 @@ def _note_failed(parts: Sequence[Part], words: str) -> None:
         part.state.failed = words
 
 
-def _publish_all(state: ModelState, turns: Turns) -> None:
+def _publish_all(name: str, state: ModelState, turns: Turns, tracer: Tracer | None) -> None:
     try:
-        _publish(state, turns)
+        _publish(tracer, name, state, turns)
     finally:
         _leave(turns)
 
 
-def _publish(state: ModelState, turns: Turns, done: Mapping[Block, Set[int]] | None = None) -> None:
+def _publish(tracer: Tracer | None, name: str, state: ModelState, turns: Turns) -> None:
+    told = f"publication of {name}"
+    with NOTHING if tracer is None or not turns else tracer.on_host(OPTIMIZER, "publication", told):
+        _publish_blocks(tracer, state, turns)
+
+
+def _publish_blocks(tracer: Tracer | None, state: ModelState, turns: Turns) -> None:
     for block, ticket in turns.items():
-        ticket.enter()
+        with NOTHING if tracer is None else _waiting(tracer, block):
+            ticket.enter()
         # The masters of a step that failed are neither the old nor the new ones.
         if state.failed is None:
             state.backend.host_touch(write=block.host_tensors(), what="publishing weights")
-            written = (done or {}).get(block, frozenset())
             with torch.no_grad():
-                for index in set(range(len(block.tensors))) - written:
-                    block.values[index].copy_(state.masters[block.tensors[index]])
+                for value, parameter in zip(block.values, block.tensors, strict=True):
+                    value.copy_(state.masters[parameter])
         ticket.leave()
+
+
+def _waiting(tracer: Tracer, block: Block) -> AbstractContextManager[None]:
+    name = f"wait for those who read the weights of {described(block)}"
+    return tracer.on_host(OPTIMIZER, "wait", name, reason="readers")
 
 
 def _leave(*turns: Turns) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from rp_transfer import Event, Ticket
 
 from roundpipe.gradient import sum_dtype
+from roundpipe.measure import LayerTimes
 from roundpipe.porter import Porter
 from roundpipe.runtime import Lane
 from roundpipe.state import Block, LayerState
+from roundpipe.tracing import NOTHING, SpanKind, Tracer
 from roundpipe.twin import Twins
 
 
@@ -27,21 +31,34 @@ class Delivery:
     porter: Porter
     made: Event
     sums: list[tuple[Block, torch.Tensor, set[int], Ticket]]
+    tracer: Tracer | None = None
 
     def run(self) -> None:
         """Block by block; the sums may go when it is over."""
         conveyor = self.porter.conveyor
-        self.porter.stream.wait(self.made)
+        with NOTHING if self.tracer is None else self._told(self.tracer, "wait", "backward"):
+            self.porter.stream.wait(self.made)
         for block, memory, written, ticket in self.sums:
-            ticket.enter()
+            with NOTHING if self.tracer is None else self._told(self.tracer, "wait", "turn", block):
+                ticket.enter()
             if written and block.gradient is not None:
-                block.gradient.receive(memory, written, conveyor)
+                with NOTHING if self.tracer is None else self._told(self.tracer, "download", "", block):
+                    block.gradient.receive(memory, written, conveyor)
             ticket.leave(conveyor.record())
         conveyor.drain()
 
     def abandon(self) -> None:
         """After a failure: let what was begun end, so that the sums may go."""
         self.porter.conveyor.drain()
+
+    def _told(
+        self, tracer: Tracer, kind: SpanKind, reason: str, block: Block | None = None
+    ) -> AbstractContextManager[None]:
+        what = reason if block is None else f"gradients of {described(block)}"
+        gradient = None if block is None or kind == "wait" else block.gradient
+        nbytes = 0 if gradient is None else gradient.arriving_nbytes
+        name = f"wait for {what}" if kind == "wait" else what
+        return tracer.on_stream(self.porter.device, self.porter.stream, kind, name, nbytes=nbytes, reason=reason)
 
     def leave(self) -> None:
         """Give up the turns that are left; those behind still wait for what was begun."""
@@ -57,8 +74,16 @@ class Weights:
     """
 
     def __init__(
-        self, lane: Lane, twins: Twins, turns: dict[Block, Ticket], gradient_turns: dict[Block, Ticket]
+        self,
+        lane: Lane,
+        twins: Twins,
+        turns: dict[Block, Ticket],
+        gradient_turns: dict[Block, Ticket],
+        times: LayerTimes | None,
+        tracer: Tracer | None,
     ) -> None:
+        self._times = times
+        self._tracer = tracer
         self._lane = lane
         self._device = lane.device
         self._twins = twins
@@ -86,7 +111,9 @@ class Weights:
     def _send_for(self, block: Block, ticket: Ticket) -> None:
         stream = self._lane.inbox.stream
         memory = self._device.empty((block.layout.numel,), block.layout.dtype, stream=stream)
-        arriving = self._lane.inbox.submit(_bring, self._lane.inbox, block, memory, ticket)
+        arriving = self._lane.inbox.submit(
+            _bring, self._lane.inbox, block, memory, ticket, self._times, self._tracer
+        )
         self._arriving[block] = (memory, arriving)
 
     def bind(self, layer: LayerState, *, training: bool) -> None:
@@ -95,7 +122,8 @@ class Weights:
             if block in self._bound:
                 continue
             memory, arriving = self._arriving[block]
-            self._device.compute.wait(arriving.result())
+            with NOTHING if self._tracer is None else self._waiting(self._tracer, block):
+                self._device.compute.wait(arriving.result())
             self._device.compute.touch(
                 read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights"
             )
@@ -103,6 +131,9 @@ class Weights:
             self._bound[block] = memory
             if block.kind == "trainable" and training:
                 self._make_sums(block)
+
+    def _waiting(self, tracer: Tracer, block: Block) -> AbstractContextManager[None]:
+        return tracer.waiting(self._device, "weights", f"weights of {described(block)} to arrive")
 
     def _make_sums(self, block: Block) -> None:
         layout = block.layout
@@ -137,11 +168,16 @@ class Weights:
         out = self._device.results_out
         self._device.compute.touch(write=(memory,), what="buffers")
         out.wait(self._device.compute.record())
-        for source, target in block.pieces(memory):
-            out.copy(target, source)
+        with NOTHING if self._tracer is None else self._going_home(self._tracer, block):
+            for source, target in block.pieces(memory):
+                out.copy(target, source)
         event = out.record()
         self._lane.retainer.keep(event, memory, block.host_tensors())
         return event
+
+    def _going_home(self, tracer: Tracer, block: Block) -> AbstractContextManager[None]:
+        name = f"buffers of {described(block)}"
+        return tracer.on_stream(self._device, self._device.results_out, "download", name, nbytes=block.nbytes)
 
     # Gradients
 
@@ -153,7 +189,7 @@ class Weights:
         ]
         self._sums = {}
         self._device.compute.touch(write=[memory for _, memory, _, _ in sums], what="gradients")
-        return Delivery(self._lane.outbox, self._device.compute.record(), sums)
+        return Delivery(self._lane.outbox, self._device.compute.record(), sums, self._tracer)
 
     def _gather(self, block: Block, views: list[torch.Tensor]) -> set[int]:
         written: set[int] = set()
@@ -190,12 +226,39 @@ class Weights:
         yield from self._gradient_turns.values()
 
 
-def _bring(porter: Porter, block: Block, memory: torch.Tensor, ticket: Ticket) -> Event:
+def _bring(
+    porter: Porter,
+    block: Block,
+    memory: torch.Tensor,
+    ticket: Ticket,
+    times: LayerTimes | None,
+    tracer: Tracer | None,
+) -> Event:
     """Upload a block; its turn is over when it has arrived, but for buffers, which the layers may write."""
-    ticket.enter(None if block.is_staged else porter.stream)
-    for target, source in block.pieces(memory):
-        porter.conveyor.upload(target, source)
+    with NOTHING if tracer is None else _told(tracer, porter, block, "wait"):
+        ticket.enter(None if block.is_staged else porter.stream)
+    with (
+        NOTHING if tracer is None else _told(tracer, porter, block, "upload"),
+        NOTHING if times is None else times.upload(block.nbytes, porter.stream),
+    ):
+        for target, source in block.pieces(memory):
+            porter.conveyor.upload(target, source)
     arrived = porter.conveyor.record()
     if block.kind != "buffer":
         ticket.leave(arrived)
     return arrived
+
+
+def _told(
+    tracer: Tracer, porter: Porter, block: Block, kind: Literal["wait", "upload"]
+) -> AbstractContextManager[None]:
+    name = f"weights of {described(block)}"
+    if kind == "wait":
+        return tracer.on_stream(porter.device, porter.stream, kind, f"wait for the turn of {name}", reason="turn")
+    return tracer.on_stream(porter.device, porter.stream, kind, name, nbytes=block.nbytes)
+
+
+def described(block: Block) -> str:
+    """The layers that use a block, in words."""
+    layers = sorted(block.users)
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"

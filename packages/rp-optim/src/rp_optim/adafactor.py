@@ -15,13 +15,18 @@ from rp_optim.updates import Factors, Matrices, Move, Spot
 
 Scalar = float | torch.Tensor
 
+# So few that torch sums them on one thread.
+_SUMMED = 1 << 12
+
 
 class Adafactor(HostOptimizer, torch.optim.Adafactor):
     """Adafactor (Shazeer and Stern, 2018): the second moment of a matrix as one row times one column.
 
     Takes the arguments of ``torch.optim.Adafactor``; `foreach` is accepted and changes nothing. Its
     ``state_dict`` and torch's load each other. Its update is clipped by its own norm, so the gradient is read
-    three times (that of a vector twice) and the parameter twice; no copy of either is made.
+    three times (that of a vector twice) and the parameter twice. No copy of either is made, but a step of a
+    matrix takes sums in fp64: one for each row, and up to 64 for each column. Of stacks of tiny matrices, such as
+    the kernels of a convolution, that is as much memory as the parameter.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> optimizer = Adafactor([weight], lr=0.5)
@@ -49,15 +54,25 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         del foreach
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, maximize=maximize)
 
+    def _check_parameter(self, parameter: torch.Tensor) -> None:
+        super()._check_parameter(parameter)
+        if parameter.is_complex():
+            raise InvalidParameter(
+                f"Adafactor needs real parameters, but one is {parameter.dtype}; use Adam for it"
+            )
+
+    def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
+        del group
+        *batch, rows, cols = (1, 1, *parameter.shape)
+        if parameter.dim() < 2:
+            return {"variance": parameter.shape}
+        return {"row_var": (*batch[2:], rows, 1), "col_var": (*batch[2:], 1, cols)}
+
     def _update(self, taken: Sequence[Taken]) -> None:
         for each in taken:
             self._update_one(each.group, each.parameter, each.spot)
 
     def _update_one(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
-        if parameter.is_complex():
-            raise InvalidParameter(
-                f"Adafactor needs real parameters, but one is {parameter.dtype}; use Adam for it"
-            )
         state = self.state[parameter]
         number = count_step(state)
         if spot.grad.numel() == 0:
@@ -85,7 +100,7 @@ def _update_matrix(group: Group, state: State, parameter: torch.Tensor, spot: Sp
     row = _toward(state, "row_var", parameter, -1, row_squares * (weight / cols), gain).view(shape.batch, rows)
     col = _toward(state, "col_var", parameter, -2, col_squares * (weight / rows), gain).view(-1)
     eps = _eps(group, parameter)
-    relative = row / row.mean(-1, keepdim=True).clamp_(min=eps)
+    relative = row / _means(row).clamp_(min=eps)
     factors = Factors(relative.view(-1), col, eps**2)
     squares = kernel.matrix_norm(spot, shape, factors)
     kernel.matrix_apply(spot, shape, factors, _move(group, spot, rate, squares))
@@ -100,15 +115,23 @@ def _toward(
     if stored is None:
         shape = list(parameter.shape)
         shape[dim] = 1
-        stored = state[name] = torch.zeros(shape, dtype=parameter.dtype)
-    if stored.numel() != mean.numel():
-        raise InvalidParameter(
-            f"the state {name!r} must have {mean.numel()} numbers for a parameter of shape "
-            f"{tuple(parameter.shape)}, but has {stored.numel()}; load the state of this model"
-        )
+        stored = state[name] = torch.zeros(shape, dtype=parameter.dtype, device="cpu")
     moved = stored.to(wide).lerp(mean.to(wide).view(stored.shape), gain)
     stored.copy_(moved)
     return stored.to(wide).contiguous()
+
+
+def _means(rows: torch.Tensor) -> torch.Tensor:
+    """The mean of each row; (batch, rows) to (batch, 1).
+
+    In fp64, some of a row at a time: torch divides one long sum among threads, and its result would depend on how
+    many there are.
+    """
+    batch, count = rows.shape
+    whole = count // _SUMMED * _SUMMED
+    wide = rows.double()
+    sums = wide[:, :whole].reshape(batch, -1, _SUMMED).sum(-1).sum(-1) + wide[:, whole:].sum(-1)
+    return (sums / count).to(rows.dtype).view(batch, 1)
 
 
 def _eps(group: Group, parameter: torch.Tensor) -> float:

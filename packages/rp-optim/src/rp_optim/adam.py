@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from rp_optim.checks import refuse_flags
+from rp_optim.checks import check_option_flags
 from rp_optim.host import Group, HostOptimizer, Taken, count_step, state_tensor
 from rp_optim.kernel import by_kernel
 from rp_optim.updates import AdamNumbers, AdamUpdate
@@ -50,7 +50,7 @@ class Adam(HostOptimizer, torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
     ) -> None:
-        refuse_flags(type(self).__name__, capturable=capturable, differentiable=differentiable)
+        check_option_flags(type(self).__name__, {"capturable": capturable, "differentiable": differentiable})
         del foreach, fused
         options: dict[str, Any] = {"decoupled_weight_decay": decoupled_weight_decay}
         # By name: the class behind Adam among AdamW's is torch's AdamW, which takes other options.
@@ -58,19 +58,19 @@ class Adam(HostOptimizer, torch.optim.Adam):
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
         )
 
+    def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        return dict.fromkeys(names, parameter.shape)
+
     def _update(self, taken: Sequence[Taken]) -> None:
         for kernel, updates in by_kernel(map(self._one, taken)):
             kernel.adam(updates)
 
     def _one(self, taken: Taken) -> AdamUpdate:
         group, parameter, state = taken.group, taken.parameter, self.state[taken.parameter]
-        return AdamUpdate(
-            taken.spot,
-            _numbers(group, count_step(state)),
-            state_tensor(state, "exp_avg", parameter),
-            state_tensor(state, "exp_avg_sq", parameter),
-            state_tensor(state, "max_exp_avg_sq", parameter) if group["amsgrad"] else None,
-        )
+        numbers = _numbers(group, count_step(state))
+        found = {name: state_tensor(state, name, parameter) for name in self._state_shapes(group, parameter)}
+        return AdamUpdate(taken.spot, numbers, **found)
 
 
 def _numbers(group: Group, step: int) -> AdamNumbers:

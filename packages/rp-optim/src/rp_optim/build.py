@@ -12,8 +12,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,13 +101,50 @@ def build(compiler: Compiler, library: Path) -> None:
 
     Raises `BuildFailed`, and `OSError` if the folder of `library` cannot be written.
     """
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
+    with _compiled(compiler, library.parent) as made:
+        os.replace(made, library)
+
+
+def build_cached(compiler: Compiler, folder: Path) -> Path:
+    """Compile the kernels into `folder`, under a name that says what is in the file; returns its path.
+
+    Raises as `build` does.
+    """
+    with _compiled(compiler, folder) as made:
+        library = folder / f"kernels-{cache_key(compiler)}-{_digest(made)}.so"
+        os.replace(made, library)
+    return library
+
+
+def find_cached(compiler: Compiler, folder: Path) -> Path | None:
+    """What `build_cached` left in `folder`, if it is still what its name says; what is not is removed.
+
+    Looked at before it is loaded: reading a mapped library past its end kills the process.
+    """
+    for library in sorted(folder.glob(f"kernels-{cache_key(compiler)}-*.so")):
+        if library.stem.endswith(f"-{_digest(library)}"):
+            return library
+        with suppress(OSError):
+            library.unlink()
+    return None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+
+
+@contextmanager
+def _compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".build-") as folder:
         room = Path(folder)
         try:
             made = _compile(compiler, room, ("-fopenmp",))
         except BuildFailed:
             made = _compile(compiler, room, ())
-        os.replace(made, library)
+        # On the disk before it has its name: after a crash there is no half of it.
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())
+        yield made
 
 
 def _compile(compiler: Compiler, room: Path, threads: tuple[str, ...]) -> Path:

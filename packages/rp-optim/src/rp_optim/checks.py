@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 from rp_optim.errors import InvalidOption, InvalidParameter
@@ -10,10 +13,10 @@ _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMPLEX = (torch.complex64, torch.complex128)
 
 
-def refuse_flags(optimizer: str, **flags: bool) -> None:
+def check_option_flags(optimizer: str, options: Mapping[str, Any]) -> None:
     """Raise for flags that ask for what only devices do."""
-    for flag, given in flags.items():
-        if given:
+    for flag in ("capturable", "differentiable"):
+        if options.get(flag):
             raise InvalidOption(
                 f"{optimizer} runs on the host, so {flag} must be False, but is True instead; leave it out"
             )
@@ -30,8 +33,18 @@ def at_least(optimizer: str, least: float, **options: float | torch.Tensor) -> N
             raise InvalidOption(f"{optimizer} needs {name} >= {least}, but has {float(value)} instead")
 
 
-def check_memory(what: str, tensor: torch.Tensor) -> None:
-    """Raise unless `tensor` is dense, contiguous, on the host and of a dtype that can be computed with."""
+def check_betas(optimizer: str, betas: Sequence[float | torch.Tensor]) -> None:
+    """Raise unless there are two, each of one number, at least 0 and less than 1."""
+    if len(betas) != 2:
+        raise InvalidOption(f"{optimizer} needs two betas, but has {len(betas)} instead")
+    for index, beta in enumerate(betas):
+        at_least(optimizer, 0.0, **{f"betas[{index}]": beta})
+        if not beta < 1:
+            raise InvalidOption(f"{optimizer} needs 0 <= betas[{index}] < 1, but has {float(beta)} instead")
+
+
+def check_numbers(what: str, tensor: torch.Tensor) -> None:
+    """Raise unless `tensor` is dense, on the host and of a dtype that can be computed with."""
     if tensor.layout != torch.strided:
         raise InvalidParameter(
             f"{what} must be dense (torch.strided), but is {tensor.layout} instead; call to_dense()"
@@ -41,6 +54,16 @@ def check_memory(what: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in (*_REAL, *_COMPLEX):
         names = ", ".join(str(dtype) for dtype in (*_REAL, *_COMPLEX))
         raise InvalidParameter(f"{what} must have one of the dtypes {names}, but has {tensor.dtype} instead")
+
+
+def check_memory(what: str, tensor: torch.Tensor) -> None:
+    """`check_numbers`, and raise unless the numbers lie in memory as they are, one after another."""
+    check_numbers(what, tensor)
+    if tensor.is_neg() or tensor.is_conj():
+        raise InvalidParameter(
+            f"{what} must hold its numbers themselves, but is a view that negates or conjugates them; call "
+            ".resolve_neg().resolve_conj()"
+        )
     if not tensor.is_contiguous():
         raise InvalidParameter(
             f"{what} must be contiguous, but has strides {tensor.stride()} for shape {tuple(tensor.shape)} "
@@ -48,15 +71,33 @@ def check_memory(what: str, tensor: torch.Tensor) -> None:
         )
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """With the numbers that it stands for in memory: views may negate or conjugate them as they are read."""
+    return tensor.resolve_neg().resolve_conj() if tensor.is_neg() or tensor.is_conj() else tensor
+
+
 def check_beside(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-    """`check_memory`, and raise unless `tensor` has as many numbers of the same kind as its parameter."""
+    """`check_memory`, and raise unless `tensor` has numbers of its parameter's kind, in its shape or flat."""
     check_memory(what, tensor)
     if tensor.is_complex() != parameter.is_complex():
         raise InvalidParameter(f"{what} has dtype {tensor.dtype}, but its parameter {parameter.dtype}; cast one")
     if tensor.dtype == torch.float64 and parameter.dtype != torch.float64:
         raise InvalidParameter(f"{what} has dtype float64, but its parameter only {parameter.dtype}; cast one")
-    if tensor.numel() != parameter.numel():
+    if tensor.shape != parameter.shape and tensor.shape != (parameter.numel(),):
         raise InvalidParameter(
-            f"{what} must have the shape {tuple(parameter.shape)} of its parameter, but has "
+            f"{what} must have the shape {tuple(parameter.shape)} of its parameter, or be flat, but has "
             f"{tuple(tensor.shape)} instead"
+        )
+
+
+def check_state(name: str, tensor: torch.Tensor, shape: Sequence[int], parameter: torch.Tensor) -> None:
+    """Raise unless a state tensor, which may have been loaded, is one for this parameter."""
+    what = f"the state {name!r}"
+    check_numbers(what, tensor)
+    if tensor.is_complex() != parameter.is_complex():
+        raise InvalidParameter(f"{what} has dtype {tensor.dtype}, but its parameter {parameter.dtype}; cast one")
+    if tuple(tensor.shape) != tuple(shape):
+        raise InvalidParameter(
+            f"{what} must have the shape {tuple(shape)} for a parameter of shape {tuple(parameter.shape)}, but "
+            f"has {tuple(tensor.shape)} instead; load the state of this model"
         )

@@ -54,7 +54,7 @@ def clip_grad_norm_(
         for parameter in members:
             scale(parameter, factor)
     double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in members)
-    return torch.tensor(norm, dtype=torch.float64 if double else torch.float32)
+    return torch.tensor(norm, dtype=torch.float64 if double else torch.float32, device="cpu")
 
 
 def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ def _part(parameter: torch.Tensor, norm_type: float) -> float | None:
 
 
 def _join(values: list[float] | torch.Tensor, norm_type: float) -> float:
-    wide = torch.tensor(values, dtype=torch.float64) if isinstance(values, list) else values
+    wide = torch.tensor(values, dtype=torch.float64, device="cpu") if isinstance(values, list) else values
     wide = wide.to(torch.complex128).abs() if wide.is_complex() else wide.double()
     # Torch's stub leaves a type out.
     norm = cast(Callable[..., torch.Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rp_optim.checks import check_beside
+from rp_optim.checks import check_beside, resolved
 from rp_optim.kernel import kernel_for
-from rp_optim.masters import link_of
+from rp_optim.masters import source_link
 from rp_optim.updates import Spot
 
 
@@ -33,13 +33,13 @@ def gradient_of(parameter: torch.Tensor) -> Gradient | None:
 
     Raises `InvalidParameter` for one that the optimizers cannot take.
     """
-    link = link_of(parameter)
-    if link is not None and link.counts == "source":
+    if (link := source_link(parameter)) is not None:
         source = link.source(parameter)
         return None if source is None else Gradient(source, link.factor)
     grad = parameter.grad
     if grad is None:
         return None
+    grad = resolved(grad)
     check_beside("a gradient", grad, parameter)
     return Gradient(grad, 1.0)
 
@@ -52,7 +52,7 @@ def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:
     found = _squares([gradient.tensor for i in unknown if (gradient := gradients[i]) is not None])
     for index, squares in zip(unknown, found, strict=True):
         known[index] = squares
-        if (link := link_of(parameters[index])) is not None and link.counts == "source":
+        if (link := source_link(parameters[index])) is not None:
             link.squares = squares
     return [
         None if gradient is None or squares is None else squares * gradient.factor**2
@@ -61,8 +61,8 @@ def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:
 
 
 def _known_squares(parameter: torch.Tensor) -> float | None:
-    link = link_of(parameter)
-    return link.squares if link is not None and link.counts == "source" else None
+    link = source_link(parameter)
+    return None if link is None else link.squares
 
 
 def _squares(tensors: Sequence[torch.Tensor]) -> list[float]:
@@ -87,8 +87,7 @@ def is_finite(parameter: torch.Tensor) -> bool:
 
 def scale(parameter: torch.Tensor, factor: float) -> None:
     """Multiply the gradient, if there is one: a linked one when it is read, another one in place."""
-    link = link_of(parameter)
-    if link is not None and link.counts == "source":
+    if (link := source_link(parameter)) is not None:
         link.factor *= factor
     elif parameter.grad is not None:
         with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rp_optim.checks import check_beside, check_memory
+from rp_optim.checks import check_memory, check_option_flags, check_state, resolved
 from rp_optim.gradients import flat, gradient_of
 from rp_optim.masters import by_arrival, link_of
 from rp_optim.updates import Spot
@@ -38,15 +38,33 @@ class HostOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as in torch.
 
-        Raises `InvalidParameter` for those that are not on the host, dense, contiguous and floating.
+        Raises `InvalidParameter` for those that are not on the host, dense, contiguous and floating, and
+        `InvalidOption` for options that the optimizer refuses.
         """
         super().add_param_group(param_group)
         try:
+            self._check_group(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                check_memory("a parameter", parameter)
+                self._check_parameter(parameter)
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Loaded, unpickled or copied.
+        for group in state["param_groups"]:
+            self._check_group(group)
+        super().__setstate__(state)
+
+    def _check_group(self, group: Group) -> None:
+        check_option_flags(type(self).__name__, group)
+
+    def _check_parameter(self, parameter: torch.Tensor) -> None:
+        check_memory("a parameter", parameter)
+
+    def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
+        """The state tensors that a step of this parameter reads, beside the count of its steps."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch overloads
@@ -54,28 +72,35 @@ class HostOptimizer(torch.optim.Optimizer):
 
         `closure` computes the loss and the gradients again; its result is returned.
 
-        Raises `InvalidParameter` for a gradient that cannot be taken; unless gradients are still on their way,
-        before anything is changed.
+        Raises `InvalidParameter` for a parameter, gradient, linked weight or state that cannot be taken, before
+        anything is changed; only gradients that are still on their way, and their weights, are looked at later.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         members = list(self._members())
-        for _, parameter in members:
-            link = link_of(parameter)
-            if link is None or link.counts == "grad":
-                gradient_of(parameter)
+        for member in members:
+            self._check_member(*member)
         for here in by_arrival(members, lambda member: member[1]):
-            for some in _cut(here):
+            for some in _cut([found for member in here if (found := _take(*member)) is not None]):
                 self._update_some(some)
         return loss
+
+    def _check_member(self, group: Group, parameter: torch.Tensor) -> None:
+        link = link_of(parameter)
+        if (link is None or link.counts == "grad") and gradient_of(parameter) is None:
+            return
+        self._check_parameter(parameter)
+        state = self.state.get(parameter, {})
+        for name, shape in self._state_shapes(group, parameter).items():
+            if (tensor := state.get(name)) is not None:
+                check_state(name, tensor, shape, parameter)
 
     def _members(self) -> Iterator[Member]:
         return ((group, parameter) for group in self.param_groups for parameter in group["params"])
 
-    def _update_some(self, members: Sequence[Member]) -> None:
-        taken = [found for member in members if (found := _take(*member)) is not None]
+    def _update_some(self, taken: Sequence[Taken]) -> None:
         self._update(taken)
         for each in taken:
             link = link_of(each.parameter)
@@ -96,13 +121,13 @@ class HostOptimizer(torch.optim.Optimizer):
             parameter.grad = None
 
 
-def _cut(members: Iterable[Member]) -> Iterator[list[Member]]:
+def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:
     """Pieces of about `_TOGETHER` elements."""
-    piece: list[Member] = []
+    piece: list[Taken] = []
     size = 0
-    for member in members:
-        piece.append(member)
-        size += member[1].numel()
+    for each in taken:
+        piece.append(each)
+        size += each.spot.grad.numel()
         if size >= _TOGETHER:
             yield piece
             piece, size = [], 0
@@ -114,7 +139,6 @@ def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
     gradient = gradient_of(parameter)
     if gradient is None:
         return None
-    check_memory("a parameter", parameter)
     link = link_of(parameter)
     weight = None if link is None else link.destination(parameter)
     destination = None if weight is None else flat(weight)
@@ -123,18 +147,12 @@ def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
 
 
 def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A state tensor beside its parameter, zeros where there was none; returns a flat, real view of it.
-
-    Raises `InvalidParameter` for one that was loaded and does not fit.
-    """
+    """A state tensor beside its parameter, zeros where there was none; returns a flat, real view of it."""
     tensor = state.get(name)
     if tensor is None:
         tensor = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-    elif not tensor.is_contiguous() or tensor.dtype != parameter.dtype:
-        # Loaded from an optimizer whose parameter was laid out otherwise.
-        tensor = tensor.to(parameter.dtype).contiguous()
-    check_beside(f"the state {name!r}", tensor, parameter)
-    state[name] = tensor
+    # Loaded, perhaps, from an optimizer whose parameter was laid out otherwise.
+    tensor = state[name] = resolved(tensor.to(parameter.dtype)).contiguous()
     return flat(tensor)
 
 
@@ -143,6 +161,6 @@ def count_step(state: State) -> int:
     step = state.get("step")
     if step is None:
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        step = state["step"] = torch.zeros((), dtype=dtype)
+        step = state["step"] = torch.zeros((), dtype=dtype, device="cpu")
     step += 1
     return int(step)

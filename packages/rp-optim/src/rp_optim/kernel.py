@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from rp_optim.build import BuildFailed, Compiler, build, cache_key, find_compiler, source_hash
+from rp_optim.build import (
+    BuildFailed,
+    Compiler,
+    build,
+    build_cached,
+    find_cached,
+    find_compiler,
+    source_hash,
+)
 from rp_optim.errors import KernelUnavailable
 from rp_optim.native import NATIVE_DTYPES, Library, NativeKernel
 from rp_optim.reference import TorchKernel
@@ -132,6 +140,14 @@ def _find_library() -> tuple[Library, str]:
         return Library(_IN_WHEEL, source_hash()), "built into the wheel"
     except OSError as error:
         _log.debug("no library in the wheel: %s", error)
+        in_wheel = f"; the wheel's own library could not be loaded: {error}" if _IN_WHEEL.exists() else ""
+    try:
+        return _compiled_library()
+    except BuildFailed as error:
+        raise BuildFailed(f"{error}{in_wheel}") from error
+
+
+def _compiled_library() -> tuple[Library, str]:
     compiler = find_compiler()
     if compiler is None:
         raise BuildFailed("there is no C compiler that runs (cc, gcc or clang, or the one that CC names)")
@@ -140,23 +156,21 @@ def _find_library() -> tuple[Library, str]:
     except OSError as error:
         _log.debug("the cache cannot be used: %s", error)
     with tempfile.TemporaryDirectory(prefix="rp-optim-") as folder:
-        return _built_library(compiler, Path(folder) / "kernels.so"), "compiled for this process alone"
+        library = Path(folder) / "kernels.so"
+        build(compiler, library)
+        return Library(library, source_hash()), "compiled for this process alone"
 
 
 def _cached_library(compiler: Compiler) -> tuple[Library, str]:
     folder = _cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"kernels-{cache_key(compiler)}.so"
     try:
-        return Library(path, source_hash()), f"compiled before into {path}"
+        if (path := find_cached(compiler, folder)) is not None:
+            return Library(path, source_hash()), f"compiled before into {path}"
     except OSError as error:
-        _log.debug("no library in the cache: %s", error)
-    return _built_library(compiler, path), f"compiled now into {path}"
-
-
-def _built_library(compiler: Compiler, path: Path) -> Library:
-    build(compiler, path)
-    return Library(path, source_hash())
+        _log.debug("the library in the cache cannot be used: %s", error)
+    path = build_cached(compiler, folder)
+    return Library(path, source_hash()), f"compiled now into {path}"
 
 
 def _cache_folder() -> Path:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from rp_optim.checks import at_least, refuse_flags
-from rp_optim.errors import InvalidOption
+from rp_optim.checks import at_least, check_betas, check_option_flags
 from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
 from rp_optim.kernel import by_kernel
 from rp_optim.updates import LionNumbers, LionUpdate
@@ -39,7 +38,7 @@ class Lion(HostOptimizer):
         params: ParamsT,
         lr: Scalar = 1e-4,
         betas: tuple[Scalar, Scalar] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        weight_decay: Scalar = 0.0,
         *,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -47,15 +46,20 @@ class Lion(HostOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        refuse_flags("Lion", capturable=capturable, differentiable=differentiable)
-        at_least("Lion", 0.0, lr=lr, weight_decay=weight_decay)
-        for index, beta in enumerate(betas):
-            if not 0 <= beta < 1:
-                raise InvalidOption(f"Lion needs 0 <= betas[{index}] < 1, but has {float(beta)} instead")
+        check_option_flags("Lion", {"capturable": capturable, "differentiable": differentiable})
         del foreach, fused
-        numbers = (float(betas[0]), float(betas[1]))
-        defaults: dict[str, Any] = {"lr": lr, "betas": numbers, "weight_decay": weight_decay, "maximize": maximize}
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        self._check_group(defaults)
         super().__init__(params, defaults)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        at_least("Lion", 0.0, lr=group["lr"], weight_decay=group["weight_decay"])
+        check_betas("Lion", group["betas"])
+
+    def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
+        del group
+        return {"exp_avg": parameter.shape}
 
     def _update(self, taken: Sequence[Taken]) -> None:
         for kernel, updates in by_kernel(map(self._one, taken)):

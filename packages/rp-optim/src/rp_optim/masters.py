@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from rp_optim.checks import check_beside
+from rp_optim.checks import check_beside, resolved
 from rp_optim.errors import InvalidLink
 
 _Item = TypeVar("_Item")
@@ -43,6 +43,7 @@ class Link:
         self.ready(True)
         gradient = self.gradients()
         if gradient is not None:
+            gradient = resolved(gradient)
             check_beside("the gradient that a master is linked to", gradient, master)
         return gradient
 
@@ -58,7 +59,9 @@ class Master(torch.nn.Parameter):
     """A parameter that can be linked; without a link it is like any other.
 
     While it is linked, ``.grad`` is made from the gradient it is linked to, in the master's dtype, the first time
-    that something looks at it; that copy is the gradient from then on.
+    that something looks at it, or when a ``backward`` has added to it; that copy is the gradient from then on.
+
+    ``torch.save`` keeps a ``torch.nn.Parameter``, which any torch loads; linked ones are refused (`InvalidLink`).
 
     >>> master = Master(torch.zeros(2))
     >>> link(master, gradients=lambda: torch.ones(2, dtype=torch.bfloat16))
@@ -71,8 +74,7 @@ class Master(torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient in the master's dtype, or None."""
-        link = self._link
-        if link is not None and link.counts == "source":
+        if (link := source_link(self)) is not None:
             source = link.source(self)
             self.grad = None if source is None else _copy(source, self, link.factor)
         return _OWN_GRAD.__get__(self)
@@ -87,13 +89,46 @@ class Master(torch.nn.Parameter):
     def grad(self) -> None:
         self.grad = None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch has an attribute
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._link is not None:
+            raise InvalidLink(
+                "a linked master cannot be saved: its gradient is elsewhere; unlink it first (outside of a step "
+                "function it is), or save master.detach()"
+            )
+        # Torch leaves the types out.
+        return super().__reduce_ex__(protocol)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
 
 # Torch's own attribute: a descriptor written in C, of no type that could be named here.
 _OWN_GRAD: Any = torch.Tensor.grad
 
 
+def own_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What torch itself keeps as the gradient, past any link."""
+    return _OWN_GRAD.__get__(parameter)
+
+
+def source_link(parameter: torch.Tensor) -> Link | None:
+    """The link of a master whose gradient is in the source alone; None if it is in ``.grad``.
+
+    Autograd adds to torch's own ``.grad``, past the property: what it has put there is joined with the source now,
+    which is waited for.
+    """
+    link = link_of(parameter)
+    if link is None or link.counts == "grad":
+        return None
+    added = own_grad(parameter)
+    if added is None:
+        return link
+    source = link.source(parameter)
+    if source is not None:
+        added = _copy(source, parameter, link.factor).add_(added.detach())
+    parameter.grad = added
+    return None
+
+
 def _copy(source: torch.Tensor, master: torch.Tensor, factor: float) -> torch.Tensor:
-    return source.to(master.dtype, copy=True).view(master.shape).mul_(factor)
+    return source.detach().to(master.dtype, copy=True).view(master.shape).mul_(factor)
 
 
 class _Remains(Enum):
@@ -130,7 +165,8 @@ def link(
             dtype; None if there is none. It is read and never written. Asked once `ready`.
         weights: returns where the updated weight goes, rounded to that tensor's dtype; None if nowhere. It may
             block until that memory may be written.
-        ready: ``ready(False)`` says whether `gradients` may be asked; ``ready(True)`` blocks until it may.
+        ready: ``ready(False)`` says whether `gradients` may be asked; ``ready(True)`` blocks until it may. Masters
+            whose gradients come together should share one (or equal ones): it is then asked once for all.
         written: called each time the weight is complete; not if `weights` returned None.
 
     A master whose weight was written keeps its version counter. One that was changed without it (no `weights`,
@@ -165,15 +201,18 @@ def unlink(master: torch.Tensor) -> torch.Tensor | _Remains | None:
     tensor in the master's dtype: what was made of it, by looking at ``.grad`` or by scaling or clipping. The
     master's own ``.grad`` is None afterwards.
 
-    Raises `InvalidLink` if there is no link.
+    Raises `InvalidLink` if there is no link, and what the link's callables raise; the link has ended all the same.
     """
     link = link_of(master)
     if link is None:
         raise InvalidLink("the master is not linked")
-    remains = UNCHANGED if link.counts == "source" and link.factor == 1 else master.grad
-    master._link = None  # type: ignore[attr-defined]  # a master: it has a link
-    master.grad = None
-    return remains
+    try:
+        untouched = source_link(master) is not None and link.factor == 1
+        return UNCHANGED if untouched else master.grad
+    finally:
+        # Deleted, not None: a saved master has no traces of links.
+        del master._link  # type: ignore[attr-defined]  # a master: it has a link
+        master.grad = None
 
 
 def link_of(parameter: torch.Tensor) -> Link | None:
@@ -184,21 +223,27 @@ def link_of(parameter: torch.Tensor) -> Link | None:
 def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Tensor]) -> Iterator[Sequence[_Item]]:
     """`items` in their order, except that those whose gradients are not there yet come when they are.
 
-    Yields those that are there together.
+    Yields those that are there together. Equal `Ready`s are asked once for all of their items.
 
     Gradients arrive from the last layer to the first, so where none is there the last one is waited for.
     """
     waiting = list(items)
     while waiting:
-        here = [item for item in waiting if _is_ready(parameter_of(item), wait=False)]
-        if not here:
-            _is_ready(parameter_of(waiting[-1]), wait=True)
-            here = [waiting[-1]]
-        yield here
-        found = {id(item) for item in here}
-        waiting = [item for item in waiting if id(item) not in found]
+        readies = [_ready_of(parameter_of(item)) for item in waiting]
+        there = {key: ready(False) for key, ready in {_key(ready): ready for ready in readies}.items()}
+        if not any(there.values()):
+            readies[-1](True)
+            there[_key(readies[-1])] = True
+        arrived = [there[_key(ready)] for ready in readies]
+        yield [item for item, here in zip(waiting, arrived, strict=True) if here]
+        waiting = [item for item, here in zip(waiting, arrived, strict=True) if not here]
 
 
-def _is_ready(parameter: torch.Tensor, *, wait: bool) -> bool:
+def _ready_of(parameter: torch.Tensor) -> Ready:
     link = link_of(parameter)
-    return link is None or link.counts == "grad" or link.ready(wait)
+    return _at_once if link is None or link.counts == "grad" else link.ready
+
+
+def _key(ready: Ready) -> object:
+    # An object that defines equality alone cannot be looked up by it.
+    return id(ready) if getattr(ready, "__hash__", None) is None else ready

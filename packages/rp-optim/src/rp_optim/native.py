@@ -137,9 +137,12 @@ class Library:
     def __init__(self, path: Path, source_hash: str) -> None:
         self.path = path
         self._library = ctypes.CDLL(str(path))
-        self._library.rpo_source.restype = ctypes.c_char_p
-        self._library.rpo_variant_name.restype = ctypes.c_char_p
-        self._library.rpo_job_bytes.restype = _int64
+        try:
+            self._library.rpo_source.restype = ctypes.c_char_p
+            self._library.rpo_variant_name.restype = ctypes.c_char_p
+            self._library.rpo_job_bytes.restype = _int64
+        except AttributeError as error:
+            raise OSError(f"{path} is not a library of these kernels: {error}") from error
         if self._library.rpo_source() != source_hash.encode():
             raise OSError(f"{path} was compiled from other sources than these")
         if self._library.rpo_job_bytes() != ctypes.sizeof(_Job):
@@ -205,8 +208,8 @@ class NativeKernel:
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.matrix_squares`."""
-        rows = torch.zeros(shape.batch * shape.rows, dtype=torch.float64)
-        cols = torch.zeros(shape.batch * shape.cols, dtype=torch.float64)
+        rows = torch.zeros(shape.batch * shape.rows, dtype=torch.float64, device="cpu")
+        cols = torch.zeros(shape.batch * shape.cols, dtype=torch.float64, device="cpu")
         job = _matrix_job(spot, shape, Factors(rows, cols, 0.0))
         job.row_sums, job.col_sums = rows.data_ptr(), cols.data_ptr()
         self._call("matrix_squares", job)
@@ -229,10 +232,12 @@ class NativeKernel:
         """See `Kernel.vector_apply`."""
         self._call("vector_apply", _job(spot, (variance,), numbers={"eps": least} | _fields_of(move)))
 
+    # For benchmarks alone: what the memory allows
+
     def rewrite(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
-        """For benchmarks: read, change and write Adam's arrays in place, 32 bytes a parameter."""
+        """Read, change and write Adam's arrays in place, 32 bytes a parameter."""
         self._call("rewrite", *(_job(spot, moments) for spot, *moments in arrays))
 
     def traffic(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
-        """For benchmarks: move what Adam moves, 28 bytes a parameter, with next to no arithmetic."""
+        """Move what Adam moves, 28 bytes a parameter, with next to no arithmetic."""
         self._call("traffic", *(_job(spot, moments) for spot, *moments in arrays))

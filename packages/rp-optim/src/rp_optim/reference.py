@@ -139,8 +139,8 @@ class TorchKernel:
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.matrix_squares`."""
-        rows = torch.empty(shape.batch, shape.rows, dtype=torch.float64)
-        cols = torch.zeros(shape.batch, shape.cols, dtype=torch.float64)
+        rows = torch.empty(shape.batch, shape.rows, dtype=torch.float64, device="cpu")
+        cols = torch.zeros(shape.batch, shape.cols, dtype=torch.float64, device="cpu")
         for batches, place in _bands(shape):
             squares = _view(spot.grad, shape)[batches, place].double().square()
             rows[batches, place] = _sums(squares)

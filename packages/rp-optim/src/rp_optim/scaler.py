@@ -13,7 +13,7 @@ import torch
 
 from rp_optim.errors import InvalidOption, InvalidParameter, ScalerMisuse, WrongThread
 from rp_optim.gradients import gradient_of, is_finite, scale, squares_of
-from rp_optim.masters import by_arrival, link_of
+from rp_optim.masters import by_arrival, own_grad
 from rp_optim.worker import OptimizerThread, on_any_optimizer_thread
 
 _Outputs = TypeVar("_Outputs")
@@ -79,6 +79,7 @@ class GradScaler:
         self._unscale_with = self._own.scale
         self._stages: dict[torch.optim.Optimizer, _Stage] = {}
         self._found: dict[torch.optim.Optimizer, bool] = {}
+        self._failed_before = 0
         # Of the training loop: the update whose result it goes on with, the last one launched, and what it set.
         self._seen = self._last = _done(self._own)
         self._launched = 0
@@ -95,7 +96,7 @@ class GradScaler:
         if not self.enabled:
             return outputs
         # Fp32 and 0-dim, on the CPU: torch takes it beside a tensor on any device, and its dtype is the result's.
-        return cast(_Outputs, _scaled(outputs, torch.tensor(self.get_scale(), dtype=torch.float32)))
+        return cast(_Outputs, _scaled(outputs, torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")))
 
     def get_scale(self) -> float:
         """The current scale, 1.0 if not enabled.
@@ -129,7 +130,8 @@ class GradScaler:
             )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         _refuse_fp16(parameters)
-        inverse = _fp32(1 / self._unscale_with)
+        # Of a scale that has shrunk to nothing, infinite, as in torch.
+        inverse = _fp32(1 / self._unscale_with) if self._unscale_with else math.inf
         found: list[bool | None] = []
         with torch.no_grad():
             for here in by_arrival(parameters, lambda item: item):
@@ -176,7 +178,8 @@ class GradScaler:
         its result counts at once. Without a thread, it always does.
 
         Raises `WrongThread` on the optimizer's thread; `ScalerMisuse` if no step was taken since the last one,
-        which the thread remembers and raises like other failures there if the update is asynchronous.
+        which the thread remembers and raises like other failures there if the update is asynchronous. What the
+        thread remembers is raised here too, once this update is on its way: the next step needs no other one.
         """
         if not self.enabled:
             return
@@ -190,10 +193,14 @@ class GradScaler:
             self._seen = done
             self._update_kernel(given, done, is_async=False)
             return
-        self._thread.launch_optim_kernel(self._update_kernel, given, done, is_async=is_async)
+        # Also where a step has failed: the update of a failed step makes room for the next one.
+        failure = self._thread.take_failure()
+        self._thread.queue(self._update_kernel, given, done, is_async=is_async)
         self._seen, self._last = (self._last if is_async else done), done
         self._launched += 1
         self._scale_given = given
+        if failure is not None:
+            raise failure
         if not is_async:
             self._thread.synchronize_optim()
 
@@ -203,7 +210,7 @@ class GradScaler:
             self._own = self._moved(given)
         finally:
             # Even if there was nothing to go by: the training loop waits for this update.
-            self._stages, self._found = {}, {}
+            self._forget_steps()
             self._own = replace(self._own, updates=old.updates + 1)
             # The losses of the steps from here on were scaled with what the training loop then saw.
             self._unscale_with = given if given is not None else (old if is_async else self._own).scale
@@ -213,6 +220,8 @@ class GradScaler:
         own = self._own
         if given is not None:
             return replace(own, scale=given)
+        if not self._found and self._has_failed():
+            return own
         if not self._found:
             raise ScalerMisuse("update found no step to judge the scale by; call it after step")
         if True in self._found.values():
@@ -221,6 +230,14 @@ class GradScaler:
             return replace(own, tracker=own.tracker + 1)
         grown = _fp32(own.scale * own.growth_factor)
         return replace(own, scale=grown if math.isfinite(grown) else own.scale, tracker=0)
+
+    def _has_failed(self) -> bool:
+        """Whether a job of the thread has failed since the last update: there may be no step to go by, then."""
+        return self._thread is not None and self._thread.num_failed > self._failed_before
+
+    def _forget_steps(self) -> None:
+        self._stages, self._found = {}, {}
+        self._failed_before = 0 if self._thread is None else self._thread.num_failed
 
     # Settings, on any thread
 
@@ -315,6 +332,7 @@ class GradScaler:
             int(state_dict["_growth_tracker"]),
         )
         _check(loaded)
+        self._forget_steps()
         self._own = loaded
         self._unscale_with = loaded.scale
         self._seen = self._last = _done(loaded)
@@ -332,7 +350,7 @@ class GradScaler:
 
     def _on_optimizer_thread(self, job: Callable[[], Any]) -> Any:
         if self._on_thread():
-            return job()
+            return self._noted(job)
         if self._thread is not None:
             self._thread.submit(job).result()
             return None
@@ -343,6 +361,14 @@ class GradScaler:
             )
         return job()
 
+    def _noted(self, job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except BaseException:
+            # For `_has_failed`, even if the step function swallows it.
+            self._failed_before = -1
+            raise
+
 
 def _done(numbers: _Numbers) -> Future[_Numbers]:
     done: Future[_Numbers] = Future()
@@ -351,7 +377,7 @@ def _done(numbers: _Numbers) -> Future[_Numbers]:
 
 
 def _fp32(value: float) -> float:
-    return torch.tensor(float(value), dtype=torch.float64).to(torch.float32).item()
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu").to(torch.float32).item()
 
 
 def _check(numbers: _Numbers) -> None:
@@ -385,10 +411,8 @@ def _scaled(outputs: Any, factor: torch.Tensor) -> Any:
 
 def _refuse_fp16(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
-        link = link_of(parameter)
-        if link is not None and link.counts == "source":
-            continue
-        if parameter.grad is not None and parameter.grad.dtype == torch.float16:
+        grad = own_grad(parameter)
+        if grad is not None and grad.dtype == torch.float16:
             raise InvalidParameter(
                 "an fp16 gradient would lose in unscaling what scaling saved; train fp32 masters (optim_dtype), "
                 "or keep fp32 weights under autocast"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim.optimizer import ParamsT
 
-from rp_optim.checks import refuse_flags
+from rp_optim.checks import check_option_flags
 from rp_optim.gradients import flat
 from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
 from rp_optim.kernel import by_kernel
@@ -46,9 +46,12 @@ class SGD(HostOptimizer, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        refuse_flags(type(self).__name__, differentiable=differentiable)
+        check_option_flags(type(self).__name__, {"differentiable": differentiable})
         del foreach, fused
-        super().__init__(params, lr, momentum, dampening, float(weight_decay), nesterov, maximize=maximize)
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+
+    def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
+        return {"momentum_buffer": parameter.shape} if float(group["momentum"]) != 0 else {}
 
     def _update(self, taken: Sequence[Taken]) -> None:
         for kernel, updates in by_kernel(map(self._one, taken)):

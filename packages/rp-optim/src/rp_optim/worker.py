@@ -34,6 +34,8 @@ class OptimizerThread:
         leave_cores: how many of torch's threads not to compute with, since others need the cores: the workers of
             CPU devices, for example. At least one is left.
 
+    `num_failed` counts the jobs that have raised; it is written by the thread alone.
+
     >>> thread = OptimizerThread()
     >>> thread.submit(max, 1, 2).result()
     2
@@ -44,6 +46,7 @@ class OptimizerThread:
         if leave_cores < 0:
             raise ValueError(f"leave_cores must be >= 0, but is {leave_cores} instead")
         self._ident: int | None = None
+        self.num_failed = 0
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._executor = ThreadPoolExecutor(
@@ -54,8 +57,13 @@ class OptimizerThread:
         )
 
     def _start(self, num_threads: int) -> None:
-        # A new thread would take the count that a device's worker set last.
+        # Torch gives a new thread the count that any thread set last. This one takes its own, whatever a device's
+        # worker has set, and does not leave it to threads that start later. Asked first: the first question of a
+        # thread would undo what was set before it.
+        others = torch.get_num_threads()
         torch.set_num_threads(num_threads)
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(torch.set_num_threads, others).result()
         self._ident = threading.get_ident()
         _here.is_optimizer = True
 
@@ -63,7 +71,14 @@ class OptimizerThread:
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Future[_Result]:
         """Queue a job. Its result, or what it raises, is in the future, and is not remembered here."""
-        return self._executor.submit(job, *args, **kwargs)
+        return self._executor.submit(self._counted, job, args, kwargs)
+
+    def _counted(self, job: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
+        try:
+            return job(*args, **kwargs)
+        except BaseException:
+            self.num_failed += 1
+            raise
 
     def launch_optim_kernel(
         self, fn: Callable[_Arguments, object], *args: _Arguments.args, **kwargs: _Arguments.kwargs
@@ -73,6 +88,10 @@ class OptimizerThread:
         Raises the remembered failure, itself, once; the job is not queued then.
         """
         self._raise_failure()
+        self.queue(self._counted, fn, args, kwargs)
+
+    def queue(self, fn: Callable[_Arguments, object], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        """`launch_optim_kernel` for a job that runs whatever is remembered, and that `num_failed` leaves out."""
         self._executor.submit(self._run, fn, args, kwargs)
 
     def _run(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -82,10 +101,14 @@ class OptimizerThread:
             with self._failing:
                 self._failure = self._failure or error
 
-    def _raise_failure(self) -> None:
+    def take_failure(self) -> BaseException | None:
+        """The remembered failure, which is forgotten; None if there is none."""
         with self._failing:
             failure, self._failure = self._failure, None
-        if failure is not None:
+        return failure
+
+    def _raise_failure(self) -> None:
+        if (failure := self.take_failure()) is not None:
             raise failure
 
     def synchronize_optim(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.errors import Diverged, Refused
+from roundpipe.cli.interrupt import Interrupted
 from roundpipe.cli.options import read_options
 
 FAILED = 1
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(refusal), REFUSED)
     except Diverged as failure:
         return _complain(str(failure), FAILED)
+    except Interrupted as interrupted:
+        return _complain(str(interrupted), INTERRUPTED)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     return 0

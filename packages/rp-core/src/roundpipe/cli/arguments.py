@@ -80,4 +80,5 @@ _VALUES = (
     ("--seed", "N", f"seed of the weights and of the order of the data ({options.Given.seed})"),
     ("--devices", "DEVICES", "such as cuda, cuda:0,2, cpu or cpu:4 (all GPUs, else cpu:2)"),
     ("--output", "FOLDER", "where to write the model, the metrics and the options used (nowhere)"),
+    ("--profile", "PATH", "where to write a trace of the training steps, for Perfetto (nowhere)"),
 )

@@ -27,11 +27,12 @@ class Given(argparse.Namespace):
     seed: str = "0"
     devices: str | None = None
     output: str | None = None
+    profile: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A training job. None stands for what depends on the machine; for `output`, for writing nothing."""
+    """A training job. None stands for what depends on the machine; for files and folders, for writing nothing."""
 
     data: tuple[Path, ...] | None
     steps: int
@@ -45,6 +46,7 @@ class Options:
     seed: int
     devices: str | None
     output: Path | None
+    profile: Path | None
 
     @property
     def batch_tokens(self) -> int:
@@ -73,6 +75,7 @@ def read_options(given: Given) -> Options:
         seed=_seed(given.seed),
         devices=given.devices,
         output=None if given.output is None else _path("--output", given.output),
+        profile=None if given.profile is None else _path("--profile", given.profile),
     )
     _check_microbatches(options)
     return options

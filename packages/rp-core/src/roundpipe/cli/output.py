@@ -36,6 +36,16 @@ def create_output(folder: Path, options: Mapping[str, object]) -> None:
         raise _unusable(folder, error) from error
 
 
+def create_profile(path: Path) -> None:
+    """Make the file that a trace will be written to; raises `Refused` if it cannot be written."""
+    try:
+        path.open("w", encoding="utf-8").close()
+    except OSError as error:
+        raise Refused(
+            f"--profile {path} cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from error
+
+
 def _check(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise Refused(f"--output {folder} must be a folder, but is a file; name a new folder")

@@ -12,6 +12,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from roundpipe.tables import readable_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
@@ -101,17 +103,3 @@ def _postfix(figures: StepFigures) -> str:
     device = readable_bytes(max(figures.device_peak_bytes))
     speed = f"{figures.tokens_per_s:,.0f} tokens/s"
     return f"loss {figures.loss:.3f}, {speed}, host {host}, device {device}"
-
-
-def readable_bytes(count: int) -> str:
-    """A size as people read it.
-
-    >>> readable_bytes(1536 * 1024)
-    '1.5 MiB'
-    """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
+from roundpipe import profile
 from roundpipe.cli import output
 from roundpipe.cli.data import Corpus, check_size, read_corpus
 from roundpipe.cli.errors import Diverged
+from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.job import Job
 from roundpipe.cli.machine import fitted, opened
 from roundpipe.cli.model import ModelSize
@@ -19,7 +21,7 @@ def train(given: Options, size: ModelSize | None = None) -> None:
     """Train a model as the options say, print what came of it, and write it to the output folder.
 
     Raises `Refused`, before a model is made, for what cannot be done as given; `Diverged` if the loss does not
-    stay finite.
+    stay finite; `Interrupted` after Ctrl-C, which ends the training after the step that is under way.
     """
     if given.output is not None:
         output.check_output(given.output)
@@ -28,6 +30,8 @@ def train(given: Options, size: ModelSize | None = None) -> None:
     with opened(str(options.devices)) as runtime:
         if options.output is not None:
             output.create_output(options.output, _jsonable(options))
+        if options.profile is not None:
+            output.create_profile(options.profile)
         print(_introduction(options, corpus), flush=True)
         _run(Job(options, corpus, size or ModelSize(), runtime))
 
@@ -42,21 +46,39 @@ def _run(job: Job) -> None:
     folder = job.options.output
     with Metrics(None if folder is None else folder / output.METRICS) as metrics:
         before = _evaluated(job, metrics, 0)
-        _steps(job, metrics)
-        after = _evaluated(job, metrics, job.options.steps)
-    print(f"held-out loss {before:.2f} -> {after:.2f}", flush=True)
-    if folder is not None:
-        job.save(folder)
-        print(f"the model, {output.METRICS} and {output.OPTIONS} are in {folder}", flush=True)
+        with Interruption() as interruption:
+            done = _steps(job, metrics, interruption)
+            if not interruption.asked:
+                after = _evaluated(job, metrics, done)
+                print(f"held-out loss {before:.2f} -> {after:.2f}", flush=True)
+            if folder is not None:
+                job.save(folder)
+                print(f"the model, {output.METRICS} and {output.OPTIONS} are in {folder}", flush=True)
+    if interruption.asked:
+        raise Interrupted(f"interrupted after step {done} of {job.options.steps}")
 
 
-def _steps(job: Job, metrics: Metrics) -> None:
+def _steps(job: Job, metrics: Metrics, interruption: Interruption) -> int:
+    """Train; how many steps were done, fewer than all only after Ctrl-C."""
+    path = job.options.profile
+    if path is None:
+        return _train(job, metrics, interruption)
+    with profile(path) as taken:
+        done = _train(job, metrics, interruption)
+    print(f"{taken.summary}\nthe trace is in {path}", flush=True)
+    return done
+
+
+def _train(job: Job, metrics: Metrics, interruption: Interruption) -> int:
     with Progress(job.options.steps) as progress:
         for step in range(1, job.options.steps + 1):
             figures = job.step(step)
             metrics.step(figures)
             progress.step(figures)
             _check_finite(figures.loss, step)
+            if interruption.asked:
+                return step
+    return job.options.steps
 
 
 def _evaluated(job: Job, metrics: Metrics, step: int) -> float:
@@ -79,5 +101,10 @@ def _introduction(options: Options, corpus: Corpus) -> str:
 
 
 def _jsonable(options: Options) -> dict[str, object]:
+    written = {"output": options.output, "profile": options.profile}
     paths = None if options.data is None else [str(path) for path in options.data]
-    return {**asdict(options), "data": paths, "output": str(options.output)}
+    return {
+        **asdict(options),
+        "data": paths,
+        **{name: None if path is None else str(path) for name, path in written.items()},
+    }

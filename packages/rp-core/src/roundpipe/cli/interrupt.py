@@ -1,0 +1,51 @@
+"""Ctrl-C that is asked for between steps, so that a step is never cut in two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_NOTICE = b"\nroundpipe: stopping after this step; press Ctrl-C again to stop at once\n"
+
+
+class Interrupted(Exception):
+    """The user asked for the end; `main` prints the message as one line and ends with exit code 130."""
+
+
+class Interruption:
+    """Within it the first Ctrl-C is only noted, in `asked`; the second one is a `KeyboardInterrupt`, as always.
+
+    In any thread but the process's main one, which alone gets signals, nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None  # Any: what signal.signal returns
+        self._in_charge = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.asked = True
+        self._give_back()
+        # Python's own streams may be in the middle of a write, and cannot be entered twice.
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _NOTICE)
+
+    def _give_back(self) -> None:
+        if self._in_charge:
+            self._in_charge = False
+            signal.signal(signal.SIGINT, self._before)
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+            self._in_charge = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()

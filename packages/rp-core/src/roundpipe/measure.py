@@ -1,0 +1,140 @@
+"""How long layers take: events around each of them in the first calls, and what the planner is told of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import ClassVar
+
+from rp_sched import Estimator, LayerCost
+from rp_transfer import Event, Stream
+
+_LOG = logging.getLogger(__name__)
+# After so many measured calls of a kind the mean hardly moves any more.
+YOUNG_CALLS = 8
+
+_Interval = tuple[Event, Event]
+
+
+class LayerTimes:
+    """Events around the layers and uploads of one launch; any of its threads adds some.
+
+    They may be asked once the launch's tasks are over and their results are with the caller or at home.
+    """
+
+    def __init__(self, timer: ModelTimer) -> None:
+        self.timer = timer
+        self._lock = threading.Lock()
+        self._forward: dict[int, list[_Interval]] = {}
+        self._backward: dict[int, list[_Interval]] = {}
+        self._uploads: list[tuple[int, _Interval]] = []
+        # By device: the layers whose backward pass has begun, in order. That runs on a thread of torch's own, but
+        # never twice at a time for one device.
+        self._entered: dict[str, list[tuple[int, Event]]] = {}
+
+    @contextmanager
+    def forward(self, layer: int, stream: Stream) -> Generator[None]:
+        """A layer's forward pass, or its recomputation."""
+        first = stream.record(timed=True)
+        yield
+        with self._lock:
+            self._forward.setdefault(layer, []).append((first, stream.record(timed=True)))
+
+    @contextmanager
+    def upload(self, nbytes: int, stream: Stream) -> Generator[None]:
+        """The copy of a block to a device."""
+        first = stream.record(timed=True)
+        yield
+        with self._lock:
+            self._uploads.append((nbytes, (first, stream.record(timed=True))))
+
+    def enter_backward(self, layer: int, stream: Stream) -> None:
+        """The gradients of a layer's outputs have come; those that come later change nothing."""
+        entered = self._entered.setdefault(stream.name, [])
+        if all(layer != other for other, _ in entered):
+            entered.append((layer, stream.record(timed=True)))
+
+    def leave_backward(self, stream: Stream) -> None:
+        """A backward pass is over: each layer's part ends where the next one's begins."""
+        entered = self._entered.pop(stream.name, [])
+        if not entered:
+            return
+        ends = [event for _, event in entered[1:]] + [stream.record(timed=True)]
+        with self._lock:
+            for (layer, begin), end in zip(entered, ends, strict=True):
+                self._backward.setdefault(layer, []).append((begin, end))
+
+    def forward_ms(self) -> dict[int, float]:
+        """A typical microbatch's forward pass, by layer."""
+        return {layer: median(map(_ms, intervals)) for layer, intervals in self._forward.items()}
+
+    def backward_ms(self) -> dict[int, float]:
+        """A typical microbatch's backward pass without recomputation, by layer; frozen ones may be missing."""
+        return {layer: median(map(_ms, intervals)) for layer, intervals in self._backward.items()}
+
+    def uploaded(self) -> tuple[int, float]:
+        """Bytes of weights brought to devices, and the ms that took."""
+        return sum(nbytes for nbytes, _ in self._uploads), sum(_ms(interval) for _, interval in self._uploads)
+
+
+def _ms(interval: _Interval) -> float:
+    return max(interval[1].seconds_since(interval[0]), 0.0) * 1e3
+
+
+class ModelTimer:
+    """The measured layer times of one model's calls of one kind.
+
+    Calls are timed while the estimate is young, for eight calls beside the first, which pays for warming up; with
+    `VERBOSE`, which may be set on the class or on one object, all are, and each logs what its layers took.
+    """
+
+    VERBOSE: ClassVar[bool] = False
+
+    def __init__(self, what: str, num_layers: int) -> None:
+        self.what = what
+        self.estimator = Estimator(num_layers)
+        self._bytes = 0
+        self._upload_ms = 0.0
+
+    def is_young(self) -> bool:
+        """Whether more samples are wanted."""
+        return self.estimator.samples < YOUNG_CALLS
+
+    def watch(self) -> LayerTimes | None:
+        """Where the next call's times go; None where they are not wanted."""
+        return LayerTimes(self) if self.VERBOSE or self.is_young() else None
+
+    def take(self, times: LayerTimes) -> None:
+        """Take in what a launch took."""
+        forward, backward = times.forward_ms(), times.backward_ms()
+        if self.is_young():
+            for layer in {*forward, *backward}:
+                self.estimator.add(layer, forward_ms=forward.get(layer), backward_ms=backward.get(layer))
+            nbytes, upload_ms = times.uploaded()
+            self._bytes += nbytes
+            self._upload_ms += upload_ms
+        if self.VERBOSE:
+            _LOG.info("%s", _table(self.what, forward, backward))
+
+    def upload_gb_s(self) -> float | None:
+        """The link from host to device as it was used, in 10^9 bytes a second; None if nothing went over it."""
+        return self._bytes / self._upload_ms / 1e6 if self._bytes and self._upload_ms else None
+
+    def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+        """`layers` with measured times."""
+        return self.estimator.costs(layers)
+
+
+def _table(what: str, forward: dict[int, float], backward: dict[int, float]) -> str:
+    rows = [
+        f"{layer:>5}  {_number(forward.get(layer))}  {_number(backward.get(layer))}"
+        for layer in sorted({*forward, *backward})
+    ]
+    return "\n".join([f"{what}: milliseconds of one microbatch", "layer     forward    backward", *rows])
+
+
+def _number(ms: float | None) -> str:
+    return f"{'-' if ms is None else f'{ms:.3f}':>10}"

@@ -1,0 +1,150 @@
+"""Ctrl-C and --profile of the training job, on a process of its own and with the real signal."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from roundpipe.cli import main
+from roundpipe.cli.interrupt import Interruption
+from transformers import AutoModelForCausalLM
+
+LIMIT_S = 90
+SMALL = ["--devices", "cpu:2", "--batch-size", "4", "--seq-len", "8"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"".join(b"%d bottles hang on the wall; " % count for count in range(200)))
+    return path
+
+
+@contextmanager
+def endless(text: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A job that nobody would wait for."""
+    command = [sys.executable, "-m", "roundpipe", "train", "--data", str(text), "--steps", "1000000"]
+    process = subprocess.Popen(
+        [*command, *SMALL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts jobs in the background lets them ignore the signal, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_steps(process: subprocess.Popen[str], metrics: Path, steps: int) -> None:
+    until = time.monotonic() + LIMIT_S
+    while len(lines(metrics)) < steps + 1:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < until, "the job does not get on"
+        time.sleep(0.05)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
+    """What it printed, and what it complained of."""
+    printed, complaints = process.communicate(timeout=LIMIT_S)
+    return printed, complaints.splitlines()
+
+
+def test_ctrl_c_ends_the_job_after_its_step_and_saves_the_model(text: Path, tmp_path: Path) -> None:
+    folder, trace = tmp_path / "run", tmp_path / "trace.json"
+    with endless(text, "--output", str(folder), "--profile", str(trace)) as process:
+        wait_for_steps(process, folder / "metrics.jsonl", 3)
+        process.send_signal(signal.SIGINT)
+        printed, complaints = end(process)
+
+    assert process.returncode == 130
+    steps = [line["step"] for line in lines(folder / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    assert complaints[-1] == f"roundpipe: interrupted after step {steps[-1]} of 1000000"
+    assert "roundpipe: stopping after this step; press Ctrl-C again to stop at once" in complaints
+    assert f"are in {folder}" in printed
+    assert "held-out loss" not in printed
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert f"the trace is in {trace}" in printed
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert sum(name.startswith("forward_backward of") for name in names) == steps[-1]
+
+
+def test_without_an_output_folder_it_ends_as_well(text: Path, tmp_path: Path) -> None:
+    with endless(text, "--profile", str(tmp_path / "trace.json")) as process:
+        assert process.stderr is not None
+        shown = ""
+        # The progress bar counts some steps; it need not show each.
+        while not re.search(r" [1-9]\d*/1000000", shown):
+            character = process.stderr.read(1)
+            assert character, shown
+            shown += character
+        process.send_signal(signal.SIGINT)
+        printed, complaints = end(process)
+
+    assert process.returncode == 130
+    assert complaints[-1].startswith("roundpipe: interrupted after step ")
+    assert "are in" not in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_the_second_ctrl_c_is_not_held_back(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interruption() as interruption:
+        assert not interruption.asked
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopping after this step" in capfd.readouterr().err
+
+
+def test_without_ctrl_c_the_handler_is_given_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interruption() as interruption:
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not interruption.asked
+
+
+def test_a_profile_is_written_and_its_summary_printed(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["train", "--data", str(text), *SMALL, "--steps", "3", "--profile", str(trace)]) == 0
+
+    printed = capsys.readouterr().out
+    # Calls and steps, and what closes them: evaluations come before and after.
+    assert "\n6 calls in " in printed
+    assert "cpu:0" in printed
+    assert f"the trace is in {trace}" in printed
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_profile_that_cannot_be_written_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path, tmp_path / "no such folder" / "trace.json"):
+        assert main(["train", "--data", str(text), *SMALL, "--profile", str(path)]) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"roundpipe: --profile {path} cannot be written")
+        assert shown.count("\n") == 1
