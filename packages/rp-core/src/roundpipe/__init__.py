@@ -18,12 +18,14 @@ from roundpipe.module import RoundPipe
 from roundpipe.profiling import profile
 from roundpipe.packed import RoundPipePackedData
 from roundpipe.runtime import Runtime
+from roundpipe.scaler import GradScaler
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Busy",
+    "GradScaler",
     "GradientsIncomplete",
     "MemoryReport",
     "OptimizerCtx",

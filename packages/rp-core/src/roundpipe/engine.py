@@ -154,6 +154,18 @@ class Engine:
         """What the model takes, as it is now."""
         return memory_report(self._runtime, self._state, optimizers)
 
+    def sync_optim_param(self) -> None:
+        """Publish the last result and wait for it; a step function finds that of the steps before it published."""
+        if self._updates.is_stepping():
+            return
+        with self._launching("sync_optim_param"):
+            self._raise_late_errors()
+            if self._state.unpublished:
+                self._ready(training=False)
+                self._updates.publish()
+                self._updates.wait()
+                self._raise_late_errors()
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         with self._runtime.launching():

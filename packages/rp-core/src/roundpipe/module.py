@@ -159,6 +159,18 @@ class RoundPipe(nn.Module):
         """
         self._engine.synchronize()
 
+    def sync_optim_param(self) -> None:
+        """Bring the results of all steps so far to the model's parameters; gradients go on where they are.
+
+        On the training loop's thread it waits for the steps; calls read the result from now on, as after
+        `synchronize`. Inside a step function the results of the steps before it are in the parameters already, and
+        its own comes at its end if it is synchronous, otherwise with the next step: calls under way still read the
+        weights, so it returns at once.
+
+        Raises what failed since the last call.
+        """
+        self._engine.sync_optim_param()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients on the host, also those of a call that failed; `set_to_none` changes nothing."""
         del set_to_none

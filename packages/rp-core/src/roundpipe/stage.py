@@ -222,9 +222,11 @@ class Stage:
             return run()
 
         def run() -> Any:
-            args, kwargs = tree if layer == 0 else ((tree,), {})
             with enter_memory(layer, microbatch):
-                return twin(*args, **kwargs)
+                if layer == 0:
+                    args, kwargs = tree
+                    return twin(*args, **kwargs)
+                return twin(tree)
 
         if self._call.state.layers[layer].has_buffers:
             return self._with_buffers(layer, microbatch, body, again=again)
