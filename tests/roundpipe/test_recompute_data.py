@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import roundpipe
+import rp_batch
 import torch
 from plain import PLAN_NAMES, assert_near, batch, gradients, plans, square_error, train_call, twin
 from roundpipe import (
@@ -411,3 +412,112 @@ def test_compiled_layers_save_too(two: Runtime) -> None:
 
 def test_the_names_are_roundpipes_own() -> None:
     assert {"save_for_recompute", "get_recompute_data", "doing_recompute"} <= set(roundpipe.__all__)
+
+
+# Layers with a second method
+
+
+class Prepared(nn.Module):
+    """Chooses in `prepare`, with random numbers and without gradients, what `forward` uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4)
+        self.linear = nn.Linear(4, 4)
+
+    def prepare(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        note("first", 0, doing_recompute())
+        noise = torch.rand_like(x) * (1 if self.training else 0)
+        return {"order": (self.router(x) + noise).argsort(1), "scores": self.router(x)}
+
+    def forward(self, x: torch.Tensor, prepared: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        assert prepared is not None
+        assert not prepared["scores"].requires_grad
+        note("again" if doing_recompute() else "first", 1, prepared["order"].tolist())
+        dropped = torch.nn.functional.dropout(x, 0.5, self.training)
+        return self.linear(dropped.gather(1, prepared["order"])) * prepared["scores"]
+
+
+@pytest.mark.parametrize("plan_name", PLAN_NAMES)
+def test_what_a_layer_prepared_is_handed_back_and_not_prepared_again(runtime: Runtime, plan_name: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(Prepared(), nn.Tanh(), Prepared(), nn.Linear(4, 3)).eval()
+    truth = twin(layers)
+    for layer in (truth[0], truth[2]):
+        layer.register_forward_pre_hook(
+            lambda module, args: (*args, rp_batch.map_leaves(torch.detach, module.prepare(*args)))
+        )
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plans(4, 3)[plan_name])
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    x, y = batch(6)
+    model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    square_error(model(x), y).backward()
+    model.synchronize()
+    chosen = [what for phase, place, what in SEEN if (phase, place) == ("first", 1)]
+    again = [what for phase, place, what in SEEN if phase == "again"]
+    assert len(chosen) == len([what for _, place, what in SEEN if place == 0]) == 2 * 2 * 3
+    assert len(again) >= 2 * 3
+    assert all(order in chosen for order in again)
+    SEEN.clear()
+    for _ in range(2):
+        train_call(truth, x, y, microbatches=3)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+def test_a_layer_that_prepares_draws_the_same_numbers_when_it_is_recomputed(runtime: Runtime) -> None:
+    def trained(plan_name: str) -> dict[str, torch.Tensor | None]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(Prepared(), nn.Tanh(), Prepared(), nn.Linear(4, 3))
+        config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plans(4, 3)[plan_name])
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        x, y = batch(6)
+        for _ in range(2):
+            model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.synchronize()
+        return gradients(layers)
+
+    wanted = trained("all fused")
+    for plan_name in ("one layer a stage", "forward in layers, backward whole"):
+        assert_near(trained(plan_name), wanted, 1e-5)
+
+
+class Preparing(nn.Module):
+    """Has a method of that name that is about something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def prepare(self) -> None:
+        raise AssertionError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_a_prepare_whose_result_forward_does_not_take_is_left_alone(two: Runtime) -> None:
+    model = RoundPipe(Preparing(), runtime=two)
+    x, _ = batch(4)
+    assert_near(model(x), model.model(x))
+
+
+class Remembering(nn.Module):
+    """Writes a buffer where it may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("load", torch.zeros(3))
+
+    def prepare(self, x: torch.Tensor) -> float:
+        self.load.add_(1)
+        return x.shape[0]
+
+    def forward(self, x: torch.Tensor, prepared: float = 1.0) -> torch.Tensor:
+        return self.linear(x) * prepared
+
+
+def test_buffers_that_prepare_writes_are_refused(two: Runtime) -> None:
+    model = RoundPipe(Remembering(), runtime=two)
+    with pytest.raises(TypeError, match="prepare wrote a buffer"):
+        model(batch(4)[0])

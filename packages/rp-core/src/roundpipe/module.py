@@ -327,7 +327,10 @@ def _check_outputs(config: RoundPipeRunConfig) -> None:
             f"merge_output=False leaves outputs in microbatches on the host, but output_device is {there}; leave "
             "one of them None, or move the outputs yourself"
         )
-    torch.empty(0, device=there)  # torch says what is wrong with a device that is not there
+    try:
+        torch.empty(0, device=there)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"output_device is {there}, where torch can put no tensor: {error}") from error
 
 
 def _check_arguments(input_args: object) -> None:

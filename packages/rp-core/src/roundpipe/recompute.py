@@ -1,7 +1,8 @@
-"""What layers save in their first forward: on the host until they are recomputed, then on that device."""
+"""What layers find out in their first forward: on the host until they are recomputed, then on that device."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +10,14 @@ from typing import Any, Protocol
 
 import rp_batch
 import torch
+from torch import nn
 
 from roundpipe.context import ForwardCtx, LayerCtx, RecomputeCtx
 from roundpipe.saved import Courier, Origins, Packet
 
 
 class Shelf(Protocol):
-    """Where a run keeps what its layers save."""
+    """Where a run keeps what its layers save; `layer` is a layer's index, or `of_prepare` of one."""
 
     def will_recompute(self, layer: int, microbatch: int) -> bool:
         """Whether the layer will be run again."""
@@ -28,6 +30,21 @@ class Shelf(Protocol):
     def take_saved(self, layer: int, microbatch: int) -> Packet | None:
         """What it saved, once."""
         ...
+
+
+def prepares(layer: nn.Module) -> bool:
+    """Whether a layer has a second method, ``prepare(x)``, whose result its ``forward(x, prepared=...)`` takes.
+
+    Such a layer finds out there what is not to be found out again, such as the choices of a router: the result is
+    kept, detached, and handed to the recomputation, which calls `forward` alone. It writes no buffers.
+    """
+    found = callable(getattr(layer, "prepare", None))
+    return found and "prepared" in inspect.signature(layer.forward).parameters
+
+
+def of_prepare(layer: int) -> int:
+    """The place of what a layer prepared, beside those of what layers save."""
+    return -1 - layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +74,19 @@ class Memory:
         packet = self._shelf.take_saved(layer, microbatch)
         return RecomputeCtx(() if packet is None else self._fetch(packet))
 
+    def keep_prepared(self, layer: int, microbatch: int, prepared: Any) -> Any:
+        """What `prepare` returned, detached, for the layer's first run; and for its recomputation."""
+        found = rp_batch.map_leaves(_detached, prepared)
+        if self._shelf.will_recompute(layer, microbatch):
+            self._keep(of_prepare(layer), microbatch, (found,))
+        return found
+
+    def prepared(self, layer: int, microbatch: int) -> Any:
+        """What `prepare` returned in the first run."""
+        packet = self._shelf.take_saved(of_prepare(layer), microbatch)
+        assert packet is not None
+        return self._fetch(packet)[0]
+
     def _keep(self, layer: int, microbatch: int, data: tuple[Any, ...]) -> None:
         leaves, treedef = rp_batch.flatten(data)
         held = list(map(self._parted, leaves))
@@ -75,3 +105,7 @@ class Memory:
 
 def _joined(leaves: Sequence[Any]) -> list[Any]:
     return [leaf.tensor if isinstance(leaf, _Elsewhere) else leaf for leaf in leaves]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import rp_batch
 import torch
@@ -14,7 +14,7 @@ from rp_transfer import Backend, Event
 
 from roundpipe.call import Call
 from roundpipe.measure import LayerTimes
-from roundpipe.recompute import Memory, Shelf
+from roundpipe.recompute import Memory, Shelf, prepares
 from roundpipe.runtime import Lane
 from roundpipe.saved import Arrived, Courier, Origins, Packet, enter
 from roundpipe.state import Block
@@ -213,6 +213,9 @@ class Stage:
         self._place = f"in {self._call.where(layer)}, {phase}, microbatch {microbatch}"
         twin = self._twins.module(layer, self._call.flags[layer])
 
+        call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
+        if prepares(twin):
+            call = (call[0], {**call[1], "prepared": self._prepared(layer, microbatch, twin, call, again=again)})
         enter_memory = self._memory.again if again else self._memory.first
 
         def body() -> Any:
@@ -223,10 +226,7 @@ class Stage:
 
         def run() -> Any:
             with enter_memory(layer, microbatch):
-                if layer == 0:
-                    args, kwargs = tree
-                    return twin(*args, **kwargs)
-                return twin(tree)
+                return twin(*call[0], **call[1])
 
         if self._call.state.layers[layer].has_buffers:
             return self._with_buffers(layer, microbatch, body, again=again)
@@ -240,6 +240,27 @@ class Stage:
             NOTHING if times is None else times.forward(layer, self._device.compute),
         ):
             yield
+
+    def _prepared(
+        self,
+        layer: int,
+        microbatch: int,
+        twin: torch.nn.Module,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        again: bool,
+    ) -> Any:
+        if again:
+            return self._memory.prepared(layer, microbatch)
+        prepare = cast("Callable[..., Any]", twin.prepare)
+        buffers = self._weights.buffers(self._call.state.layers[layer])
+        versions = self._weights.versions(buffers)
+        # Numbers of its own: the recomputation draws those of forward without it.
+        place = self._call.num_layers + 1 + layer
+        found = self._seeded(place, microbatch, lambda: prepare(*call[0], **call[1]), again=False)
+        if self._weights.versions(buffers) != versions:
+            raise TypeError("prepare wrote a buffer, which a recomputation would not; write it in forward")
+        return self._memory.keep_prepared(layer, microbatch, found)
 
     def _seeded(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
         randomness = self._call.randomness
