@@ -134,6 +134,13 @@ WAITS = [
         "weights are loaded when the last result is published",
         "            yield",
     ),
+    Wait(
+        "engine.py",
+        "                self._updates.publish()\n                self._updates.wait()\n",
+        "parameters are read when the last result is in them",
+        "                self._updates.publish()\n",
+    ),
+    Wait("packed.py", "here.synchronize()", "packed outputs are read when they have come"),
     Wait("engine.py", "ticket.enter()", "what is asked between calls waits for all turns"),
 ]
 
