@@ -302,9 +302,12 @@ def test_what_was_saved_goes_when_a_call_fails(watched: RoundPipe) -> None:
         raise LookupError
 
     config = RoundPipeRunConfig(execute_plan=plans(3, 2)["one stage"])
-    with pytest.raises(LookupError):
+    with pytest.raises(LookupError) as caught:
         watched.forward_backward(input_args=(x,), label=y, loss_fn=fails, run_config=config)
     watched.reset()
+    # The error, which is the caller's, holds the frames of the call.
+    assert caught.value.__traceback__ is not None
+    assert len(Watched.saved) > 0
     assert alive() == 0
 
 

@@ -15,8 +15,8 @@ from roundpipe.context import (
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
 from roundpipe.memory import MemoryReport
 from roundpipe.module import RoundPipe
-from roundpipe.profiling import profile
 from roundpipe.packed import RoundPipePackedData
+from roundpipe.profiling import profile
 from roundpipe.runtime import Runtime
 from roundpipe.scaler import GradScaler
 from roundpipe.wrap import wrap_model_to_roundpipe
