@@ -5,29 +5,42 @@ Importing this starts nothing: devices and threads open with a `Runtime`, or wit
 
 from roundpipe import optim
 from roundpipe.config import RoundPipeRunConfig
-from roundpipe.context import OptimizerCtx, doing_optimizer
+from roundpipe.context import (
+    OptimizerCtx,
+    doing_optimizer,
+    doing_recompute,
+    get_recompute_data,
+    save_for_recompute,
+)
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
 from roundpipe.memory import MemoryReport
 from roundpipe.module import RoundPipe
+from roundpipe.packed import RoundPipePackedData
 from roundpipe.profiling import profile
 from roundpipe.runtime import Runtime
+from roundpipe.scaler import GradScaler
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Busy",
+    "GradScaler",
     "GradientsIncomplete",
     "MemoryReport",
     "OptimizerCtx",
     "RoundPipe",
     "RoundPipeError",
+    "RoundPipePackedData",
     "RoundPipeRunConfig",
     "Runtime",
     "Stale",
     "StepFailed",
     "doing_optimizer",
+    "doing_recompute",
+    "get_recompute_data",
     "optim",
     "profile",
+    "save_for_recompute",
     "wrap_model_to_roundpipe",
 ]

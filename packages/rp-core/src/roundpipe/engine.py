@@ -19,6 +19,7 @@ from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
 from roundpipe.exposure import Exposure
 from roundpipe.measure import LayerTimes
 from roundpipe.memory import MemoryReport, memory_report
+from roundpipe.packed import Arrivals, RoundPipePackedData
 from roundpipe.planning import Planner
 from roundpipe.randomness import Randomness, draw_seed
 from roundpipe.run import Key, Run, sum_losses
@@ -60,36 +61,52 @@ class Engine:
         self._state.make_masters()
         return self._state.masters
 
-    def forward(self, parts: Sequence[Any], config: RoundPipeRunConfig, *, wants_grad: bool) -> list[Any]:
+    def forward(
+        self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig, *, wants_grad: bool
+    ) -> list[Any]:
         """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
         with self._launching("forward"):
             self._ready(training=False)
             inputs = _requiring_grad(parts) if wants_grad else []
             with_grad = bool(inputs) or (wants_grad and bool(self._state.trainable))
             run, backward_tasks = self._launch_forward(
-                parts, config, with_grad=with_grad, input_grads=bool(inputs)
+                parts, arrivals, config, with_grad=with_grad, input_grads=bool(inputs)
             )
-            packets = run.collect(self._outputs(len(parts)))
+            packets = run.collect(self._outputs(len(parts)), wait=config.merge_output is not False)
             version = self._state.version
         if not with_grad:
-            return [packet.tree() for packet in packets]
+            return self._returned([packet.tree() for packet in packets], packets, parts, config)
 
         def run_backward(grads: Gradients) -> Gradients:
             with self._launching("backward"):
                 self._ready(training=True)
                 self._check_version(version)
+                arrivals.refuse_written()
                 times = self._planner.watch(config, "train", len(parts))
                 self._launch_backward(run, backward_tasks, packets, grads, times)
                 returned = run.collect(_keys("grad", 0, len(parts))) if inputs else []
                 run.finish()
             return _grads_of_inputs(parts, returned) if inputs else []
 
-        return connect(packets, inputs, run_backward)
+        return self._returned(connect(packets, inputs, run_backward), packets, parts, config)
+
+    def _returned(
+        self,
+        trees: list[Any],
+        packets: Sequence[Packet],
+        parts: rp_batch.Parts[Any],
+        config: RoundPipeRunConfig,
+    ) -> list[Any]:
+        if config.merge_output is not False:
+            return trees
+        events = [(packet.events[0], None) for packet in packets]
+        return RoundPipePackedData(trees, events, sizes=parts.sizes, backend=self._runtime.backend)
 
     def forward_backward(
         self,
-        parts: Sequence[Any],
+        parts: rp_batch.Parts[Any],
         labels: Sequence[Any],
+        arrivals: Arrivals,
         loss_fn: LossFn,
         config: RoundPipeRunConfig,
         *,
@@ -99,15 +116,18 @@ class Engine:
         inputs = _requiring_grad(parts)
         with self._launching("forward_backward"):
             self._ready(training=True)
-            run = self._launch_fused(parts, labels, loss_fn, config, keep=keep)
+            run = self._launch_fused(parts, labels, arrivals, loss_fn, config, keep=keep)
             self._planner.improve_while(config, "fused", len(parts), run.wait_for_any)
             losses = run.collect(_keys("loss", 0, len(parts)))
-            outputs = run.collect(self._outputs(len(parts))) if keep else []
+            wait = config.merge_output is not False
+            outputs = run.collect(self._outputs(len(parts)), wait=wait) if keep else []
             grads = run.collect(_keys("grad", 0, len(parts))) if inputs else []
         if inputs:
             # Outside the lock: what made the inputs may be a RoundPipe model, too.
             _backpropagate(inputs, _grads_of_inputs(parts, grads))
-        return sum_losses(losses), [packet.tree() for packet in outputs]
+        if not keep:
+            return sum_losses(losses), []
+        return sum_losses(losses), self._returned([packet.tree() for packet in outputs], outputs, parts, config)
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function over the gradients of all calls so far."""
@@ -133,6 +153,18 @@ class Engine:
     def memory_report(self, optimizers: Sequence[torch.optim.Optimizer]) -> MemoryReport:
         """What the model takes, as it is now."""
         return memory_report(self._runtime, self._state, optimizers)
+
+    def sync_optim_param(self) -> None:
+        """Publish the last result and wait for it; a step function finds that of the steps before it published."""
+        if self._updates.is_stepping():
+            return
+        with self._launching("sync_optim_param"):
+            self._raise_late_errors()
+            if self._state.unpublished:
+                self._ready(training=False)
+                self._updates.publish()
+                self._updates.wait()
+                self._raise_late_errors()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -297,7 +329,9 @@ class Engine:
             keep_outputs=keep,
         )
 
-    def _new_run(self, call: Call, tasks: Sequence[Task], parts: Sequence[Any], *, outputs: bool) -> Run:
+    def _new_run(
+        self, call: Call, tasks: Sequence[Task], parts: Sequence[Any], arrivals: Arrivals, *, outputs: bool
+    ) -> Run:
         run = Run(call, self._runtime, self._twins)
         run.expect(tasks)
         if outputs:
@@ -305,13 +339,15 @@ class Engine:
         if call.with_grad and _requiring_grad(parts):
             run.reserve_all(_keys("grad", 0, len(parts)))
         for m, part in enumerate(parts):
-            run.put(("input", 0, m), Packet.of(self._runtime.backend, tuple(part), with_grads=call.with_grad))
+            packet = Packet.of(self._runtime.backend, tuple(part), with_grads=call.with_grad, arrival=arrivals.of)
+            run.put(("input", 0, m), packet)
         return run
 
     def _launch_fused(
         self,
         parts: Sequence[Any],
         labels: Sequence[Any],
+        arrivals: Arrivals,
         loss_fn: LossFn,
         config: RoundPipeRunConfig,
         *,
@@ -319,19 +355,26 @@ class Engine:
     ) -> Run:
         tasks = self._planner.tasks(config, "fused", len(parts), input_grads=bool(_requiring_grad(parts)))
         call = self._call(config, with_grad=True, loss_fn=loss_fn, keep=keep)
-        run = self._new_run(call, tasks, parts, outputs=keep)
+        run = self._new_run(call, tasks, parts, arrivals, outputs=keep)
         for m, label in enumerate(labels):
-            run.put(("label", 0, m), Packet.of(self._runtime.backend, label, with_grads=False))
+            packet = Packet.of(self._runtime.backend, label, with_grads=False, arrival=arrivals.of)
+            run.put(("label", 0, m), packet)
         run.add_gradients()
         self._launch(run, tasks, self._planner.watch(config, "fused", len(parts)))
         return run
 
     def _launch_forward(
-        self, parts: Sequence[Any], config: RoundPipeRunConfig, *, with_grad: bool, input_grads: bool
+        self,
+        parts: Sequence[Any],
+        arrivals: Arrivals,
+        config: RoundPipeRunConfig,
+        *,
+        with_grad: bool,
+        input_grads: bool,
     ) -> tuple[Run, list[Task]]:
         mode: Mode = "train" if with_grad else "infer"
         tasks = self._planner.tasks(config, mode, len(parts), input_grads=input_grads)
-        run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, outputs=True)
+        run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, arrivals, outputs=True)
         self._launch(
             run, [task for task in tasks if task.kind == "F"], self._planner.watch(config, mode, len(parts))
         )

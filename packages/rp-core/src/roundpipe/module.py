@@ -17,6 +17,7 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import doing_optimizer
 from roundpipe.engine import Engine
 from roundpipe.memory import MemoryReport
+from roundpipe.packed import Arrivals
 from roundpipe.runtime import Runtime, default_runtime
 from roundpipe.state import PinMode
 
@@ -96,8 +97,10 @@ class RoundPipe(nn.Module):
             raise RuntimeError(
                 "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
             )
-        parts = self._split(args, kwargs, config)
-        return self._merge(self._engine.forward(parts, config, wants_grad=wants_grad), parts, config)
+        _check_outputs(config)
+        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
+        parts = self._split(args, kwargs, arrivals, config)
+        return self._merge(self._engine.forward(parts, arrivals, config, wants_grad=wants_grad), parts, config)
 
     def forward_backward(
         self,
@@ -127,9 +130,14 @@ class RoundPipe(nn.Module):
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
         config = (run_config or RoundPipeRunConfig()).over(self.model_run_config)
-        parts = self._split(input_args, dict(input_kwargs or {}), config)
+        _check_outputs(config)
+        kwargs = dict(input_kwargs or {})
+        arrivals = Arrivals(self.runtime.backend, (input_args, kwargs, label))
+        parts = self._split(input_args, kwargs, arrivals, config)
         labels = rp_batch.split(label, len(parts), config.split_label, sizes=parts.sizes, exact=True, name="label")
-        losses, outputs = self._engine.forward_backward(parts, labels, loss_fn, config, keep=return_outputs)
+        losses, outputs = self._engine.forward_backward(
+            parts, labels, arrivals, loss_fn, config, keep=return_outputs
+        )
         return (losses, self._merge(outputs, parts, config)) if return_outputs else losses
 
     def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -150,6 +158,18 @@ class RoundPipe(nn.Module):
         Raises what failed since the last call.
         """
         self._engine.synchronize()
+
+    def sync_optim_param(self) -> None:
+        """Bring the results of all steps so far to the model's parameters; gradients go on where they are.
+
+        On the training loop's thread it waits for the steps; calls read the result from now on, as after
+        `synchronize`. Inside a step function the results of the steps before it are in the parameters already, and
+        its own comes at its end if it is synchronous, otherwise with the next step: calls under way still read the
+        weights, so it returns at once.
+
+        Raises what failed since the last call.
+        """
+        self._engine.sync_optim_param()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients on the host, also those of a call that failed; `set_to_none` changes nothing."""
@@ -265,11 +285,17 @@ class RoundPipe(nn.Module):
                     return getattr(source, name)
             raise
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, config: RoundPipeRunConfig
+    ) -> rp_batch.Parts[Any]:
         count = config.num_microbatch or len(self.runtime.lanes) + 1
-        return rp_batch.split((args, kwargs), count, config.split_input)
+        parts = rp_batch.split((args, kwargs), count, config.split_input)
+        arrivals.check(count, parts)
+        return parts
 
-    def _merge(self, outputs: Sequence[Any], parts: Any, config: RoundPipeRunConfig) -> Any:
+    def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
+        if config.merge_output is False:
+            return outputs
         merged = rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes)
         if config.output_device is None:
             return merged
@@ -289,6 +315,22 @@ def _check_model(model: object, pin_model: object, optim_dtype: object) -> None:
         raise TypeError(
             f"optim_dtype must be a floating-point torch.dtype or None, but is {optim_dtype!r} instead"
         )
+
+
+def _check_outputs(config: RoundPipeRunConfig) -> None:
+    """Before any work is done: that outputs can go where they are asked for."""
+    there = config.output_device
+    if there is None:
+        return
+    if config.merge_output is False and there.type != "cpu":
+        raise ValueError(
+            f"merge_output=False leaves outputs in microbatches on the host, but output_device is {there}; leave "
+            "one of them None, or move the outputs yourself"
+        )
+    try:
+        torch.empty(0, device=there)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"output_device is {there}, where torch can put no tensor: {error}") from error
 
 
 def _check_arguments(input_args: object) -> None:

@@ -36,6 +36,7 @@ class Updates:
         self._state = state
         self._runtime = runtime
         self._pending: list[Future[None]] = []
+        self._is_stepping = False
 
     # Launch, on the calling thread
 
@@ -87,6 +88,10 @@ class Updates:
 
     # On the optimizer's thread
 
+    def is_stepping(self) -> bool:
+        """Whether the calling thread is inside a step function of this model."""
+        return self._is_stepping and self._runtime.optimizer.is_current()
+
     def _step(
         self,
         tracer: Tracer | None,
@@ -133,6 +138,7 @@ class Updates:
         try:
             for loan in loans:
                 loan.lend()
+            self._is_stepping = True
             with OptimizerCtx():
                 step_fn()
             take_back(loans)
@@ -146,6 +152,8 @@ class Updates:
             self._state.failed = repr(error)
             abandon(loans)
             raise
+        finally:
+            self._is_stepping = False
 
 
 def _waiting(tracer: Tracer, block: Block) -> AbstractContextManager[None]:
