@@ -77,7 +77,7 @@ WAITS = [
     ),
     Wait("run.py", "delivery.porter.wait()", "gradients that cannot leave hold up the next task"),
     Wait("run.py", "        wait(self._deliveries)\n", "a run is over when its gradients are at home", ""),
-    Wait("saved.py", "device.activations_in.wait(packet.event)", "activations come in after they went out"),
+    Wait("saved.py", "device.activations_in.wait(event)", "activations come in after they went out"),
     Wait("saved.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
     Wait("saved.py", "device.results_out.wait(made)", "activations go out after they are made"),
     Wait(
@@ -86,7 +86,7 @@ WAITS = [
     Wait("saved.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"),
     Wait("saved.py", "self._retainer.keep(done, self._visiting)", "activations live until the layers are done"),
     Wait("stage.py", "self._pace.popleft().synchronize()", "a worker does not run ahead of its device"),
-    Wait("run.py", "packet.event.synchronize()", "the caller reads results when they have come"),
+    Wait("run.py", "event.synchronize()", "the caller reads results when they have come"),
     Wait(
         "run.py", "                self.wait()", "random layers are done when the call returns", " " * 16 + "pass"
     ),
@@ -134,6 +134,13 @@ WAITS = [
         "weights are loaded when the last result is published",
         "        yield",
     ),
+    Wait(
+        "engine.py",
+        "        self._updates.publish()\n        self._updates.wait()\n        self.raise_late_errors()\n",
+        "parameters are read when the last result is in them",
+        "        self._updates.publish()\n        self.raise_late_errors()\n",
+    ),
+    Wait("packed.py", "here.synchronize()", "packed outputs are read when they have come"),
     Wait("engine.py", "ticket.enter()", "what is asked between calls waits for all turns"),
 ]
 

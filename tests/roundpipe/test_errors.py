@@ -480,7 +480,6 @@ def test_ctrl_c_while_a_call_waits_is_raised_there_and_the_model_trains_on(runti
         ({"preserve_rng_state": 1}, TypeError, "bool"),
         ({"execute_plan": "auto"}, TypeError, "Plan"),
         ({"output_device": object()}, TypeError, "device"),
-        ({"merge_output": False}, ValueError, "merge_output"),
     ],
 )
 def test_a_setting_that_no_call_could_use_is_refused(

@@ -291,43 +291,6 @@ def test_step_passes_arguments_on_and_refuses_one_in_the_wrong_place(two: Runtim
     assert seen == [((1, 2), {"three": 3}, False), ((4,), {}, False)]
     with pytest.raises(TypeError, match="is_async must be a bool"):
         model.step(step_fn, torch.optim.SGD(model.optim_parameters(), lr=0.1))  # type: ignore[arg-type]
-
-
-def test_parameters_can_be_made_current_without_showing_gradients(runtime: Runtime) -> None:
-    layers = mlp()
-    model = wrap(runtime, layers)
-    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
-    x, y = batch(6)
-    model.forward_backward((x,), None, y, square_error)
-    before = weights(layers)
-    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    model.sync_optim_param()
-    masters = dict(model.optim_named_parameters())
-    assert not torch.equal(weights(layers)["0.weight"], before["0.weight"])
-    assert_near(weights(layers), {name: value.detach() for name, value in masters.items()}, 0)
-    model.forward_backward((x,), None, y, square_error)
-    model.sync_optim_param()
-    assert set(gradients(layers).values()) == {None}
-    model.synchronize()
-    assert None not in gradients(layers).values()
-
-
-def test_in_a_step_function_the_result_of_the_step_before_is_in_the_parameters(two: Runtime) -> None:
-    layers = mlp()
-    model = wrap(two, layers)
-    found: list[bool] = []
-
-    def change() -> None:
-        model.sync_optim_param()
-        found.append(all(torch.equal(p, q) for p, q in zip(layers.parameters(), model.parameters(), strict=True)))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)
-
-    for _ in range(3):
-        model.step(change)
-    model.synchronize()
-    assert found == [True] * 3
     with pytest.raises(Busy):
         model.step(model.synchronize, False)
 

@@ -523,6 +523,39 @@ def an_error_waits_for_gradients_on_their_way() -> None:
         assert released.is_set(), "gradients were still on their way"
 
 
+def packed_outputs_are_read_when_they_have_come() -> None:
+    """Of two models, the second of which takes what the first has not finished sending."""
+    first, second = layers().eval(), nn.Sequential(nn.Linear(2, 2))
+    x, _ = data(0)
+    wanted = second(first(x))
+    config = RoundPipeRunConfig(num_microbatch=4, merge_output=False)
+    with Runtime("cpu:2") as runtime, torch.no_grad():
+        below = RoundPipe(first, runtime=runtime, model_run_config=config)
+        above = RoundPipe(second, runtime=runtime, model_run_config=config)
+        packed = above(below(x))
+        packed.synchronize()
+        same(torch.cat(list(packed)), wanted)
+
+
+def syncing_waits_for_steps() -> None:
+    """Weights are read after `sync_optim_param`, though the step took its time."""
+    ours = layers()
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        released = threading.Event()
+
+        def fill() -> None:
+            released.wait(30)
+            with torch.no_grad():
+                for master in model.parameters():
+                    master.fill_(0.5)
+
+        model.step(fill)
+        threading.Timer(DELAY_S, released.set).start()
+        model.sync_optim_param()
+        assert all(bool((weight == 0.5).all()) for weight in ours.parameters())
+
+
 SCENARIOS: list[Callable[[], None]] = [
     lambda: delayed_training(STAGED),
     lambda: delayed_training(DIVIDED),
@@ -543,6 +576,8 @@ SCENARIOS: list[Callable[[], None]] = [
     pace,
     gradients_do_not_pile_up,
     an_error_waits_for_gradients_on_their_way,
+    packed_outputs_are_read_when_they_have_come,
+    syncing_waits_for_steps,
 ]
 
 

@@ -378,6 +378,14 @@ def test_a_scaler_without_a_thread_is_refused_on_one(thread: OptimizerThread) ->
         thread.submit(scaler.step, optimizer).result(timeout=10)
 
 
+def test_a_scaler_of_another_thread_is_refused(thread: OptimizerThread) -> None:
+    other = OptimizerThread()
+    scaler, optimizer = GradScaler(thread=other), stepped()[1]
+    with pytest.raises(WrongThread, match="not its own"):
+        thread.submit(scaler.step, optimizer).result(timeout=10)
+    other.close()
+
+
 def test_an_update_without_a_step_is_told_and_holds_up_nobody(thread: OptimizerThread) -> None:
     loop = Loop(thread)
     loop.scaler.update()

@@ -77,14 +77,16 @@ class RoundPipeBase(nn.Module):
         self._joint.synchronize()
 
     def sync_optim_param(self) -> None:
-        """Wait for all steps; afterwards parameters are current. Gradients stay where they are.
+        """Bring the results of all steps so far to the model's parameters; gradients go on where they are.
 
-        In a step function there is nothing to wait for: the results of all steps before are in the parameters.
+        On the training loop's thread it waits for the steps; calls read the result from now on, as after
+        `synchronize`. Inside a step function the results of the steps before it are in the parameters already, and
+        its own comes at its end if it is synchronous, otherwise with the next step: calls under way still read the
+        weights, so it returns at once.
 
         Raises what failed since the last call.
         """
-        if not self.runtime.optimizer.is_current():
-            self._joint.publish()
+        self._joint.sync_optim_param()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients on the host, also those of a call that failed; `set_to_none` changes nothing."""

@@ -26,6 +26,7 @@ class RoundPipeRunConfig:
             layer (``"layer"``: less memory, more transfers).
         num_microbatch: how many parts a batch is cut into; default: number of devices + 1.
         split_input, split_label, merge_output: specs or functions for `rp_batch`; default: inferred.
+            ``merge_output=False`` leaves outputs in microbatches on the host, see `RoundPipePackedData`.
         execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned from the model and the devices.
 
     >>> RoundPipeRunConfig(num_microbatch=8).over(RoundPipeRunConfig(recompute_grain="layer")).num_microbatch
@@ -53,10 +54,6 @@ class RoundPipeRunConfig:
         if isinstance(self.output_device, str | int):
             object.__setattr__(self, "output_device", torch.device(self.output_device))
         _check_type("output_device", self.output_device, torch.device)
-        if self.merge_output is False:
-            raise ValueError(
-                "merge_output=False (outputs left in microbatches) is not supported yet; leave it None"
-            )
 
     def over(self, below: RoundPipeRunConfig) -> RoundPipeRunConfig:
         """These settings, with those of the level below where these are None."""

@@ -20,6 +20,7 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
 from roundpipe.exposure import Exposure
 from roundpipe.measure import LayerTimes
+from roundpipe.packed import Arrivals, RoundPipePackedData
 from roundpipe.planning import Planner
 from roundpipe.randomness import Randomness, draw_seed
 from roundpipe.run import Key, Run, sum_losses
@@ -88,36 +89,52 @@ class Engine:
         self._state.make_masters()
         return self._state.masters
 
-    def forward(self, parts: Sequence[Any], config: RoundPipeRunConfig, *, wants_grad: bool) -> list[Any]:
+    def forward(
+        self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig, *, wants_grad: bool
+    ) -> list[Any]:
         """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
         with launching(self._runtime, self._name, "forward"):
             self.get_ready(training=False)
             inputs = _requiring_grad(parts) if wants_grad else []
             with_grad = bool(inputs) or (wants_grad and bool(self._state.trainable))
             run, backward_tasks = self._launch_forward(
-                parts, config, with_grad=with_grad, input_grads=bool(inputs)
+                parts, arrivals, config, with_grad=with_grad, input_grads=bool(inputs)
             )
-            packets = run.collect(self._outputs(len(parts)))
+            packets = run.collect(self._outputs(len(parts)), wait=config.merge_output is not False)
             version = self._state.version
         if not with_grad:
-            return [packet.tree() for packet in packets]
+            return self._returned([packet.tree() for packet in packets], packets, parts, config)
 
         def run_backward(grads: Gradients) -> Gradients:
             with launching(self._runtime, self._name, "backward"):
                 self.get_ready(training=True)
                 self._check_version(version)
+                arrivals.refuse_written()
                 times = self._planner.watch(config, "train", len(parts))
                 self._launch_backward(run, backward_tasks, packets, grads, times)
                 returned = run.collect(_keys("grad", 0, len(parts))) if inputs else []
                 run.finish()
             return _grads_of_inputs(parts, returned) if inputs else []
 
-        return connect(packets, inputs, run_backward)
+        return self._returned(connect(packets, inputs, run_backward), packets, parts, config)
+
+    def _returned(
+        self,
+        trees: list[Any],
+        packets: Sequence[Packet],
+        parts: rp_batch.Parts[Any],
+        config: RoundPipeRunConfig,
+    ) -> list[Any]:
+        if config.merge_output is not False:
+            return trees
+        events = [(packet.events[0], None) for packet in packets]
+        return RoundPipePackedData(trees, events, sizes=parts.sizes, backend=self._runtime.backend)
 
     def forward_backward(
         self,
-        parts: Sequence[Any],
+        parts: rp_batch.Parts[Any],
         labels: Sequence[Any],
+        arrivals: Arrivals,
         loss_fn: LossFn,
         config: RoundPipeRunConfig,
         *,
@@ -127,15 +144,18 @@ class Engine:
         inputs = _requiring_grad(parts)
         with launching(self._runtime, self._name, "forward_backward"):
             self.get_ready(training=True)
-            run = self._launch_fused(parts, labels, loss_fn, config, keep=keep)
+            run = self._launch_fused(parts, labels, arrivals, loss_fn, config, keep=keep)
             self._planner.improve_while(config, "fused", len(parts), run.wait_for_any)
             losses = run.collect(_keys("loss", 0, len(parts)))
-            outputs = run.collect(self._outputs(len(parts))) if keep else []
+            wait = config.merge_output is not False
+            outputs = run.collect(self._outputs(len(parts)), wait=wait) if keep else []
             grads = run.collect(_keys("grad", 0, len(parts))) if inputs else []
         if inputs:
             # Outside the lock: what made the inputs may be a RoundPipe model, too.
             _backpropagate(inputs, _grads_of_inputs(parts, grads))
-        return sum_losses(losses), [packet.tree() for packet in outputs]
+        if not keep:
+            return sum_losses(losses), []
+        return sum_losses(losses), self._returned([packet.tree() for packet in outputs], outputs, parts, config)
 
     # Parts of what `Joint` does; under the launch lock
 
@@ -151,9 +171,18 @@ class Engine:
         """From now on both models are stepped together."""
         self._updates.share(other._updates)
 
+    def drain(self) -> None:
+        """Wait for everything that was launched before."""
+        self._updates.wait()
+        for line in self._state.lines():
+            ticket = line.write()
+            try:
+                ticket.enter()
+            finally:
+                ticket.leave()
+
     def publish(self) -> None:
-        """Wait for everything that was launched before, and publish the last result."""
-        self._drain()
+        """Publish the last result, if calls do not read it yet, and wait for it."""
         self.get_ready(training=False)
         self._updates.publish()
         self._updates.wait()
@@ -180,7 +209,7 @@ class Engine:
     @contextmanager
     def replacing_weights(self) -> Generator[None]:
         """Within it the caller may write the weights, which are current; their masters follow at its end."""
-        self._drain()
+        self.drain()
         self._late_errors()
         self._updates.publish()
         self._updates.wait()
@@ -261,7 +290,7 @@ class Engine:
         written = self._state.written_outside()
         changed = self._has_changed()
         if changed:
-            self._drain()
+            self.drain()
             written += self._state.moved_outside()
         if written:
             self._updates.wait()
@@ -290,17 +319,8 @@ class Engine:
     def _new_twins(self) -> list[Twins]:
         return [Twins(lane.device.torch_device, self._state.layers) for lane in self._runtime.lanes]
 
-    def _drain(self) -> None:
-        self._updates.wait()
-        for line in self._state.lines():
-            ticket = line.write()
-            try:
-                ticket.enter()
-            finally:
-                ticket.leave()
-
     def _settle(self) -> None:
-        self._drain()
+        self.drain()
         for lane in self._runtime.lanes:
             lane.settle()
 
@@ -333,7 +353,9 @@ class Engine:
             keep_outputs=keep,
         )
 
-    def _new_run(self, call: Call, tasks: Sequence[Task], parts: Sequence[Any], *, outputs: bool) -> Run:
+    def _new_run(
+        self, call: Call, tasks: Sequence[Task], parts: Sequence[Any], arrivals: Arrivals, *, outputs: bool
+    ) -> Run:
         run = Run(call, self._runtime, self._twins)
         run.expect(tasks)
         if outputs:
@@ -341,13 +363,15 @@ class Engine:
         if call.with_grad and _requiring_grad(parts):
             run.reserve_all(_keys("grad", 0, len(parts)))
         for m, part in enumerate(parts):
-            run.put(("input", 0, m), Packet.of(self._runtime.backend, tuple(part), with_grads=call.with_grad))
+            packet = Packet.of(self._runtime.backend, tuple(part), with_grads=call.with_grad, arrival=arrivals.of)
+            run.put(("input", 0, m), packet)
         return run
 
     def _launch_fused(
         self,
         parts: Sequence[Any],
         labels: Sequence[Any],
+        arrivals: Arrivals,
         loss_fn: LossFn,
         config: RoundPipeRunConfig,
         *,
@@ -355,19 +379,26 @@ class Engine:
     ) -> Run:
         tasks = self._planner.tasks(config, "fused", len(parts), input_grads=bool(_requiring_grad(parts)))
         call = self._call(config, with_grad=True, loss_fn=loss_fn, keep=keep)
-        run = self._new_run(call, tasks, parts, outputs=keep)
+        run = self._new_run(call, tasks, parts, arrivals, outputs=keep)
         for m, label in enumerate(labels):
-            run.put(("label", 0, m), Packet.of(self._runtime.backend, label, with_grads=False))
+            packet = Packet.of(self._runtime.backend, label, with_grads=False, arrival=arrivals.of)
+            run.put(("label", 0, m), packet)
         run.add_gradients()
         self._launch(run, tasks, self._planner.watch(config, "fused", len(parts)))
         return run
 
     def _launch_forward(
-        self, parts: Sequence[Any], config: RoundPipeRunConfig, *, with_grad: bool, input_grads: bool
+        self,
+        parts: Sequence[Any],
+        arrivals: Arrivals,
+        config: RoundPipeRunConfig,
+        *,
+        with_grad: bool,
+        input_grads: bool,
     ) -> tuple[Run, list[Task]]:
         mode: Mode = "train" if with_grad else "infer"
         tasks = self._planner.tasks(config, mode, len(parts), input_grads=input_grads)
-        run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, outputs=True)
+        run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, arrivals, outputs=True)
         self._launch(
             run, [task for task in tasks if task.kind == "F"], self._planner.watch(config, mode, len(parts))
         )

@@ -49,15 +49,21 @@ class Joint:
         """Wait for everything, publish the last result and show the gradients."""
         with launching(self._runtime, self._name, "synchronize"):
             for engine in self._engines:
+                engine.drain()
                 engine.publish()
             for engine in self._engines:
                 engine.show_gradients()
 
-    def publish(self) -> None:
-        """Wait for all steps and publish the last result."""
-        with self._runtime.launching():
+    def sync_optim_param(self) -> None:
+        """Publish the last result and wait for it; a step function finds that of the steps before it published."""
+        if self._runtime.optimizer.is_current() and all(engine.state.is_stepping for engine in self._engines):
+            return
+        with launching(self._runtime, self._name, "sync_optim_param"):
             for engine in self._engines:
-                engine.publish()
+                engine.raise_late_errors()
+                # A model with nothing to publish keeps its gradients where code outside reads them.
+                if engine.state.unpublished:
+                    engine.publish()
 
     def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:
         """What the model takes, as it is now."""

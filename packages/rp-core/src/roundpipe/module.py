@@ -16,6 +16,7 @@ from roundpipe.call import LossFn
 from roundpipe.config import RoundPipeRunConfig, given
 from roundpipe.engine import Engine
 from roundpipe.joint import Joint
+from roundpipe.packed import Arrivals
 from roundpipe.runtime import Runtime, default_runtime
 from roundpipe.state import PinMode
 from roundpipe.twin import has_hooks, named_modules
@@ -88,8 +89,10 @@ class RoundPipe(RoundPipeBase):
             raise RuntimeError(
                 "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
             )
-        parts = self._split(args, kwargs, config)
-        return self._merge(self._engine.forward(parts, config, wants_grad=wants_grad), parts, config)
+        _check_outputs(config)
+        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
+        parts = self._split(args, kwargs, arrivals, config)
+        return self._merge(self._engine.forward(parts, arrivals, config, wants_grad=wants_grad), parts, config)
 
     def forward_backward(
         self,
@@ -123,9 +126,14 @@ class RoundPipe(RoundPipeBase):
             raise ValueError(
                 "forward_backward computes gradients, but requires_grad is False; call forward instead"
             )
-        parts = self._split(input_args, dict(input_kwargs or {}), config)
+        _check_outputs(config)
+        kwargs = dict(input_kwargs or {})
+        arrivals = Arrivals(self.runtime.backend, (input_args, kwargs, label))
+        parts = self._split(input_args, kwargs, arrivals, config)
         labels = rp_batch.split(label, len(parts), config.split_label, sizes=parts.sizes, exact=True, name="label")
-        losses, outputs = self._engine.forward_backward(parts, labels, loss_fn, config, keep=return_outputs)
+        losses, outputs = self._engine.forward_backward(
+            parts, labels, arrivals, loss_fn, config, keep=return_outputs
+        )
         return (losses, self._merge(outputs, parts, config)) if return_outputs else losses
 
     @property
@@ -137,11 +145,17 @@ class RoundPipe(RoundPipeBase):
         """What the planner takes each layer to cost: measured in calls of this type, or guessed from sizes."""
         return self._engine.layer_costs(run_type)
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig) -> Any:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, config: RoundPipeRunConfig
+    ) -> rp_batch.Parts[Any]:
         count = config.num_microbatch or len(self.runtime.lanes) + 1
-        return rp_batch.split((args, kwargs), count, config.split_input)
+        parts = rp_batch.split((args, kwargs), count, config.split_input)
+        arrivals.check(count, parts)
+        return parts
 
-    def _merge(self, outputs: Sequence[Any], parts: Any, config: RoundPipeRunConfig) -> Any:
+    def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
+        if config.merge_output is False:
+            return outputs
         merged = rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes)
         if config.output_device is None:
             return merged
@@ -180,6 +194,22 @@ def _check_model(model: nn.Module, pin_model: object, runtime: object) -> None:
         raise ValueError(f"pin_model must be 'alloc', 'register' or 'off', but is {pin_model!r} instead")
     if runtime is not None and not isinstance(runtime, Runtime):
         raise TypeError(f"runtime must be a Runtime or None, but is {runtime!r} instead")
+
+
+def _check_outputs(config: RoundPipeRunConfig) -> None:
+    """Before any work is done: that outputs can go where they are asked for."""
+    there = config.output_device
+    if there is None:
+        return
+    if config.merge_output is False and there.type != "cpu":
+        raise ValueError(
+            f"merge_output=False leaves outputs in microbatches on the host, but output_device is {there}; leave "
+            "one of them None, or move the outputs yourself"
+        )
+    try:
+        torch.empty(0, device=there)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"output_device is {there}, where torch can put no tensor: {error}") from error
 
 
 def _check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:

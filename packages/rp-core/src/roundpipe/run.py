@@ -88,6 +88,7 @@ class Run:
         self._twins = twins
         self._slots: dict[Key, _Slot] = {}
         self._buffers: dict[tuple[int, int], Packet] = {}
+        self._saved: dict[tuple[int, int], Packet] = {}
         self._recomputed: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._futures: list[Future[None]] = []
@@ -196,7 +197,7 @@ class Run:
         """See `Exchange`."""
         return ("input", boundary, microbatch) in self._slots
 
-    def wants_buffers(self, layer: int, microbatch: int) -> bool:
+    def will_recompute(self, layer: int, microbatch: int) -> bool:
         """See `Exchange`."""
         return (layer, microbatch) in self._recomputed
 
@@ -216,6 +217,16 @@ class Run:
         """See `Exchange`."""
         with self._lock:
             self._buffers[layer, microbatch] = packet
+
+    def put_saved(self, layer: int, microbatch: int, packet: Packet) -> None:
+        """See `Exchange`."""
+        with self._lock:
+            self._saved[layer, microbatch] = packet
+
+    def take_saved(self, layer: int, microbatch: int) -> Packet | None:
+        """See `Exchange`."""
+        with self._lock:
+            return self._saved.pop((layer, microbatch), None)
 
     def put_loss(self, microbatch: int, packet: Packet) -> None:
         """See `Exchange`."""
@@ -272,17 +283,17 @@ class Run:
         for packet in waiting:
             packet.set_exception(Aborted())
 
-    def collect(self, keys: Iterable[Key]) -> list[Packet]:
-        """Take slots on the calling thread; their memory may be read afterwards.
+    def collect(self, keys: Iterable[Key], *, wait: bool = True) -> list[Packet]:
+        """Take slots on the calling thread; their memory may be read afterwards, or after their events.
 
         Raises the run's first error, once all its tasks have stepped aside.
         """
         try:
             with NOTHING if self._tracer is None else self._waiting(self._tracer):
                 packets = [self.take(key) for key in keys]
-                for packet in packets:
-                    if packet.event is not None:
-                        packet.event.synchronize()
+                for packet in packets if wait else ():
+                    for event in packet.events:
+                        event.synchronize()
                     self._runtime.backend.host_touch(read=packet.tensors(), what="results")
             if self.call.randomness is not None and self.call.randomness.drew_any():
                 # The generators are the caller's too: nothing may use them once the call has returned.
@@ -336,6 +347,7 @@ class Run:
             return None
         self._slots.clear()
         self._buffers.clear()
+        self._saved.clear()
         # The error holds its frames and all that is in them: it is the caller's from here on.
         error, self._error = self._error, None
         return error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,29 +14,42 @@ from rp_transfer import Backend, Event, Stream
 from roundpipe.runtime import Lane
 from roundpipe.tracing import NOTHING, Tracer
 
+Arrival = Callable[[Any], Event | None]
+
+
+def _here(leaf: Any) -> None:
+    del leaf
+
 
 @dataclass(frozen=True, slots=True)
 class Packet:
     """A tree on the host. `leaves` are host tensors or plain objects; `grads` says which leaves require grad.
 
-    The tensors may be read once `event` has happened (at once if it is None).
+    The tensors may be read once all `events` have happened.
     """
 
     treedef: Any  # rp_batch's opaque description of the tree
     leaves: tuple[Any, ...]
     grads: tuple[bool, ...]
-    event: Event | None = None
+    events: tuple[Event, ...] = ()
 
     @classmethod
-    def of(cls, backend: Backend, tree: Any, *, with_grads: bool) -> Packet:
-        """Copy a tree of the user's into memory that devices copy from, so that the user may change theirs."""
+    def of(cls, backend: Backend, tree: Any, *, with_grads: bool, arrival: Arrival = _here) -> Packet:
+        """Copy a tree of the user's into memory that devices copy from, so that the user may change theirs.
+
+        What has an `arrival` is on its way into such memory, and stays there.
+        """
         leaves, treedef = rp_batch.flatten(tree)
-        held = tuple(_to_host(backend, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        arrivals = list(map(arrival, leaves))
+        held = tuple(
+            leaf if not isinstance(leaf, torch.Tensor) else leaf.detach() if event else _to_host(backend, leaf)
+            for leaf, event in zip(leaves, arrivals, strict=True)
+        )
         grads = tuple(with_grads and isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        return cls(treedef, held, grads)
+        return cls(treedef, held, grads, tuple(dict.fromkeys(event for event in arrivals if event)))
 
     def tree(self) -> Any:
-        """The tree, of host tensors; only after `event`."""
+        """The tree, of host tensors; only after `events`."""
         return rp_batch.unflatten(self.treedef, self.leaves)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -124,12 +137,13 @@ class Courier:
     def bring(self, packet: Packet) -> list[Any]:
         """The packet's leaves on the device, ready for the compute stream."""
         device = self._device
-        if packet.event is not None:
-            device.activations_in.wait(packet.event)
+        for event in packet.events:
+            device.activations_in.wait(event)
+        ready = device.activations_in.record() if len(packet.events) > 1 else next(iter(packet.events), None)
         with self._copying(device.activations_in, "upload", packet.leaves):
             leaves = [self._upload(leaf) for leaf in packet.leaves]
         arrived = device.activations_in.record()
-        self._lane.inbox.conveyor.let_pass(packet.event, arrived)
+        self._lane.inbox.conveyor.let_pass(ready, arrived)
         self._retainer.keep(arrived, packet.leaves)
         with (
             NOTHING
@@ -158,7 +172,7 @@ class Courier:
         *,
         in_use: bool = False,
     ) -> Packet:
-        """The leaves on the host, once the packet's event has happened; what is there already stays.
+        """The leaves on the host, once the packet's events have happened; what is there already stays.
 
         Leaves that are still `in_use` may be written in place by the next layer while they travel.
         """
@@ -179,7 +193,7 @@ class Courier:
         event = device.results_out.record()
         self._lane.outbox.conveyor.let_pass(made, event)
         self._retainer.keep(event, plain, held)
-        return Packet(treedef, tuple(held), tuple(grads), event)
+        return Packet(treedef, tuple(held), tuple(grads), (event,))
 
     def _copying(
         self, stream: Stream, kind: Literal["upload", "download"], leaves: Iterable[Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import rp_batch
 import torch
@@ -14,6 +14,7 @@ from rp_transfer import Backend, Event
 
 from roundpipe.call import Call
 from roundpipe.measure import LayerTimes
+from roundpipe.recompute import Memory, Shelf, prepares
 from roundpipe.runtime import Lane
 from roundpipe.saved import Arrived, Courier, Origins, Packet, enter
 from roundpipe.state import Block
@@ -25,7 +26,7 @@ from roundpipe.weights import Delivery, Weights
 _AHEAD = 2
 
 
-class Exchange(Protocol):
+class Exchange(Shelf, Protocol):
     """Where a task takes what earlier tasks left, and leaves what later ones take.
 
     Boundary i lies before layer i.
@@ -49,10 +50,6 @@ class Exchange(Protocol):
 
     def wants_input(self, boundary: int, microbatch: int) -> bool:
         """Whether a later task takes the activations at a boundary."""
-        ...
-
-    def wants_buffers(self, layer: int, microbatch: int) -> bool:
-        """Whether the layer will be recomputed."""
         ...
 
     def wants_grad(self, boundary: int, microbatch: int) -> bool:
@@ -105,6 +102,7 @@ class Stage:
         self._weights = weights
         self._exchange = exchange
         self._courier = Courier(backend, lane, tracer)
+        self._memory = Memory(lane.device.torch_device, self._courier, exchange)
         self._pace: deque[Event] = deque()
         self._place = ""
         # The buffers that a layer's next microbatch starts from, where they have gone home already.
@@ -215,6 +213,11 @@ class Stage:
         self._place = f"in {self._call.where(layer)}, {phase}, microbatch {microbatch}"
         twin = self._twins.module(layer, self._call.flags[layer])
 
+        call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
+        if prepares(twin):
+            call = (call[0], {**call[1], "prepared": self._prepared(layer, microbatch, twin, call, again=again)})
+        enter_memory = self._memory.again if again else self._memory.first
+
         def body() -> Any:
             if self._times is not None or self._tracer is not None:
                 with self._timed_forward(layer):
@@ -222,10 +225,8 @@ class Stage:
             return run()
 
         def run() -> Any:
-            if layer == 0:
-                args, kwargs = tree
-                return twin(*args, **kwargs)
-            return twin(tree)
+            with enter_memory(layer, microbatch):
+                return twin(*call[0], **call[1])
 
         if self._call.state.layers[layer].has_buffers:
             return self._with_buffers(layer, microbatch, body, again=again)
@@ -239,6 +240,27 @@ class Stage:
             NOTHING if times is None else times.forward(layer, self._device.compute),
         ):
             yield
+
+    def _prepared(
+        self,
+        layer: int,
+        microbatch: int,
+        twin: torch.nn.Module,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        again: bool,
+    ) -> Any:
+        if again:
+            return self._memory.prepared(layer, microbatch)
+        prepare = cast("Callable[..., Any]", twin.prepare)
+        buffers = self._weights.buffers(self._call.state.layers[layer])
+        versions = self._weights.versions(buffers)
+        # Numbers of its own: the recomputation draws those of forward without it.
+        place = self._call.num_layers + 1 + layer
+        found = self._seeded(place, microbatch, lambda: prepare(*call[0], **call[1]), again=False)
+        if self._weights.versions(buffers) != versions:
+            raise TypeError("prepare wrote a buffer, which a recomputation would not; write it in forward")
+        return self._memory.keep_prepared(layer, microbatch, found)
 
     def _seeded(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
         randomness = self._call.randomness
@@ -282,7 +304,7 @@ class Stage:
     ) -> None:
         for block in written:
             self._weights.note_written(block)
-        if not self._exchange.wants_buffers(layer, microbatch):
+        if not self._exchange.will_recompute(layer, microbatch):
             return
         if layer not in self._snapshots:
             self._snapshots[layer] = self._courier.send(None, before, [False] * len(before), Origins())

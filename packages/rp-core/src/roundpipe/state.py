@@ -183,7 +183,8 @@ class ModelState:
     optimizer has a result that no call reads yet. `quiet` are the layers that were seen to draw no CPU random
     numbers. `num_runs` counts the runs launched that add gradients; `broken` is the first of them that left only
     part. `failed` tells the error of a step that left part of its update. Both are words: errors themselves hold
-    all that their frames hold.
+    all that their frames hold. `is_stepping` is read and written by the optimizer's thread: a step function is
+    running.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class ModelState:
         self.broken: Broken | None = None
         self._breaking = threading.Lock()
         self.failed: str | None = None
+        self.is_stepping = False
         self.build()
 
     @torch.inference_mode(False)

@@ -8,9 +8,9 @@ the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -148,7 +148,7 @@ def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tra
     try:
         for loan in loans:
             loan.lend()
-        with OptimizerCtx():
+        with OptimizerCtx(), _stepping(parts):
             step_fn()
         take_back(loans)
     except Incomplete:
@@ -161,6 +161,17 @@ def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tra
         _note_failed(parts, repr(error))
         abandon(loans)
         raise
+
+
+@contextmanager
+def _stepping(parts: Sequence[Part]) -> Generator[None]:
+    for part in parts:
+        part.state.is_stepping = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.state.is_stepping = False
 
 
 def _note_failed(parts: Sequence[Part], words: str) -> None:

@@ -117,8 +117,8 @@ class GradScaler:
         Gradients of linked masters are read as they arrive and not rewritten. From another thread it is launched
         on the optimizer's, and waited for.
 
-        Raises `ScalerMisuse` after another `unscale_` or `step` since the last `update`; `InvalidParameter` for
-        fp16 gradients, which would lose what scaling saved.
+        Raises `WrongThread` on the thread of another optimizer; `ScalerMisuse` after another `unscale_` or `step`
+        since the last `update`; `InvalidParameter` for fp16 gradients, which would lose what scaling saved.
         """
         if self.enabled:
             self._on_optimizer_thread(lambda: self._unscale(optimizer))
@@ -351,14 +351,14 @@ class GradScaler:
     def _on_optimizer_thread(self, job: Callable[[], Any]) -> Any:
         if self._on_thread():
             return self._noted(job)
+        if on_any_optimizer_thread():
+            raise WrongThread(
+                "a gradient scaler was used on an optimizer's thread that is not its own, where it could not tell "
+                "which scale a loss was scaled with; make it with GradScaler(thread=...), the thread of its steps"
+            )
         if self._thread is not None:
             self._thread.submit(job).result()
             return None
-        if on_any_optimizer_thread():
-            raise WrongThread(
-                "a gradient scaler without a thread was used on an optimizer's thread, where it could not tell "
-                "which scale a loss was scaled with; make it with GradScaler(thread=...)"
-            )
         return job()
 
     def _noted(self, job: Callable[[], Any]) -> Any:

@@ -1,0 +1,130 @@
+"""Packed data: outputs that stay in microbatches on the host, perhaps still on their way there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import rp_batch
+import torch
+from rp_transfer import Backend, Event
+
+TransferEvent = tuple[Event | None, Event | None]
+
+
+class RoundPipePackedData(rp_batch.Parts[Any]):
+    """What a call with ``merge_output=False`` returns: a list with the output of each microbatch.
+
+    Its tensors are on the host, but may still be on their way: call `synchronize` before reading them. Given to
+    another RoundPipe model, alone or beside plain arguments, it needs no waiting: part i goes into microbatch i,
+    and gradients flow back through it (in one backward for all microbatches).
+
+    Args:
+        data: the microbatches' outputs, any trees.
+        transfer_event: for each of them, the event after which its tensors may be read, or None; and None, since
+            gradients come through autograd, which waits for them.
+        sizes: the microbatches' sizes along the batch, if they are known.
+        backend: whose memory the tensors lie in; devices of others wait for the whole.
+
+    Whoever writes its tensors in place after giving them to a model waits for that model's `synchronize` first.
+
+    >>> from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+    >>> with Runtime("cpu:2") as runtime:
+    ...     model = RoundPipe(torch.nn.Linear(4, 3), runtime=runtime)
+    ...     config = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
+    ...     packed = model(torch.ones(5, 4), roundpipe_run_config=config)
+    ...     packed.synchronize()
+    ...     [tuple(part.shape) for part in packed]
+    [(3, 3), (2, 3)]
+
+    Raises `ValueError` if there is not one event for each microbatch.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        transfer_event: Iterable[TransferEvent],
+        *,
+        sizes: Iterable[int] | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(data, sizes=sizes)
+        self.transfer_event = list(transfer_event)
+        self.backend = backend
+        if len(self.transfer_event) != len(self):
+            raise ValueError(
+                f"transfer_event must have one entry for each of the {len(self)} microbatches, but has "
+                f"{len(self.transfer_event)}"
+            )
+        # As it was made: what is put in their places later is the user's own.
+        self._made = [list(_tensors(part)) for part in self]
+
+    def arriving(self) -> Iterator[tuple[torch.Tensor, Event]]:
+        """The tensors that this was made with, each with the event after which it may be read."""
+        for tensors, (here, _) in zip(self._made, self.transfer_event, strict=True):
+            if here is not None:
+                yield from ((tensor, here) for tensor in tensors)
+
+    def synchronize(self) -> None:
+        """Block until all tensors have come; they may be read afterwards."""
+        for here, _ in self.transfer_event:
+            if here is not None:
+                here.synchronize()
+        if self.backend is not None:
+            self.backend.host_touch(read=[tensor for part in self._made for tensor in part], what="packed outputs")
+
+
+class Arrivals:
+    """The packed tensors among a call's arguments, and when each will have come.
+
+    Those of another backend, whose events mean nothing to these devices, are waited for here and left out.
+    """
+
+    def __init__(self, backend: Backend, arguments: Any) -> None:
+        self._events: dict[int, tuple[torch.Tensor, Event]] = {}
+        self.packed = [leaf for leaf in rp_batch.flatten(arguments)[0] if isinstance(leaf, RoundPipePackedData)]
+        for data in self.packed:
+            if data.backend is backend:
+                self._events.update((id(tensor), (tensor, event)) for tensor, event in data.arriving())
+            else:
+                data.synchronize()
+        self._versions = [(tensor, tensor._version) for tensor, _ in self._events.values()]
+
+    def of(self, leaf: object) -> Event | None:
+        """When this tensor will have come; None for all that is there already."""
+        _, event = self._events.get(id(leaf), (None, None))
+        return event
+
+    def check(self, asked: int, parts: Sequence[Any]) -> None:
+        """Warn if the packed data have fewer microbatches than were asked for.
+
+        Raises `ValueError` where a whole of packed data stands in a microbatch, as a spec may have it.
+        """
+        if any(isinstance(leaf, RoundPipePackedData) for leaf in rp_batch.flatten(list(parts))[0]):
+            raise ValueError(
+                "packed data go into microbatches part by part; merge them first to give each the whole"
+            )
+        if self.packed and len(parts) < asked:
+            warnings.warn(
+                f"{asked} microbatches were asked for, but the packed data have {len(parts)}, so there will be "
+                f"{len(parts)}; ask the model that made them for as many",
+                rp_batch.FewerParts,
+                stacklevel=5,
+            )
+
+    def refuse_written(self) -> None:
+        """A backward reads the same memory again.
+
+        Raises `RuntimeError` if a packed tensor was written in place since its call.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a packed tensor of shape {tuple(tensor.shape)} was changed in place after it was given to a "
+                    "model, whose backward needs it; change a copy"
+                )
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in rp_batch.flatten(tree)[0] if isinstance(leaf, torch.Tensor))
