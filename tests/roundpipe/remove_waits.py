@@ -118,7 +118,7 @@ WAITS = [
     ),
     Wait(
         "engine.py",
-        "        if changed:\n            self._drain()\n",
+        "        if changed:\n            self.drain()\n",
         "blocks are rebuilt when nobody uses them",
         "        if changed:\n",
     ),

@@ -191,6 +191,8 @@ class Engine:
     def show_gradients(self) -> None:
         """Set ``.grad`` on every parameter, when all gradients have come."""
         self._settle()
+        # Lanes are done with the last runs only now: nothing of these is kept.
+        self.raise_late_errors()
         if self._state.broken is None:
             self._exposure.show(self._state.trainable)
 
