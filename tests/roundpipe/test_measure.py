@@ -60,10 +60,10 @@ def test_calls_are_timed_while_the_estimate_is_young_and_not_after(runtime: Runt
     timer = timer_of(model)
     train(model, 3)
     assert timer.estimator.samples == 2
-    assert timer.watch() is not None
+    assert timer.is_watching()
     train(model, YOUNG_CALLS + 3)
     assert timer.estimator.samples == YOUNG_CALLS
-    assert timer.watch() is None
+    assert not timer.is_watching()
 
 
 def test_every_layer_has_a_forward_and_a_backward_time(runtime: Runtime) -> None:
@@ -303,9 +303,9 @@ def test_a_model_logs_when_its_plan_changes_and_goes_on_with_the_right_numbers(
         for layer in range(5):
             for _ in range(YOUNG_CALLS):
                 timer.estimator.add(layer, forward_ms=50.0 if layer == 0 else 0.01, backward_ms=0.01)
-        before = {key: plan._course.plan for key, plan in model._engine._planner._plans.items()}
+        before = {key: plan._course.plan for key, (_, plan) in model._engine._planner._plans.items()}
         train(model, 1)
-        after = {key: plan._course.plan for key, plan in model._engine._planner._plans.items()}
+        after = {key: plan._course.plan for key, (_, plan) in model._engine._planner._plans.items()}
         lines = [record for record in caplog.records if record.name == "roundpipe.replanning"]
         assert len(lines) == sum(before[key] != after[key] for key in before)
         assert found == pytest.approx(wanted[:2], rel=1e-5)

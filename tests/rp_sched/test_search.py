@@ -44,7 +44,9 @@ def fits(costs: list[LayerCost], stage: range, kind: str, allowed: Limits) -> bo
     if len(stage) == 1:
         return device is None or resident <= device
     if kind == "FB" and len(stage) == len(costs):
-        return (most is None or state <= most) and (device is None or resident <= device)
+        # The next call's weights come while the last microbatch is still there.
+        ahead = sum(cost.weight_bytes for cost in chosen)
+        return (most is None or state <= most) and (device is None or resident + ahead <= device)
     if most is None and device is not None:
         most = device // 2
     return (most is None or state <= most) and (device is None or resident + (most or 0) <= device)

@@ -16,6 +16,7 @@ from roundpipe import tracing
 from roundpipe.autograd import Gradients, connect
 from roundpipe.call import Autocast, Call, LossFn
 from roundpipe.claims import Claim
+from roundpipe.compiling import CompileOptions, Compiler
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
 from roundpipe.exposure import Exposure
@@ -55,6 +56,7 @@ class Engine:
         runtime: Runtime,
         pin: PinMode,
         optim_dtype: torch.dtype | None,
+        compile_options: CompileOptions | None = None,
     ) -> None:
         self._name = name
         self._runtime = runtime
@@ -64,6 +66,7 @@ class Engine:
         self._state = ModelState(runtime.backend, modules(), pin, optim_dtype)
         runtime.states.add(self._state)
         self._planner = Planner(name, self._state, runtime)
+        self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()
         self._updates = Updates(name, self._state, runtime)
         self._exposure = Exposure()
@@ -110,7 +113,7 @@ class Engine:
                 self.get_ready(training=True)
                 self._check_version(version)
                 arrivals.refuse_written()
-                times = self._planner.watch(config, "train", len(parts))
+                times = self._planner.watch(config, "train", parts, backward_tasks)
                 self._launch_backward(run, backward_tasks, packets, grads, times)
                 returned = run.collect(_keys("grad", 0, len(parts))) if inputs else []
                 run.finish()
@@ -145,7 +148,7 @@ class Engine:
         with launching(self._runtime, self._name, "forward_backward"):
             self.get_ready(training=True)
             run = self._launch_fused(parts, labels, arrivals, loss_fn, config, keep=keep)
-            self._planner.improve_while(config, "fused", len(parts), run.wait_for_any)
+            self._planner.improve_while(config, "fused", parts, run.wait_for_any)
             losses = run.collect(_keys("loss", 0, len(parts)))
             wait = config.merge_output is not False
             outputs = run.collect(self._outputs(len(parts)), wait=wait) if keep else []
@@ -258,7 +261,7 @@ class Engine:
         over = [run for run in self._runs if run.over()]
         self._runs = [run for run in self._runs if run not in over]
         for times in [times for run in over for times in run.take_times()]:
-            times.timer.take(times)
+            self._planner.take(times)
         return [error for run in over if (error := run.outcome()) is not None] + self._updates.errors()
 
     def _refuse_half_made(self) -> None:
@@ -319,7 +322,8 @@ class Engine:
                     self._state.masters[tensor].copy_(tensor)
 
     def _new_twins(self) -> list[Twins]:
-        return [Twins(lane.device.torch_device, self._state.layers) for lane in self._runtime.lanes]
+        layers, compiler = self._state.layers, self._compiler
+        return [Twins(lane.device.torch_device, layers, compiler) for lane in self._runtime.lanes]
 
     def _settle(self) -> None:
         self.drain()
@@ -379,14 +383,14 @@ class Engine:
         *,
         keep: bool,
     ) -> Run:
-        tasks = self._planner.tasks(config, "fused", len(parts), input_grads=bool(_requiring_grad(parts)))
+        tasks = self._planner.tasks(config, "fused", parts, input_grads=bool(_requiring_grad(parts)))
         call = self._call(config, with_grad=True, loss_fn=loss_fn, keep=keep)
         run = self._new_run(call, tasks, parts, arrivals, outputs=keep)
         for m, label in enumerate(labels):
             packet = Packet.of(self._runtime.backend, label, with_grads=False, arrival=arrivals.of)
             run.put(("label", 0, m), packet)
         run.add_gradients()
-        self._launch(run, tasks, self._planner.watch(config, "fused", len(parts)))
+        self._launch(run, tasks, self._planner.watch(config, "fused", parts, tasks))
         return run
 
     def _launch_forward(
@@ -399,11 +403,10 @@ class Engine:
         input_grads: bool,
     ) -> tuple[Run, list[Task]]:
         mode: Mode = "train" if with_grad else "infer"
-        tasks = self._planner.tasks(config, mode, len(parts), input_grads=input_grads)
+        tasks = self._planner.tasks(config, mode, parts, input_grads=input_grads)
         run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, arrivals, outputs=True)
-        self._launch(
-            run, [task for task in tasks if task.kind == "F"], self._planner.watch(config, mode, len(parts))
-        )
+        up = [task for task in tasks if task.kind == "F"]
+        self._launch(run, up, self._planner.watch(config, mode, parts, up))
         return run, [task for task in tasks if task.kind == "B"]
 
     def _launch_backward(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import ClassVar
 
-from rp_sched import Estimator, LayerCost
+from rp_sched import Estimator, LayerCost, Task
 from rp_transfer import Event, Stream
 
 _LOG = logging.getLogger(__name__)
@@ -20,13 +20,18 @@ _Interval = tuple[Event, Event]
 
 
 class LayerTimes:
-    """Events around the layers and uploads of one launch; any of its threads adds some.
+    """Events around the layers and uploads of one launch, and what layers keep; any of its threads adds some.
 
     They may be asked once the launch's tasks are over and their results are with the caller or at home.
     """
 
-    def __init__(self, timer: ModelTimer) -> None:
+    def __init__(self, timer: ModelTimer, rows: int = 1, tasks: Sequence[Task] = (), peak_bytes: int = 0) -> None:
         self.timer = timer
+        self.rows = rows
+        self.tasks = tasks
+        # Of any device, before the launch.
+        self.peak_bytes = peak_bytes
+        self.kept: dict[int, int] = {}
         self._lock = threading.Lock()
         self._forward: dict[int, list[_Interval]] = {}
         self._backward: dict[int, list[_Interval]] = {}
@@ -42,6 +47,11 @@ class LayerTimes:
         yield
         with self._lock:
             self._forward.setdefault(layer, []).append((first, stream.record(timed=True)))
+
+    def keep(self, layer: int, nbytes: int) -> None:
+        """A layer's forward pass has left so many bytes for its backward pass."""
+        with self._lock:
+            self.kept[layer] = max(nbytes, self.kept.get(layer, 0))
 
     @contextmanager
     def upload(self, nbytes: int, stream: Stream) -> Generator[None]:
@@ -103,9 +113,9 @@ class ModelTimer:
         """Whether more samples are wanted."""
         return self.estimator.samples < YOUNG_CALLS
 
-    def watch(self) -> LayerTimes | None:
-        """Where the next call's times go; None where they are not wanted."""
-        return LayerTimes(self) if self.VERBOSE or self.is_young() else None
+    def is_watching(self) -> bool:
+        """Whether the next call's times are wanted."""
+        return self.VERBOSE or self.is_young()
 
     def take(self, times: LayerTimes) -> None:
         """Take in what a launch took."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from roundpipe.base import RoundPipeBase
 from roundpipe.call import LossFn
+from roundpipe.compiling import options_of
 from roundpipe.config import RoundPipeRunConfig, given
 from roundpipe.engine import Engine
 from roundpipe.joint import Joint
@@ -38,6 +39,8 @@ class RoundPipe(RoundPipeBase):
         pin_model: ``"alloc"`` moves the weights into pinned blocks, ``"register"`` pins them where they are,
             ``"off"`` leaves them alone (for weights mapped from a file).
         runtime: the devices to run on; default: one shared by all models, see ``ROUNDPIPE_DEVICES``.
+        compile_layers: run the layers through `torch.compile`, all layers of a kind with one compilation a device;
+            a dict gives its arguments. The first call of each kind compiles, which takes a while.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> with Runtime("cpu:2") as runtime:
@@ -67,12 +70,14 @@ class RoundPipe(RoundPipeBase):
         pin_model: PinMode = "alloc",
         *,
         runtime: Runtime | None = None,
+        compile_layers: bool | Mapping[str, Any] = False,
     ) -> None:
         super().__init__(model, name, optim_dtype)
         _check_model(model, pin_model, runtime)
+        options = options_of(compile_layers)
         self._own("model_run_config", given("model_run_config", model_run_config))
         self._own("runtime", runtime or default_runtime())
-        engine = Engine(self.name, partial(_row, model), self.runtime, pin_model, optim_dtype)
+        engine = Engine(self.name, partial(_row, model), self.runtime, pin_model, optim_dtype, options)
         self._own("_engine", engine)
         self._own("_joint", Joint(self.name, [engine], self.runtime))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import rp_sched
-from rp_sched import Course, LayerCost, Limits, Mode, Plan, Task
+from rp_sched import LayerCost, Limits, Mode, Plan, Task
 
 from roundpipe.config import RoundPipeRunConfig
+from roundpipe.footprint import Footprint, rows_of
 from roundpipe.measure import LayerTimes, ModelTimer
 from roundpipe.plans import MODEL_SHARE, ModelExecutePlan
 from roundpipe.replanning import PlanInUse
@@ -20,38 +23,60 @@ from roundpipe.state import LayerState, ModelState
 # microbatch's forward pass, and twice as long over the link: about what an H100 on PCIe 5 needs for 4096 tokens.
 _FORWARD_MS_PER_BYTE = 1e-6
 _LINK_GB_S = 0.5
+# Of a device's memory: what may be planned with once calls were measured, the rest is lost between blocks; and the
+# least, however much layers seem to work in.
+_USABLE = 0.95
+_LEAST_SHARE = 0.3
 
 
 class Planner:
-    """Plans one model's calls on a runtime, from guesses at first and then from measured layer times.
+    """Plans one model's calls on a runtime, from guesses at first and then from what calls took.
 
-    Plans and measurements are kept until the model's blocks change.
+    Plans and measurements are kept until the model's blocks change. `parts` are a call's microbatches.
     """
 
     def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
         self._name = name
         self._state = state
         self._runtime = runtime
-        self._timers: dict[tuple[Mode, int], ModelTimer] = {}
-        self._plans: dict[object, PlanInUse] = {}
+        self._on_host = runtime.lanes[0].device.torch_device.type == "cpu"
+        self.forget()
 
     def forget(self) -> None:
         """Plan and measure anew, the layers as they are now."""
-        self._timers = {}
-        self._plans = {}
+        self._timers: dict[tuple[Mode, int], ModelTimer] = {}
+        self._plans: dict[object, tuple[int, PlanInUse]] = {}
+        self._footprint = Footprint(self._state.layers)
 
-    def watch(self, config: RoundPipeRunConfig, mode: Mode, microbatches: int) -> LayerTimes | None:
-        """Where the layer times of a call go, if they are wanted; a user's plan does not depend on them."""
-        timer = self._timer(mode, microbatches)
-        return None if config.execute_plan is not None and not timer.VERBOSE else timer.watch()
+    def watch(
+        self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], tasks: Sequence[Task]
+    ) -> LayerTimes | None:
+        """Where what a call takes goes, if it is wanted; a user's plan does not depend on it."""
+        timer = self._timer(mode, len(parts))
+        if not timer.is_watching() or (config.execute_plan is not None and not timer.VERBOSE):
+            return None
+        return LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes())
+
+    def take(self, times: LayerTimes) -> None:
+        """Take in what a launch took."""
+        times.timer.take(times)
+        # The memory of CPU devices is the host's, whose layers' activations nobody counts.
+        if self._on_host:
+            return
+        self._footprint.note_kept(times.kept, times.rows)
+        peak = self._peak_bytes()
+        if peak > times.peak_bytes:
+            self._footprint.note_peak(peak, times.tasks, self._guesses(times.rows))
+
+    def _peak_bytes(self) -> int:
+        return max(use.peak_bytes for use in self._runtime.memory())
 
     def improve_while(
-        self, config: RoundPipeRunConfig, mode: Mode, microbatches: int, wait: Callable[[float], bool]
+        self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], wait: Callable[[float], bool]
     ) -> None:
         """See `PlanInUse.improve_while`. The cores of CPU devices are never idle while a call waits for them."""
-        on_host = self._runtime.lanes[0].device.torch_device.type == "cpu"
-        if config.execute_plan is None and not on_host:
-            self._plan(mode, microbatches).improve_while(wait)
+        if config.execute_plan is None and not self._on_host:
+            self._plan(mode, parts).improve_while(wait)
 
     def _timer(self, mode: Mode, microbatches: int) -> ModelTimer:
         key = (mode, microbatches)
@@ -61,25 +86,24 @@ class Planner:
         return self._timers[key]
 
     def tasks(
-        self, config: RoundPipeRunConfig, mode: Mode, microbatches: int, *, input_grads: bool
+        self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], *, input_grads: bool
     ) -> tuple[Task, ...]:
         """The tasks of a call, dealt as the plan asks: in turns that go round from call to call, or not.
 
         Raises `rp_sched.SchedError` (a `ValueError`) for a user's plan that does not fit the model or the call.
         """
-        tasks = self._dealt(config, mode, microbatches)
+        tasks = self._dealt(config, mode, parts)
         self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
         # Below the lowest layer that is trained there is nothing to propagate to.
         lowest = 0 if input_grads else self._state.first_trainable()
         return tuple(task for task in tasks if task.kind != "B" or task.layers.stop > lowest)
 
-    def _dealt(self, config: RoundPipeRunConfig, mode: Mode, microbatches: int) -> tuple[Task, ...]:
+    def _dealt(self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any]) -> tuple[Task, ...]:
         if config.execute_plan is not None:
-            plan = self._checked(config.execute_plan, mode)
-            return self._turns(plan, mode, microbatches)
-        course = self._course(mode, microbatches)
+            return self._turns(self._checked(config.execute_plan, mode), mode, len(parts))
+        course = self._plan(mode, parts).course()
         if course.plan.in_turn:
-            return self._turns(course.plan, mode, microbatches)
+            return self._turns(course.plan, mode, len(parts))
         return self._runtime.dealer.deal(course)
 
     def _checked(self, plan: Plan | ModelExecutePlan, mode: Mode) -> Plan:
@@ -94,20 +118,22 @@ class Planner:
         count, first = len(self._runtime.lanes), self._runtime.next_device
         return rp_sched.order(plan, mode=mode, devices=count, microbatches=microbatches, first_device=first)
 
-    def _course(self, mode: Mode, microbatches: int) -> Course:
-        return self._plan(mode, microbatches).course()
-
-    def _plan(self, mode: Mode, microbatches: int) -> PlanInUse:
+    def _plan(self, mode: Mode, parts: Sequence[Any]) -> PlanInUse:
         # Whether a layer writes its buffers is known once it has run.
         writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
-        key = (mode, microbatches, writers)
-        if key not in self._plans:
-            self._plans[key] = self._new_plan(mode, microbatches)
-        return self._plans[key]
+        rows = _rounded_up(rows_of(parts))
+        key = (mode, len(parts), writers, 0 if self._on_host else rows)
+        version, plan = self._plans.get(key, (-1, None))
+        if plan is None or version != self._footprint.version:
+            before, plan = plan, self._new_plan(mode, len(parts), rows)
+            self._plans[key] = (self._footprint.version, plan)
+            if before is not None:
+                plan.tell(before)
+        return plan
 
     def costs(self, mode: Mode) -> list[LayerCost]:
         """What each layer is taken to cost: as measured in calls of this mode, if there were any."""
-        guesses = [_guessed_cost(layer) for layer in self._state.layers]
+        guesses = self._guesses(0)
         timers = [timer for (kind, _), timer in self._timers.items() if kind == mode]
         best = max((timer.estimator for timer in timers), key=lambda found: found.samples, default=None)
         if best is None or not best.samples:
@@ -115,20 +141,38 @@ class Planner:
         # A copy: the estimator remembers which times it last gave, to tell when they have moved.
         return list(copy.deepcopy(best).costs(guesses))
 
-    def _new_plan(self, mode: Mode, microbatches: int) -> PlanInUse:
-        smallest = min(use.total_bytes for use in self._runtime.memory())
+    def _guesses(self, rows: int) -> list[LayerCost]:
+        return [
+            _guessed_cost(layer, self._footprint.kept_bytes(layer.index, rows)) for layer in self._state.layers
+        ]
+
+    def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
+        budget = self._budget()
         return PlanInUse(
             self._timer(mode, microbatches),
-            [_guessed_cost(layer) for layer in self._state.layers],
-            Limits(
-                device_memory_bytes=int(smallest * MODEL_SHARE),
-                upload_gb_s=_LINK_GB_S,
-                download_gb_s=_LINK_GB_S,
-            ),
+            [_at_most(cost, budget) for cost in self._guesses(0 if self._on_host else rows)],
+            Limits(device_memory_bytes=budget, upload_gb_s=_LINK_GB_S, download_gb_s=_LINK_GB_S),
             devices=len(self._runtime.lanes),
             microbatches=microbatches,
             mode=mode,
         )
+
+    def _budget(self) -> int:
+        smallest = min(use.total_bytes for use in self._runtime.memory())
+        if not self._footprint.is_measured:
+            return int(smallest * MODEL_SHARE)
+        return max(int(smallest * _USABLE) - self._footprint.working_bytes, int(smallest * _LEAST_SHARE))
+
+
+def _rounded_up(rows: int) -> int:
+    # So that batches of about the same length share a plan.
+    return math.ceil(2 ** (math.ceil(4 * math.log2(rows)) / 4))
+
+
+def _at_most(cost: LayerCost, budget: int) -> LayerCost:
+    # Whether a single layer fits is seen when it runs: torch's allocator knows, a guess does not.
+    room = max(budget - cost.weight_bytes - cost.gradient_bytes, 0)
+    return replace(cost, kept_bytes=min(cost.kept_bytes, room))
 
 
 def _for_mode(plan: Plan, mode: Mode) -> Plan:
@@ -146,11 +190,14 @@ def _may_write(layer: LayerState) -> bool:
     return any(block.kind == "buffer" and block.writes is not False for block in layer.blocks)
 
 
-def _guessed_cost(layer: LayerState) -> LayerCost:
-    nbytes = layer.nbytes()
+def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:
+    # A tied block is one block, however many layers of a stage use it: it counts with the last of them.
+    own = [block for block in layer.blocks if max(block.users) == layer.index]
+    nbytes = sum(block.nbytes for block in own)
     return LayerCost(
         _FORWARD_MS_PER_BYTE * (nbytes + 1),
         weight_bytes=nbytes,
-        trainable_bytes=layer.nbytes("trainable"),
+        trainable_bytes=sum(block.nbytes for block in own if block.kind == "trainable"),
+        kept_bytes=kept_bytes,
         writes_buffers=_may_write(layer),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rp_sched import Course, LayerCost, Limits, Mode, Replanner, Search
@@ -21,6 +21,8 @@ _PAUSE_S = 10e-3
 _LONG_MICROBATCH_MS = 20.0
 # A search that goes on too long would hold the results up: only while most of the call is still to come.
 _PART_OF_CALL = 0.5
+# Of the device's memory, for the weights and gradients of one stage; half of it by default.
+_SMALLER_STAGES = (0.25, 0.125)
 
 
 class PlanInUse:
@@ -42,15 +44,23 @@ class PlanInUse:
     ) -> None:
         self._timer = timer
         self._layers = tuple(guesses)
-        self._limits = limits
         self._devices = devices
         self._microbatches = microbatches
         self._mode: Mode = mode
         # The plan that is there at once: while times are only guessed, a longer search is not worth its time.
-        self._course = Search(guesses, devices=devices, microbatches=microbatches, mode=mode, limits=limits).best
+        self._course, self._limits = min(
+            ((self._first(choice), choice) for choice in _choices(guesses, limits)),
+            key=lambda found: found[0].alone_ms(devices),
+        )
         self._replanner: Replanner | None = None
         self._is_searched = False
         self._call_ms: tuple[Course | None, float] = (None, 0.0)
+
+    def _first(self, limits: Limits) -> Course:
+        search = Search(
+            self._layers, devices=self._devices, microbatches=self._microbatches, mode=self._mode, limits=limits
+        )
+        return search.best
 
     def course(self) -> Course:
         """The plan for the next call, at once."""
@@ -61,7 +71,7 @@ class PlanInUse:
             self._course = self._replanner.course()
         if self._course is not before:
             self._is_searched = False
-            self._tell(before)
+            self._tell(before, "layer times")
         return self._course
 
     def _from_measurements(self) -> Replanner:
@@ -75,13 +85,15 @@ class PlanInUse:
             estimator=self._timer.estimator,
         )
 
-    def _tell(self, before: Course) -> None:
+    def tell(self, before: PlanInUse) -> None:
+        """Log that this plan is in use instead of another one, if they differ."""
+        self.course()
+        self._tell(before._course, "memory")
+
+    def _tell(self, before: Course, why: str) -> None:
         if self._course.plan != before.plan:
             _LOG.info(
-                "%s: replanned from measured layer times: %r, was %r",
-                self._timer.what,
-                self._course.plan,
-                before.plan,
+                "%s: replanned from measured %s: %r, was %r", self._timer.what, why, self._course.plan, before.plan
             )
 
     def improve(self, *, budget_ms: float) -> bool:
@@ -111,3 +123,13 @@ class PlanInUse:
         if self._call_ms[0] is not self._course:
             self._call_ms = (self._course, self._course.alone_ms(self._devices))
         return self._call_ms[1]
+
+
+def _choices(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
+    """Where memory is short: large stages leave little room for activations, small ones are many."""
+    yield limits
+    room = limits.device_memory_bytes
+    wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)
+    if room is not None and wanted > room:
+        for share in _SMALLER_STAGES:
+            yield replace(limits, stage_bytes=max(int(room * share), 1))

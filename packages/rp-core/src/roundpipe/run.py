@@ -234,8 +234,6 @@ class Run:
 
     def send_home(self, delivery: Delivery, where: str) -> None:
         """See `Exchange`."""
-        # The sums of the task before take their room on the device until they have left.
-        delivery.porter.wait()
         self._deliveries.append(self._followed(delivery.porter.submit(self._deliver, delivery, where)))
 
     def _deliver(self, delivery: Delivery, where: str) -> None:

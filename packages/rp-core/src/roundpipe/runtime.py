@@ -20,6 +20,7 @@ from rp_transfer import Backend, Closed, Device, HostUse, MemoryUse, Retainer, o
 from roundpipe import tracing
 from roundpipe.errors import Busy
 from roundpipe.porter import Porter
+from roundpipe.switching import quick_switching
 
 if TYPE_CHECKING:
     from roundpipe.state import ModelState
@@ -126,6 +127,7 @@ class Runtime:
         # Workers of CPU devices take one core each; a thread that the user starts must not inherit that.
         any(lane.is_current() for lane in self.lanes)
         torch.set_num_threads(threads)
+        quick_switching.hold()
 
     @contextmanager
     def launching(self) -> Generator[None]:
@@ -160,6 +162,8 @@ class Runtime:
 
     def close(self) -> None:
         """Finish what was launched, end the threads, give the devices back. May be called twice."""
+        if not self.closed:
+            quick_switching.release()
         self.closed = True
         for lane in self.lanes:
             lane.close()

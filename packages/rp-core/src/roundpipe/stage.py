@@ -125,8 +125,7 @@ class Stage:
             self._weights.return_buffers()
             if self._task.kind != "F":
                 where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
-                with self._waiting("memory", "the gradients before these to leave the device"):
-                    self._exchange.send_home(self._weights.deliver(), where)
+                self._exchange.send_home(self._weights.deliver(), where)
             self._weights.release()
 
     # Told to whoever records
@@ -315,9 +314,17 @@ class Stage:
     def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
         for layer in layers:
             self._weights.bind(self._call.state.layers[layer], training=True)
+            before = self._used_bytes(microbatch)
             tree = self._layer(layer, microbatch, tree, again=again)
+            if self._times is not None and before is not None:
+                self._times.keep(layer, (self._used_bytes(microbatch) or 0) - before)
             self._mark_backward(layer, microbatch, tree)
         return tree
+
+    def _used_bytes(self, microbatch: int) -> int | None:
+        # Of the first microbatch, which is none of the smaller ones.
+        is_measured = self._times is not None and microbatch == self._task.microbatches.start
+        return self._device.memory().used_bytes if is_measured else None
 
     def _mark_backward(self, layer: int, microbatch: int, output: Any) -> None:
         place = f"in {self._call.where(layer)}, backward, microbatch {microbatch}"
@@ -392,7 +399,7 @@ class Stage:
         return [None if door is None else door.grad for door in arrived.doors]
 
     def _propagate(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
-        with self._call.without_autocast(), self._part("backward"):
+        with self._call.without_autocast(), self._part("backward"), self._weights.adding():
             torch.autograd.backward(tensors, grads)
         if self._times is not None:
             self._times.leave_backward(self._device.compute)

@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from roundpipe.compiling import Compiler
 from roundpipe.gradient import sum_dtype
 from roundpipe.state import Block, LayerState
 
@@ -45,8 +46,11 @@ def has_hooks(module: torch.nn.Module) -> bool:
 class Twins:
     """One model's layers on one device. The calling thread builds them, the device's thread uses them."""
 
-    def __init__(self, device: torch.device, layers: Sequence[LayerState]) -> None:
+    def __init__(
+        self, device: torch.device, layers: Sequence[LayerState], compiler: Compiler | None = None
+    ) -> None:
         self._device = device
+        self._compiler = compiler
         self._layers = layers
         self._modules: dict[int, torch.nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
@@ -59,7 +63,7 @@ class Twins:
         with torch.inference_mode(False):
             for index in indices:
                 if index not in self._modules:
-                    self._modules[index] = self._build(self._layers[index])
+                    self._modules[index] = self._built(self._layers[index])
                 self._buffers[index] = list(_buffers(self._modules[index]))
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
@@ -88,15 +92,17 @@ class Twins:
         for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
             self._tensors[id(tensor)].data = view
 
-    def bind_gradients(self, block: Block, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Let gradients be added up in device memory: (numel,), in the summing dtype. Returns the ``.grad``s.
+    def attach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
+        """Let gradients be added to these, until `detach`."""
+        for twin, gradient in zip(self.tensors(block), sums, strict=True):
+            twin.grad = gradient
 
-        Each has a version counter of its own, which tells whether anything was added.
-        """
-        gradients = [view.data for view in block.layout.views(memory)]
-        for tensor, gradient in zip(block.tensors, gradients, strict=True):
-            self._tensors[id(tensor)].grad = gradient
-        return gradients
+    def detach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
+        """The end of `attach`: layers that are called have no ``.grad``, or they could not be compiled."""
+        for twin, gradient in zip(self.tensors(block), sums, strict=True):
+            if twin.grad is not None and twin.grad is not gradient:
+                gradient.copy_(twin.grad)
+            twin.grad = None
 
     def tensors(self, block: Block) -> list[torch.Tensor]:
         """The block's twins."""
@@ -105,10 +111,15 @@ class Twins:
     def release(self, block: Block) -> None:
         """Let go of the device memory."""
         for twin in self.tensors(block):
-            twin.grad = None
             twin.data = _nothing(twin.dtype, self._device)
 
-    def _build(self, layer: LayerState) -> torch.nn.Module:
+    def _built(self, layer: LayerState) -> torch.nn.Module:
+        twin = self._copy(layer)
+        if self._compiler is not None:
+            self._compiler.compile(twin)
+        return twin
+
+    def _copy(self, layer: LayerState) -> torch.nn.Module:
         memo: dict[int, object] = {}
         for block in layer.blocks:
             for tensor in block.tensors:

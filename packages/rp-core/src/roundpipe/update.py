@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-import torch
+from rp_optim import write_weights
 from rp_transfer import Ticket
 
 from roundpipe import tracing
@@ -199,9 +199,7 @@ def _publish_blocks(tracer: Tracer | None, state: ModelState, turns: Turns) -> N
         # The masters of a step that failed are neither the old nor the new ones.
         if state.failed is None:
             state.backend.host_touch(write=block.host_tensors(), what="publishing weights")
-            with torch.no_grad():
-                for value, parameter in zip(block.values, block.tensors, strict=True):
-                    value.copy_(state.masters[parameter])
+            write_weights([state.masters[parameter] for parameter in block.tensors], block.values)
         ticket.leave()
 
 

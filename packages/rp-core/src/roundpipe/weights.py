@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +91,7 @@ class Weights:
         self._gradient_turns = gradient_turns
         self._arriving: dict[Block, tuple[torch.Tensor, Future[Event]]] = {}
         self._bound: dict[Block, torch.Tensor] = {}
+        self._trained: list[Block] = []
         self._sums: dict[Block, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._written: set[Block] = set()
 
@@ -117,7 +118,7 @@ class Weights:
         self._arriving[block] = (memory, arriving)
 
     def bind(self, layer: LayerState, *, training: bool) -> None:
-        """Make a layer ready to run: its weights have arrived; `training`, its gradients have a place."""
+        """Make a layer ready to run: its weights have arrived; `training`, its gradients are wanted."""
         for block in layer.blocks:
             if block in self._bound:
                 continue
@@ -130,16 +131,41 @@ class Weights:
             self._twins.bind(block, memory)
             self._bound[block] = memory
             if block.kind == "trainable" and training:
-                self._make_sums(block)
+                self._trained.append(block)
 
     def _waiting(self, tracer: Tracer, block: Block) -> AbstractContextManager[None]:
         return tracer.waiting(self._device, "weights", f"weights of {described(block)} to arrive")
 
-    def _make_sums(self, block: Block) -> None:
+    def _make_sums(self) -> None:
+        new = [block for block in self._trained if block not in self._sums]
+        if new:
+            # As late as possible: those of the task before take their room on the device until they have left.
+            with NOTHING if self._tracer is None else self._waiting_for_room(self._tracer):
+                self._lane.outbox.wait()
+        for block in new:
+            self._sums[block] = self._zeros(block)
+
+    def _waiting_for_room(self, tracer: Tracer) -> AbstractContextManager[None]:
+        return tracer.waiting(self._device, "memory", "the gradients before these to leave the device")
+
+    def _zeros(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
         layout = block.layout
         memory = self._device.empty((layout.numel,), sum_dtype(layout.dtype), stream=self._device.compute)
         memory.zero_()
-        self._sums[block] = (memory, self._twins.bind_gradients(block, memory))
+        # Each with a version counter of its own, which tells whether anything was added.
+        return memory, [view.data for view in layout.views(memory)]
+
+    @contextmanager
+    def adding(self) -> Generator[None]:
+        """Within it, gradients are added to the sums."""
+        self._make_sums()
+        for block, (_, sums) in self._sums.items():
+            self._twins.attach(block, sums)
+        try:
+            yield
+        finally:
+            for block, (_, sums) in self._sums.items():
+                self._twins.detach(block, sums)
 
     # Buffers
 
@@ -184,21 +210,12 @@ class Weights:
     def deliver(self) -> Delivery:
         """Hand the sums of all gradients over, to be sent home."""
         sums = [
-            (block, memory, self._gather(block, views), self._gradient_turns.pop(block))
+            (block, memory, _written(views), self._gradient_turns.pop(block))
             for block, (memory, views) in self._sums.items()
         ]
         self._sums = {}
         self._device.compute.touch(write=[memory for _, memory, _, _ in sums], what="gradients")
         return Delivery(self._lane.outbox, self._device.compute.record(), sums, self._tracer)
-
-    def _gather(self, block: Block, views: list[torch.Tensor]) -> set[int]:
-        written: set[int] = set()
-        for index, (twin, view) in enumerate(zip(self._twins.tensors(block), views, strict=True)):
-            if twin.grad is not None and twin.grad is not view:
-                view.copy_(twin.grad)
-            if view._version:
-                written.add(index)
-        return written
 
     # The end
 
@@ -209,7 +226,7 @@ class Weights:
         done = self._device.compute.record()
         sums = [memory for memory, _ in self._sums.values()]
         self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)
-        self._bound, self._arriving, self._sums = {}, {}, {}
+        self._bound, self._arriving, self._sums, self._trained = {}, {}, {}, []
 
     def abandon(self) -> None:
         """Give up all turns; those behind still wait for what was begun with them."""
@@ -224,6 +241,10 @@ class Weights:
         """The turns that the task itself has to give up."""
         yield from self._turns.values()
         yield from self._gradient_turns.values()
+
+
+def _written(sums: Iterable[torch.Tensor]) -> set[int]:
+    return {index for index, gradient in enumerate(sums) if gradient._version}
 
 
 def _bring(

@@ -16,6 +16,7 @@ from rp_optim.errors import (
 from rp_optim.kernel import available_kernels, kernel_in_use, use_kernel
 from rp_optim.lion import Lion
 from rp_optim.masters import UNCHANGED, Master, Ready, link, unlink
+from rp_optim.publish import write_weights
 from rp_optim.scaler import GradScaler
 from rp_optim.sgd import SGD
 from rp_optim.worker import OptimizerThread
@@ -47,4 +48,5 @@ __all__ = [
     "link",
     "unlink",
     "use_kernel",
+    "write_weights",
 ]

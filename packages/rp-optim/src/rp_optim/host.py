@@ -19,8 +19,8 @@ State = dict[str, Any]
 Member = tuple[Group, torch.Tensor]
 
 # Elements that are updated in one go. Waking the threads for each parameter took a third of a step on sixteen
-# cores; much more than this would keep a weight from being written while others are still in use.
-_TOGETHER = 1 << 24
+# cores; much more than this would keep gradients that have come waiting for those that have not.
+_TOGETHER = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)

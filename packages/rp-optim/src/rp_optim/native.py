@@ -232,6 +232,10 @@ class NativeKernel:
         """See `Kernel.vector_apply`."""
         self._call("vector_apply", _job(spot, (variance,), numbers={"eps": least} | _fields_of(move)))
 
+    def to_weight(self, spots: Sequence[Spot]) -> None:
+        """See `Kernel.to_weight`."""
+        self._call("to_weight", *map(_job, spots))
+
     # For benchmarks alone: what the memory allows
 
     def rewrite(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:

@@ -128,6 +128,12 @@ class TorchKernel:
         for update in updates:
             _lion(update.spot, update.numbers, update.exp_avg)
 
+    def to_weight(self, spots: Sequence[Spot]) -> None:
+        """See `Kernel.to_weight`."""
+        for spot in spots:
+            if spot.weight is not None:
+                spot.weight.copy_(spot.param)
+
     def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
         """See `Kernel.squares`. A sum over fp64 can overflow: it is then as infinite as torch's norm."""
         return [

@@ -145,6 +145,10 @@ class Kernel(Protocol):
         """Lion."""
         ...
 
+    def to_weight(self, spots: Sequence[Spot]) -> None:
+        """Write each parameter into its weight, rounded; their gradients are not looked at."""
+        ...
+
     def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
         """The sum of the squares of each flat tensor; not finite exactly if one of its elements is not."""
         ...

@@ -51,9 +51,8 @@ def causal_lm_loss(
         labels: (..., positions), integers; `ignore_index` where nothing is to be predicted.
         returns: a scalar, fp32 (fp64 for fp64 logits).
 
-    Memory: fp32 is used for `chunk_positions` positions at a time, forward and backward: two buffers of
-    `chunk_positions * vocabulary * 4` bytes. Backward makes the gradient of the logits in their own dtype; beside
-    the logits themselves it needs one number a position, the logarithm of the sum of exponentials.
+    Memory: fp32 is used for `chunk_positions` positions at a time, a buffer of `chunk_positions * vocabulary * 4`
+    bytes in forward, two in backward, which makes the gradient of the logits in their own dtype.
 
     Raises:
         TypeError: logits are missing or not floating point, or labels are not integers.
@@ -80,28 +79,33 @@ class _Context(Protocol):
 
 
 class _SumOfChunks(torch.autograd.Function):
-    """Sum of `logsumexp(logits) - logits[target]` over counted positions; its gradient is `softmax - one_hot`."""
+    """Sum of `-log_softmax(logits)[target]` over counted positions; its gradient is `softmax - one_hot`.
+
+    Both are made by one kernel that reads the logits in their own dtype and computes in the wider one.
+    """
 
     @staticmethod
     def forward(ctx: _Context, logits: Tensor, targets: Tensor, counted: Tensor, chunk_positions: int) -> Tensor:
         # A target that is not counted may be any number, but gather wants an index.
         targets = targets.where(counted, 0)[:, None]
-        log_sums = _log_sums(logits, chunk_positions)
-        ctx.save_for_backward(logits, targets, counted, log_sums)
+        ctx.save_for_backward(logits, targets, counted[:, None])
         ctx.chunk_positions = chunk_positions
-        losses = log_sums - logits.gather(-1, targets)
-        return losses.squeeze(-1).where(counted, 0).sum()
+        losses = [
+            logits[part].log_softmax(-1, dtype=_wide(logits)).gather(-1, targets[part])
+            for part in _parts(len(logits), chunk_positions)
+        ]
+        return -_joined(losses, logits).squeeze(-1).where(counted, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the names
         ctx: _Context, grad_total: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        logits, targets, counted, log_sums = ctx.saved_tensors
+        logits, targets, counted = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for part in _parts(len(logits), ctx.chunk_positions):
-            chunk = _gradient(logits[part], targets[part], counted[part], log_sums[part])
-            grad[part] = chunk.mul_(grad_total)
+            chunk = _gradient(logits[part], targets[part])
+            torch.mul(chunk.where(counted[part], 0), grad_total, out=grad[part])
         return grad, None, None, None
 
 
@@ -109,19 +113,17 @@ def _parts(positions: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, positions, size)]
 
 
-def _log_sums(logits: Tensor, chunk_positions: int) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_sums = logits.new_empty((len(logits), 1), dtype=dtype)
-    for part in _parts(len(logits), chunk_positions):
-        log_sums[part] = logits[part].to(dtype).logsumexp(-1, keepdim=True)
-    return log_sums
+def _joined(losses: list[Tensor], logits: Tensor) -> Tensor:
+    return torch.cat(losses) if losses else logits.new_empty((0, 1), dtype=_wide(logits))
 
 
-def _gradient(logits: Tensor, targets: Tensor, counted: Tensor, log_sums: Tensor) -> Tensor:
-    # The subtraction upcasts as it goes: one fp32 buffer, changed in place from here on.
-    gradient = (logits - log_sums).exp_()
-    gradient.scatter_add_(-1, targets, gradient.new_full((), -1).expand_as(targets))
-    return gradient.masked_fill_(~counted[:, None], 0)
+def _gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    gradient = logits.softmax(-1, dtype=_wide(logits))
+    return gradient.scatter_add_(-1, targets, gradient.new_full((), -1).expand_as(targets))
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _next(labels: Tensor, ignore_index: int) -> Tensor:

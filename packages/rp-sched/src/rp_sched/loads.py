@@ -137,14 +137,15 @@ class Loads:
     def fits(self, kind: Kind, layers: range) -> bool:
         """Whether a device takes these layers as one stage while it fetches the next one.
 
-        A single layer needs no room for the next one, which then waits. The whole model has no next one.
+        A single layer needs no room for the next one, which then waits. After the whole model come the weights of
+        the next call.
         """
         load = self.of(kind, layers)
         device, stage = self.limits.device_memory_bytes, self.limits.stage_limit_bytes
         if len(layers) == 1:
             return device is None or load.state_bytes + load.kept_bytes <= device
         if kind == "FB" and len(layers) == self.num_layers:
-            stage, ahead = self.limits.stage_bytes, 0
+            stage, ahead = self.limits.stage_bytes, load.state_bytes - load.gradient_bytes
         else:
             ahead = 0 if stage is None else stage
         within = stage is None or load.state_bytes <= stage

@@ -158,8 +158,9 @@ class CudaDevice:
         return torch.cuda.default_generators[self._index]
 
     def memory(self) -> MemoryUse:
-        """What torch's allocator has handed out, and what the card has."""
-        total = torch.cuda.get_device_properties(self._index).total_memory
+        """What torch's allocator has handed out, and what of the card it may take."""
+        share = torch.cuda.get_per_process_memory_fraction(self._index)
+        total = int(torch.cuda.get_device_properties(self._index).total_memory * share)
         used = torch.cuda.memory_allocated(self._index)
         return MemoryUse(self._name, used, torch.cuda.max_memory_allocated(self._index), total)
 

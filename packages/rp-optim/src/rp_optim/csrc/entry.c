@@ -70,7 +70,9 @@ static int64_t find(place *at, const rpo_job *jobs, int64_t unit) {
     _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                \
         mode old = enter();                                                        \
         place at = {0, 0};                                                         \
-        _Pragma("omp for schedule(static)") for (int64_t u = 0; u < units; u++) {  \
+        /* Dynamic, since all would wait for a thread whose core others use, too. */ \
+        _Pragma("omp for schedule(monotonic : dynamic)")                           \
+        for (int64_t u = 0; u < units; u++) {                                      \
             const int64_t begin = find(&at, jobs, u);                              \
             const rpo_job *job = (jobs) + at.job;                                  \
             const int64_t end = smaller(begin + RPO_UNIT, job->count);             \
@@ -225,6 +227,7 @@ RANGE(adam)
 RANGE(sgd)
 RANGE(lion)
 RANGE(vector_apply)
+RANGE(to_weight)
 RANGE(rewrite)
 RANGE(traffic)
 

@@ -419,6 +419,16 @@ static void vector_apply(const rpo_job *job, int64_t begin, int64_t end) {
     }
 }
 
+/* The parameter itself, rounded into the weight */
+
+static void to_weight(const rpo_job *job, int64_t begin, int64_t end) {
+    float room[BLOCK];
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        write_weights(job, i, n, fetch(job->param.at, job->param.type, i, n, room));
+    }
+}
+
 /* What the memory allows, for benchmarks: Adam's arrays with next to no arithmetic */
 
 INLINE void flip(void *at, size_t bytes) {
@@ -458,6 +468,7 @@ const rpo_variant JOIN(rpo_, RPO_VARIANT) = {
     .sgd = sgd,
     .lion = lion,
     .vector_apply = vector_apply,
+    .to_weight = to_weight,
     .rewrite = rewrite,
     .traffic = traffic,
     .squares = squares,

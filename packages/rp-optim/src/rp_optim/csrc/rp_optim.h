@@ -54,7 +54,7 @@ typedef void rpo_rows_cols(const rpo_job *job, int64_t matrix, int64_t begin, in
 
 typedef struct {
     const char *name;
-    rpo_range *adam, *sgd, *lion, *vector_apply, *rewrite, *traffic;
+    rpo_range *adam, *sgd, *lion, *vector_apply, *to_weight, *rewrite, *traffic;
     rpo_sum *squares, *vector_variance;
     rpo_rows_cols *matrix_squares;
     rpo_rows_sum *matrix_norm;

@@ -1,0 +1,124 @@
+"""The engines that `train.py` compares: each makes a step function of a workload and a model on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from rp_presets import causal_lm_loss
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and how."""
+
+    model: str
+    batch: int
+    sequence: int
+    microbatches: int
+    checkpoint: bool
+    compile: bool
+    sync: bool
+    devices: str | None
+    profile: str | None
+
+
+Step = Callable[[Tensor], float]
+# A step, what to do after the last one, and the number of GPUs.
+Engine = tuple[Step, Callable[[], None], int]
+
+
+def _loss(workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+    tokens = workload.batch * (workload.sequence - 1)
+
+    def chunked(logits: Tensor, labels: Tensor) -> Tensor:
+        return causal_lm_loss(logits, labels, reduction="sum", chunk_positions=2048) / tokens
+
+    def whole(logits: Tensor, labels: Tensor) -> Tensor:
+        # Compiled, the conversion to fp32 is part of the reductions: nothing of that size is written.
+        rows, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+        return functional.cross_entropy(rows, targets, reduction="sum") / tokens
+
+    return torch.compile(whole) if workload.compile else chunked
+
+
+def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
+    """This library."""
+    import roundpipe
+
+    runtime = roundpipe.Runtime(workload.devices)
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=workload.microbatches)
+    options = {"compile_layers": True} if workload.compile else {}
+    wrapped = roundpipe.RoundPipe(model, torch.float32, "bench", config, runtime=runtime, **options)
+    optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5)
+    loss_fn = _loss(workload)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    last: list[Tensor] = []
+
+    def step(tokens: Tensor) -> float:
+        last[:] = [tokens]
+        loss = wrapped.forward_backward(input_args=(tokens,), label=tokens, loss_fn=loss_fn)
+        wrapped.step(update, is_async=not workload.sync)
+        return loss.item()
+
+    def finish() -> None:
+        if workload.profile is not None:
+            with roundpipe.profile(workload.profile) as found:
+                for _ in range(2):
+                    step(last[0])
+                wrapped.synchronize()
+            print(found.summary, file=sys.stderr)
+        wrapped.synchronize()
+        print(wrapped.memory_report(optimizer), file=sys.stderr)
+
+    return step, finish, len(runtime.lanes)
+
+
+def resident(workload: Workload, model: nn.Sequential) -> Engine:
+    """Everything on one GPU."""
+    model = model.to("cuda")
+    if workload.compile:
+        for layer in model:
+            layer.compile()
+    weights = list(model.parameters())
+    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
+    loss_fn = _loss(workload)
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False) if workload.checkpoint else layer(x)
+        return x
+
+    def step(tokens: Tensor) -> float:
+        total = torch.zeros((), device="cuda")
+        for part in tokens.to("cuda", non_blocking=True).tensor_split(workload.microbatches):
+            loss = loss_fn(forward(part), part)
+            loss.backward()
+            total += loss.detach()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                assert weight.grad is not None
+                master.grad = weight.grad.float()
+                weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            torch._foreach_copy_(weights, masters)
+        return total.item()
+
+    return step, torch.cuda.synchronize, 1
+
+
+ENGINES: Mapping[str, Callable[[Workload, nn.Sequential], Engine]] = {
+    "roundpipe": roundpipe_engine,
+    "resident": resident,
+}

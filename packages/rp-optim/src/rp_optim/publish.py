@@ -1,0 +1,50 @@
+"""Masters into the weights that devices read, in one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rp_optim.errors import InvalidParameter
+from rp_optim.gradients import flat
+from rp_optim.kernel import kernel_for
+from rp_optim.updates import Kernel, Spot
+
+
+@torch.no_grad()
+def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    """Write each master into its weight, rounded to the weight's dtype: what ``copy_`` does, all in one go.
+
+    >>> weight = torch.empty(2, dtype=torch.bfloat16)
+    >>> write_weights([torch.tensor([1.0, 1.001])], [weight])
+    >>> weight
+    tensor([1., 1.], dtype=torch.bfloat16)
+
+    Shapes: of each weight those of its master; any strides, though only contiguous ones are fast.
+
+    Raises `InvalidParameter` for different shapes, or numbers of tensors.
+    """
+    found: dict[Kernel, list[Spot]] = {}
+    for master, weight in _pairs(masters, weights):
+        if _is_flat(master) and _is_flat(weight) and master.is_complex() == weight.is_complex():
+            values = flat(master)
+            spot = Spot(values, values, flat(weight), 1.0)
+            found.setdefault(kernel_for(spot), []).append(spot)
+        else:
+            weight.copy_(master)
+    for kernel, spots in found.items():
+        kernel.to_weight(spots)
+
+
+def _pairs(
+    masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if [master.shape for master in masters] != [weight.shape for weight in weights]:
+        raise InvalidParameter("write_weights needs one weight for each master, of its shape")
+    return list(zip(masters, weights, strict=True))
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return on_host and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
