@@ -34,9 +34,11 @@ def limits(draw: st.DrawFn, costs: list[LayerCost], *, links: bool) -> Limits:
     device = draw(st.none() | st.integers(max(1, *each), max(1, 2 * sum(each))) if costs else st.none())
     most = max(1, sum(each)) if device is None else device // 2
     stage = draw(st.none() | st.integers(1, most)) if most else None
+    ahead = draw(st.none() | st.integers(1, most)) if most and stage is None else None
     return Limits(
         device_memory_bytes=device,
         stage_bytes=stage,
+        ahead_bytes=ahead,
         upload_gb_s=draw(st.sampled_from(SPEEDS)) if links else None,
         download_gb_s=draw(st.sampled_from(SPEEDS)) if links else None,
         shared_links=draw(st.booleans()) if links else False,

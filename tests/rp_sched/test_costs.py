@@ -94,6 +94,14 @@ def test_a_layer_says_whether_it_writes_buffers():
         LayerCost(1.0, writes_buffers=None)  # type: ignore[arg-type]
 
 
+def test_stages_are_limited_in_one_of_two_ways():
+    assert Limits(device_memory_bytes=100, ahead_bytes=30).room_ahead_bytes == 30
+    assert Limits(device_memory_bytes=100, ahead_bytes=30).stage_limit_bytes is None
+    assert Limits(device_memory_bytes=100).room_ahead_bytes == 50
+    with pytest.raises(InvalidCost, match="give one of them"):
+        Limits(stage_bytes=3, ahead_bytes=3)
+
+
 def test_a_stage_limit_must_leave_room_for_the_stage_fetched_ahead():
     assert Limits(device_memory_bytes=100, stage_bytes=50).stage_limit_bytes == 50
     with pytest.raises(InvalidCost, match="stage_bytes must be at most half of device_memory_bytes"):

@@ -47,6 +47,9 @@ def fits(costs: list[LayerCost], stage: range, kind: str, allowed: Limits) -> bo
         # The next call's weights come while the last microbatch is still there.
         ahead = sum(cost.weight_bytes for cost in chosen)
         return (most is None or state <= most) and (device is None or resident + ahead <= device)
+    if allowed.ahead_bytes is not None:
+        weights, room = sum(cost.weight_bytes for cost in chosen), allowed.ahead_bytes
+        return (kind == "FB" or weights <= room) and (device is None or resident + room <= device)
     if most is None and device is not None:
         most = device // 2
     return (most is None or state <= most) and (device is None or resident + (most or 0) <= device)

@@ -21,8 +21,8 @@ _PAUSE_S = 10e-3
 _LONG_MICROBATCH_MS = 20.0
 # A search that goes on too long would hold the results up: only while most of the call is still to come.
 _PART_OF_CALL = 0.5
-# Of the device's memory, for the weights and gradients of one stage; half of it by default.
-_SMALLER_STAGES = (0.25, 0.125)
+# Of the device's memory, for the weights that are fetched ahead.
+_AHEAD = (0.5, 0.25, 0.125, 0.0625)
 
 
 class PlanInUse:
@@ -127,9 +127,10 @@ class PlanInUse:
 
 def _choices(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
     """Where memory is short: large stages leave little room for activations, small ones are many."""
-    yield limits
     room = limits.device_memory_bytes
     wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)
-    if room is not None and wanted > room:
-        for share in _SMALLER_STAGES:
-            yield replace(limits, stage_bytes=max(int(room * share), 1))
+    if room is None or wanted <= room:
+        yield limits
+    else:
+        for share in _AHEAD:
+            yield replace(limits, ahead_bytes=max(int(room * share), 1))

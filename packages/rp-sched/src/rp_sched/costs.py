@@ -85,7 +85,9 @@ class Limits:
 
     `device_memory_bytes`: what one device has for weights, gradients and kept activations. `stage_bytes`: the most
     that the weights and gradients of one stage may take, unless the stage is a single layer; half of the device's
-    memory if not given, since the other half holds the weights fetched ahead. `host_memory_bytes`: what the host
+    memory if not given, since the other half holds the weights fetched ahead. `ahead_bytes`,
+    instead of it: the room for those weights, where gradients wait until the ones before them have left; no stage
+    but the fused one has more weights. `host_memory_bytes`: what the host
     has for weights, gradients and the activations handed over (see `host_bytes`); optimizer state is not counted.
     `upload_gb_s`, `download_gb_s`: the link from host to device and back, in 10^9 bytes a second.
     `shared_links`: all devices share one link each way; else each has its own. `hop_ms`: what handing a
@@ -96,6 +98,7 @@ class Limits:
 
     device_memory_bytes: int | None = None
     stage_bytes: int | None = None
+    ahead_bytes: int | None = None
     host_memory_bytes: int | None = None
     upload_gb_s: float | None = None
     download_gb_s: float | None = None
@@ -105,7 +108,7 @@ class Limits:
     def __post_init__(self) -> None:
         # The class is frozen, so its own fields are set past its own guard.
         put = object.__setattr__
-        for name in ("device_memory_bytes", "stage_bytes", "host_memory_bytes"):
+        for name in ("device_memory_bytes", "stage_bytes", "ahead_bytes", "host_memory_bytes"):
             if getattr(self, name) is not None:
                 put(self, name, whole(name, getattr(self, name), least=1, error=InvalidCost))
         for name in ("upload_gb_s", "download_gb_s"):
@@ -116,6 +119,8 @@ class Limits:
         self._check_stage_bytes()
 
     def _check_stage_bytes(self) -> None:
+        if self.stage_bytes is not None and self.ahead_bytes is not None:
+            raise InvalidCost("stage_bytes and ahead_bytes say the same in two ways; give one of them")
         if self.stage_bytes is None or self.device_memory_bytes is None:
             return
         if 2 * self.stage_bytes > self.device_memory_bytes:
@@ -126,10 +131,15 @@ class Limits:
 
     @property
     def stage_limit_bytes(self) -> int | None:
-        """What the weights and gradients of a stage of several layers may take."""
-        if self.stage_bytes is not None or self.device_memory_bytes is None:
+        """What the weights and gradients of a stage of several layers may take; see `ahead_bytes`."""
+        if self.stage_bytes is not None or self.device_memory_bytes is None or self.ahead_bytes is not None:
             return self.stage_bytes
         return self.device_memory_bytes // 2
+
+    @property
+    def room_ahead_bytes(self) -> int:
+        """What is not there for a stage of several layers, since the next one is fetched meanwhile."""
+        return self.ahead_bytes if self.ahead_bytes is not None else self.stage_limit_bytes or 0
 
     @property
     def upload_ms_per_byte(self) -> float:

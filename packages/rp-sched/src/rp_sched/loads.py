@@ -142,13 +142,16 @@ class Loads:
         """
         load = self.of(kind, layers)
         device, stage = self.limits.device_memory_bytes, self.limits.stage_limit_bytes
+        weights = load.state_bytes - load.gradient_bytes
         if len(layers) == 1:
             return device is None or load.state_bytes + load.kept_bytes <= device
         if kind == "FB" and len(layers) == self.num_layers:
-            stage, ahead = self.limits.stage_bytes, load.state_bytes - load.gradient_bytes
+            stage, ahead = self.limits.stage_bytes, weights
         else:
-            ahead = 0 if stage is None else stage
+            ahead = self.limits.room_ahead_bytes
         within = stage is None or load.state_bytes <= stage
+        if kind != "FB" and self.limits.ahead_bytes is not None:
+            within = within and weights <= self.limits.ahead_bytes
         return within and (device is None or load.state_bytes + load.kept_bytes + ahead <= device)
 
     def check_feasible(self, mode: Mode) -> None:

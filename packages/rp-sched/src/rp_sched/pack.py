@@ -22,8 +22,8 @@ class Row:
     5.0
 
     `times_ms`: of each resource that works beside the others (arithmetic, link up, link down); the slowest one
-    counts. `state_bytes`: weights and gradients. `resident_bytes`: these and kept activations. A stage of several
-    layers has at most `state_limit` and `resident_limit` of them.
+    counts. `state_bytes`: weights and gradients, or weights alone if those are limited. `resident_bytes`: weights,
+    gradients and kept activations. A stage of several layers has at most `state_limit` and `resident_limit` of them.
     """
 
     times_ms: tuple[tuple[float, ...], ...]
@@ -86,18 +86,19 @@ def backward_row(loads: Loads, microbatches: int) -> Row:
 
 def _row(loads: Loads, kind: Kind, microbatches: int) -> Row:
     single = [loads.of(kind, range(layer, layer + 1)) for layer in range(loads.num_layers)]
-    stage, device = loads.limits.stage_limit_bytes, loads.limits.device_memory_bytes
+    limits = loads.limits
+    stage, device, ahead = limits.stage_limit_bytes, limits.device_memory_bytes, limits.ahead_bytes
     return Row.of(
         times_ms=[
             [microbatches * load.ms for load in single],
             [load.weights_ms for load in single],
             [load.gradients_ms for load in single],
         ],
-        state_bytes=[load.state_bytes for load in single],
+        state_bytes=[load.state_bytes - (load.gradient_bytes if ahead is not None else 0) for load in single],
         resident_bytes=[load.state_bytes + load.kept_bytes for load in single],
-        state_limit=math.inf if stage is None else stage,
+        state_limit=next((limit for limit in (stage, ahead) if limit is not None), math.inf),
         # What the stage fetched ahead may take is not there for the stage that runs.
-        resident_limit=math.inf if device is None or stage is None else device - stage,
+        resident_limit=math.inf if device is None else device - limits.room_ahead_bytes,
     )
 
 
