@@ -17,7 +17,7 @@ from roundpipe.runtime import Runtime, default_runtime
 from roundpipe.twin import named_modules
 
 # Arguments of `RoundPipe` that are the parts' own.
-_PLACEHOLDERS = frozenset({"compile_layers", "model_run_config", "pin_model"})
+_PLACEHOLDERS = frozenset({"compile_layers", "double_buffer", "model_run_config", "pin_model"})
 
 
 class AutoRoundPipe(RoundPipeBase):

@@ -57,13 +57,14 @@ class Engine:
         pin: PinMode,
         optim_dtype: torch.dtype | None,
         compile_options: CompileOptions | None = None,
+        double_buffer: bool | None = False,
     ) -> None:
         self._name = name
         self._runtime = runtime
         self._modules = modules
         self._claim = Claim(name)
         self._claim.take(modules())
-        self._state = ModelState(runtime.backend, modules(), pin, optim_dtype)
+        self._state = ModelState(runtime.backend, modules(), pin, optim_dtype, double_buffer)
         runtime.states.add(self._state)
         self._planner = Planner(name, self._state, runtime)
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))

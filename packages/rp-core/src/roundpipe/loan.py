@@ -23,7 +23,8 @@ class Incomplete(BaseException):
 class Loan:
     """One block's gradients in a step, on the optimizer's thread; `ticket` is their turn.
 
-    The weights are published by copying, once the step function has returned: a step that fails leaves them whole.
+    The weights that devices read are published once the step function has returned: a step that fails leaves them
+    whole.
     """
 
     def __init__(
@@ -47,13 +48,19 @@ class Loan:
     def lend(self) -> None:
         """Link every master to its place in the gradient block."""
         for index, master in enumerate(self.masters()):
-            link(master, partial(self._gradient, index), ready=self._ready)
+            link(
+                master,
+                partial(self._gradient, index),
+                partial(self._destination, index),
+                self._ready,
+                partial(self._note_complete, index),
+            )
             self._lent.append(master)
             self._versions.append(master._version)
 
     def has_changed(self) -> bool:
         """Whether the step has updated any of the masters."""
-        return [master._version for master in self._lent] != self._versions
+        return bool(self.block.complete) or [master._version for master in self._lent] != self._versions
 
     def end(self) -> list[torch.Tensor | object | None]:
         """End the links; what `rp_optim.unlink` says of each."""
@@ -74,7 +81,8 @@ class Loan:
             self._ticket.enter()
         self._arrived = True
         if (held := self.gradient.first_or_none()) is not None:
-            self._state.backend.host_touch(read=(held,), write=(held,), what="the step's gradients")
+            written = (held,) if self.block.back is None else (held, self.block.back)
+            self._state.backend.host_touch(read=(held,), write=written, what="the step's gradients")
 
     def _waiting(self, tracer: Tracer) -> AbstractContextManager[None]:
         name = f"wait for the gradients of {described(self.block)}"
@@ -93,6 +101,12 @@ class Loan:
         # A run launched after this step has no part in its gradients.
         if broken is not None and broken.run < self._num_runs:
             raise Incomplete(broken.error)
+
+    def _destination(self, index: int) -> torch.Tensor | None:
+        return self.block.back_values[index] if self.block.back is not None else None
+
+    def _note_complete(self, index: int) -> None:
+        self.block.complete[index] = self._lent[index]._version
 
     def _gradient(self, index: int) -> torch.Tensor | None:
         return self.gradient.view(index).contiguous() if index in self.gradient.written else None

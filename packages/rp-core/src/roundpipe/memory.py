@@ -19,12 +19,12 @@ from roundpipe.tables import readable_bytes, table
 class MemoryReport:
     """Memory in bytes, at one moment; prints as a table.
 
-    `weights_bytes` (trained and frozen), `buffers_bytes`, `gradients_bytes` and `masters_bytes` (the optimizer's
-    parameters) are this model's on the host. `optimizer_bytes` is the state of the optimizers that were given,
-    None if none was. `activations_bytes` is what is left of the runtime's memory without the blocks and gradients
-    of all its models: activations, results, idle buffers kept for later calls, and what copies go through.
-    `pinned_bytes`, of the machine's `host_total_bytes`, are the runtime's. `devices` are used and peak bytes of
-    each device, all models together.
+    `weights_bytes` (frozen and trained, these with second copies), `buffers_bytes`, `gradients_bytes` and
+    `masters_bytes` (the optimizer's parameters) are this model's on the host. `optimizer_bytes` is the state of the
+    optimizers that were given, None if none was. `activations_bytes` is what is left of the runtime's memory without
+    blocks and gradients of all its models: activations, results, idle buffers kept for later calls, and what copies
+    go through. `pinned_bytes`, of the machine's `host_total_bytes`, are the runtime's. `devices` are used and peak
+    bytes of each device, all models together.
 
     >>> MemoryReport(2, 0, 2, 4, 8, 100, 4096, 1 << 30, ()).host_bytes
     116
@@ -81,7 +81,7 @@ def memory_report(runtime: Runtime, states: Sequence[ModelState], optimizers: Se
     own = [block for other in list(runtime.states) for block in other.blocks]
     given = sum(_given_bytes(block) + _gradient_bytes(block) for block in own)
     return MemoryReport(
-        weights_bytes=_bytes(block for block in blocks if block.kind != "buffer"),
+        weights_bytes=_bytes(block for block in blocks if block.kind != "buffer") + sum(map(_back_bytes, blocks)),
         buffers_bytes=_bytes(block for block in blocks if block.kind == "buffer"),
         gradients_bytes=sum(map(_gradient_bytes, blocks)),
         masters_bytes=sum(master.nbytes for state in states for master in list(state.masters.values())),
@@ -100,7 +100,11 @@ def _bytes(blocks: Iterable[Block]) -> int:
 
 def _given_bytes(block: Block) -> int:
     # What stayed where it was is not the runtime's.
-    return 0 if block.memory is None else block.memory.nbytes
+    return 0 if block.memory is None else block.memory.nbytes + _back_bytes(block)
+
+
+def _back_bytes(block: Block) -> int:
+    return 0 if block.back is None else block.back.nbytes
 
 
 def _gradient_bytes(block: Block) -> int:

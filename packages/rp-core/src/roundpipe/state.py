@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from rp_optim import Master
+from rp_optim import Master, write_weights
 from rp_transfer import Backend, Group, Kind, Turns, group, tensors_of
 
 from roundpipe.gradient import Gradient
@@ -23,6 +23,10 @@ class Block:
     `registration` keeps pinned if they are registered. `is_staged` says that some of this memory is not pinned, so
     that the host itself reads it for the devices. `writes` is whether running a layer was seen to change these
     buffers; None until one has run in this mode.
+
+    `back` is a second block, if there is one: a step writes its result there while devices read `memory`, and the
+    two change places when it is published. `complete` are the parameters whose result is there: their indices, and
+    the version that their master had then.
     """
 
     def __init__(self, backend: Backend, found: Group, memory: torch.Tensor | None, registration: object) -> None:
@@ -35,6 +39,9 @@ class Block:
         self.memory = memory
         self.registration = registration
         self.writes: bool | None = None
+        self.back: torch.Tensor | None = None
+        self.back_values: list[torch.Tensor] = []
+        self.complete: dict[int, int] = {}
         if memory is not None:
             self.layout.move_in(memory, self.tensors)
         # Written by the engine without a trace in the parameters' version counters, which tell of other writers.
@@ -58,6 +65,28 @@ class Block:
     def host_tensors(self) -> Sequence[torch.Tensor]:
         """The host memory that `pieces` reads."""
         return self.values if self.memory is None else (self.memory,)
+
+    def make_back(self, backend: Backend) -> None:
+        """Make the second block."""
+        self.back = backend.host_empty((self.layout.numel,), self.layout.dtype)
+        self.back_values = self.layout.views(self.back)
+
+    def publish(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
+        """Let devices read the masters' numbers from now on; nobody is reading the block."""
+        stale = [i for i, master in enumerate(masters) if self.complete.get(i) != master._version]
+        targets = self.values if self.back is None else self.back_values
+        written = self.host_tensors() if self.back is None else (self.back,)
+        backend.host_touch(write=written, what="publishing weights")
+        write_weights([masters[i] for i in stale], [targets[i] for i in stale])
+        if self.back is not None:
+            self._change_places()
+
+    def _change_places(self) -> None:
+        self.complete = {}
+        self.memory, self.back = self.back, self.memory
+        self.values, self.back_values = self.back_values, self.values
+        for tensor, value in zip(self.tensors, self.values, strict=True):
+            tensor.data = value
 
     def changed_outside(self) -> list[int]:
         """Indices of the tensors that code outside the engine has written since this was last asked."""
@@ -92,12 +121,18 @@ class LayerState:
 
 Signature = tuple[object, ...]
 
+# Of the machine's memory: what a second copy of the weights takes without being asked for.
+_LITTLE = 1 / 16
 
-def signature(layers: Sequence[torch.nn.Module]) -> Signature:
-    """What blocks and twins were built from: all modules, each tensor, whether it is trained, where it lies."""
+
+def signature(layers: Sequence[torch.nn.Module], places: Mapping[int, int]) -> Signature:
+    """What blocks and twins were built from: all modules, each tensor, whether it is trained, where it lies.
+
+    `places`: addresses that count as others, since the engine itself moves parameters there and back.
+    """
     modules = tuple(module for layer in layers for module in layer.modules())
     tensors = tuple(
-        (id(tensor), tensor.requires_grad, tensor.data_ptr(), _has_hooks(tensor))
+        (id(tensor), tensor.requires_grad, places.get(tensor.data_ptr(), tensor.data_ptr()), _has_hooks(tensor))
         for layer in layers
         for _, tensor in tensors_of(layer)
     )
@@ -188,8 +223,14 @@ class ModelState:
     """
 
     def __init__(
-        self, backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode, optim_dtype: torch.dtype | None
+        self,
+        backend: Backend,
+        modules: Sequence[torch.nn.Module],
+        pin: PinMode,
+        optim_dtype: torch.dtype | None,
+        double_buffer: bool | None = False,
     ) -> None:
+        self._double_buffer = double_buffer
         self.backend = backend
         self.modules = tuple(modules)
         self.pin: PinMode = pin
@@ -211,13 +252,14 @@ class ModelState:
         self.layers = build_layers(self.backend, self.modules, self.pin)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
-        self.signature = signature(self.modules)
+        self._places: dict[int, int] = {}
+        self.signature = signature(self.modules, self._places)
         self.flags = training_flags(self.modules)
         self.attributes = attributes(self.modules)
 
     def changed(self) -> bool:
         """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`."""
-        return signature(self.modules) != self.signature
+        return signature(self.modules, self._places) != self.signature
 
     def written_outside(self) -> list[torch.Tensor]:
         """The trainable parameters that code outside the engine has written since this was last asked."""
@@ -296,6 +338,18 @@ class ModelState:
                 if parameter not in self.masters:
                     dtype = self.optim_dtype or parameter.dtype
                     self.masters[parameter] = Master(value.to(dtype, copy=True).contiguous())
+
+    @torch.inference_mode(False)
+    def make_backs(self) -> None:
+        """A second block beside each trainable one, if that is wanted; by default where it takes little."""
+        if self._double_buffer is None:
+            nbytes = sum(block.nbytes for block in self.trainable)
+            self._double_buffer = nbytes <= self.backend.host_memory().total_bytes * _LITTLE
+        for block in self.trainable if self._double_buffer else ():
+            if block.memory is not None and block.back is None:
+                block.make_back(self.backend)
+                for value, back in zip(block.values, block.back_values, strict=True):
+                    self._places[back.data_ptr()] = value.data_ptr()
 
     def first_trainable(self) -> int:
         """The lowest layer that is trained; the number of layers if none is."""

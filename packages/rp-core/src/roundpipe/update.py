@@ -1,9 +1,9 @@
 """The optimizer's side of a model: steps on the optimizer's thread, and their results in the weights.
 
 Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`). A step leaves its result in
-the masters; it is copied into the weights, each block in its turn, by a synchronous step at its end, and otherwise
-by the next step (or `synchronize`) at its beginning: so between two steps calls read the result of the step before
-the last one.
+the masters; it is brought into the weights, each block in its turn, by a synchronous step at its end, otherwise by
+the next step (or `synchronize`) at its beginning: so between two steps calls read the result of the step before the
+last one. Where weights have a second block, the step has written it there already, and the two change places.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-from rp_optim import write_weights
 from rp_transfer import Ticket
 
 from roundpipe import tracing
@@ -43,6 +42,7 @@ class Updates:
         """Take a step's turns: publish the last result, then update; a synchronous result is published at once."""
         state = self._state
         state.make_masters()
+        state.make_backs()
         before = self._publication(take) if state.unpublished else {}
         gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient}
         after = {} if is_async else self._publication(take)
@@ -198,8 +198,7 @@ def _publish_blocks(tracer: Tracer | None, state: ModelState, turns: Turns) -> N
             ticket.enter()
         # The masters of a step that failed are neither the old nor the new ones.
         if state.failed is None:
-            state.backend.host_touch(write=block.host_tensors(), what="publishing weights")
-            write_weights([state.masters[parameter] for parameter in block.tensors], block.values)
+            block.publish(state.backend, [state.masters[parameter] for parameter in block.tensors])
         ticket.leave()
 
 

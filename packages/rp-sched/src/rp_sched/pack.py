@@ -23,7 +23,7 @@ class Row:
 
     `times_ms`: of each resource that works beside the others (arithmetic, link up, link down); the slowest one
     counts. `state_bytes`: weights and gradients, or weights alone if those are limited. `resident_bytes`: weights,
-    gradients and kept activations. A stage of several layers has at most `state_limit` and `resident_limit` of them.
+    gradients and kept activations. A stage of several layers has at most the limit of either.
     """
 
     times_ms: tuple[tuple[float, ...], ...]
