@@ -20,11 +20,11 @@ class MemoryReport:
     """Memory in bytes, at one moment; prints as a table.
 
     `weights_bytes` (frozen and trained, these with second copies), `buffers_bytes`, `gradients_bytes` and
-    `masters_bytes` (the optimizer's parameters) are this model's on the host. `optimizer_bytes` is the state of the
-    optimizers that were given, None if none was. `activations_bytes` is what is left of the runtime's memory without
-    blocks and gradients of all its models: activations, results, idle buffers kept for later calls, and what copies
-    go through. `pinned_bytes`, of the machine's `host_total_bytes`, are the runtime's. `devices` are used and peak
-    bytes of each device, all models together.
+    `masters_bytes` (the optimizer's parameters) are this model's on the host. `optimizer_bytes` is the state of
+    the optimizers that were given, None if none was. `activations_bytes` is what is left of the runtime's memory
+    without blocks and gradients of all its models: activations, results, idle buffers kept for later calls, and
+    what copies go through. `pinned_bytes`, of the machine's `host_total_bytes`, are the runtime's. `devices` are
+    used and peak bytes of each device, all models together.
 
     >>> MemoryReport(2, 0, 2, 4, 8, 100, 4096, 1 << 30, ()).host_bytes
     116

@@ -124,9 +124,12 @@ class Stage:
                 self._end_of_microbatch()
             self._weights.return_buffers()
             if self._task.kind != "F":
-                where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
-                self._exchange.send_home(self._weights.deliver(), where)
+                self._send_home(self._weights.all_sums())
             self._weights.release()
+
+    def _send_home(self, blocks: Sequence[Block]) -> None:
+        where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
+        self._exchange.send_home(self._weights.deliver(blocks), where)
 
     # Told to whoever records
 
@@ -154,6 +157,7 @@ class Stage:
 
     def _end_of_microbatch(self) -> None:
         done = self._device.compute.record()
+        self._weights.note_microbatch()
         self._courier.let_go(done)
         self._pace.append(done)
         if len(self._pace) > _AHEAD:
@@ -334,10 +338,17 @@ class Stage:
             self._place = place
             if self._times is not None:
                 self._times.enter_backward(layer, self._device.compute)
+            if microbatch == self._task.microbatches[-1]:
+                self._send_complete(layer)
 
         for leaf in rp_batch.flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
+
+    def _send_complete(self, layer: int) -> None:
+        # What was made later goes through first: all that is above the layer has been gone through.
+        if blocks := self._weights.complete_above(layer, self._task.layers):
+            self._send_home(blocks)
 
     # Forward, loss and backward
 

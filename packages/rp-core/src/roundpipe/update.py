@@ -1,9 +1,9 @@
 """The optimizer's side of a model: steps on the optimizer's thread, and their results in the weights.
 
 Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`). A step leaves its result in
-the masters; it is brought into the weights, each block in its turn, by a synchronous step at its end, otherwise by
-the next step (or `synchronize`) at its beginning: so between two steps calls read the result of the step before the
-last one. Where weights have a second block, the step has written it there already, and the two change places.
+the masters; it is brought into the weights, each block in its turn, by a synchronous step at its end, otherwise
+by the next step (or `synchronize`) at its beginning: so between two steps calls read the result of the step before
+the last one. Where weights have a second block, the step wrote it there already, and the two change places.
 """
 
 from __future__ import annotations

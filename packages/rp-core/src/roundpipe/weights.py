@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -67,6 +67,14 @@ class Delivery:
             ticket.leave(begun)
 
 
+@dataclass(frozen=True, slots=True)
+class _Additions:
+    """How often was added to each gradient of a block by the end of a microbatch, and by that one alone."""
+
+    seen: list[int]
+    each: list[int]
+
+
 class Weights:
     """The blocks of one task on its device.
 
@@ -92,6 +100,8 @@ class Weights:
         self._arriving: dict[Block, tuple[torch.Tensor, Future[Event]]] = {}
         self._bound: dict[Block, torch.Tensor] = {}
         self._trained: list[Block] = []
+        self._delivered: list[Block] = []
+        self._additions: dict[Block, _Additions] = {}
         self._sums: dict[Block, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._written: set[Block] = set()
 
@@ -137,7 +147,7 @@ class Weights:
         return tracer.waiting(self._device, "weights", f"weights of {described(block)} to arrive")
 
     def _make_sums(self) -> None:
-        new = [block for block in self._trained if block not in self._sums]
+        new = [block for block in self._trained if block not in self._sums and block not in self._delivered]
         if new:
             # As late as possible: those of the task before take their room on the device until they have left.
             with NOTHING if self._tracer is None else self._waiting_for_room(self._tracer):
@@ -166,6 +176,19 @@ class Weights:
         finally:
             for block, (_, sums) in self._sums.items():
                 self._twins.detach(block, sums)
+        self._refuse_late()
+
+    def _refuse_late(self) -> None:
+        for block in self._delivered:
+            if any(twin.grad is not None for twin in self._twins.tensors(block)):
+                raise RuntimeError(
+                    f"{described(block)} got a gradient after the backward pass had left it; does it compute on "
+                    "another device than its own? Then keep it out of the model"
+                )
+
+    def all_sums(self) -> list[Block]:
+        """The blocks whose gradients are still here."""
+        return list(self._sums)
 
     # Buffers
 
@@ -207,13 +230,41 @@ class Weights:
 
     # Gradients
 
-    def deliver(self) -> Delivery:
-        """Hand the sums of all gradients over, to be sent home."""
-        sums = [
-            (block, memory, _written(views), self._gradient_turns.pop(block))
-            for block, (memory, views) in self._sums.items()
+    def note_microbatch(self) -> None:
+        """A microbatch is over: how often it added to each gradient, the last one will, too."""
+        for block, (_, sums) in self._sums.items():
+            seen = [gradient._version for gradient in sums]
+            before = self._additions[block].seen if block in self._additions else [0] * len(seen)
+            self._additions[block] = _Additions(seen, [a - b for a, b in zip(seen, before, strict=True)])
+
+    def complete_above(self, layer: int, layers: range) -> list[Block]:
+        """The blocks that get no more gradients, once the last backward through `layers` is down to `layer`.
+
+        Autograd goes through what was made last first, so that all above the layer is done; except for what an
+        earlier microbatch made, such as autocast's copies of weights. So the additions are counted, too.
+        """
+        return [
+            block
+            for block in self._sums
+            if all(user > layer for user in block.users if user in layers) and self._has_all(block)
         ]
-        self._sums = {}
+
+    def _has_all(self, block: Block) -> bool:
+        known = self._additions.get(block)
+        if known is None:
+            return False
+        seen = [gradient._version for gradient in self._sums[block][1]]
+        return seen == [a + b for a, b in zip(known.seen, known.each, strict=True)]
+
+    def deliver(self, blocks: Sequence[Block]) -> Delivery:
+        """Hand the sums of these blocks' gradients over, to be sent home."""
+        for block in blocks:
+            self._twins.detach(block, self._sums[block][1])
+        chosen = [(block, *self._sums.pop(block)) for block in blocks]
+        sums = [
+            (block, memory, _written(views), self._gradient_turns.pop(block)) for block, memory, views in chosen
+        ]
+        self._delivered += blocks
         self._device.compute.touch(write=[memory for _, memory, _, _ in sums], what="gradients")
         return Delivery(self._lane.outbox, self._device.compute.record(), sums, self._tracer)
 

@@ -15,8 +15,8 @@ import torch
 
 from rp_transfer.api import Backend, Device, Event, Stream
 
-# Two of them keep a link busy for 0.6 ms, long enough for a thread to come back (docs/performance.md).
-CHUNK_BYTES = 16 << 20
+# Two of them keep a link busy for 2.4 ms: enough for an interrupt and for Python's lock (docs/performance.md).
+CHUNK_BYTES = 64 << 20
 # A chunk is queued in halves, so that there is time to queue the next one while three are left.
 _HALVES = 2
 # Staged through the ring, a chunk should fit the cores' caches: the host writes it, then the device reads it.

@@ -10,7 +10,6 @@ The only file that imports CuPy.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,9 +27,6 @@ from rp_transfer.regions import Regions
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses tell
-# The driver's interrupt takes 0.3 ms to arrive in a virtual machine: short waits look for themselves.
-_POLL_S = 20e-6
-_POLLING_S = 10e-3
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
 
 
@@ -49,12 +45,7 @@ class CudaEvent:
 
     def synchronize(self) -> None:
         """Block until it has, without holding Python's lock."""
-        give_up = time.monotonic() + _POLLING_S
-        while not self.native.done:
-            if time.monotonic() > give_up:
-                self.native.synchronize()
-                return
-            time.sleep(_POLL_S)
+        self.native.synchronize()
 
     def seconds_since(self, earlier: Event) -> float:
         """What the device measured between the two."""
