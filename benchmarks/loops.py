@@ -29,8 +29,8 @@ class Workload:
 
 
 Step = Callable[[Tensor], float]
-# A step, what to do after the last one, and the number of GPUs.
-Engine = tuple[Step, Callable[[], None], int]
+# A step, what to do after the last one and what that finds out, and the number of GPUs.
+Engine = tuple[Step, Callable[[], dict[str, float]], int]
 
 
 def _loss(workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
@@ -70,7 +70,7 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
         wrapped.step(update, is_async=not workload.sync)
         return loss.item()
 
-    def finish() -> None:
+    def finish() -> dict[str, float]:
         if workload.profile is not None:
             with roundpipe.profile(workload.profile) as found:
                 for _ in range(2):
@@ -78,7 +78,9 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
                 wrapped.synchronize()
             print(found.summary, file=sys.stderr)
         wrapped.synchronize()
-        print(wrapped.memory_report(optimizer), file=sys.stderr)
+        report = wrapped.memory_report(optimizer)
+        print(report, file=sys.stderr)
+        return {} if report.predicted_bytes is None else {"foreseen_device_gb": report.predicted_bytes / 1e9}
 
     return step, finish, len(runtime.lanes)
 
@@ -115,7 +117,11 @@ def resident(workload: Workload, model: nn.Sequential) -> Engine:
             torch._foreach_copy_(weights, masters)
         return total.item()
 
-    return step, torch.cuda.synchronize, 1
+    def finish() -> dict[str, float]:
+        torch.cuda.synchronize()
+        return {}
+
+    return step, finish, 1
 
 
 ENGINES: Mapping[str, Callable[[Workload, nn.Sequential], Engine]] = {

@@ -53,7 +53,8 @@ def main() -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(index)
     step, finish, devices = ENGINES[args.engine](workload, model)
-    losses, seconds = _measure(step, finish, batches(size, workload.batch, workload.sequence), args)
+    losses, seconds = _measure(step, batches(size, workload.batch, workload.sequence), args)
+    found = finish()
     tokens = workload.batch * workload.sequence
     rate = tokens / statistics.median(seconds)
     print(
@@ -67,6 +68,7 @@ def main() -> None:
                 "seconds": [round(s, 4) for s in seconds],
                 "model_tflops_per_gpu": round(rate * size.flops_per_token(workload.sequence) / devices / 1e12, 1),
                 "peak_device_gb": _device_peaks(),
+                **{name: round(value, 2) for name, value in found.items()},
                 "peak_host_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
                 "losses": [round(loss, 4) for loss in losses],
                 "torch": torch.__version__,
@@ -79,17 +81,13 @@ def main() -> None:
 
 
 def _measure(
-    step: Callable[[torch.Tensor], float],
-    finish: Callable[[], None],
-    batch: Callable[[], torch.Tensor],
-    args: argparse.Namespace,
+    step: Callable[[torch.Tensor], float], batch: Callable[[], torch.Tensor], args: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
     losses: list[float] = []
     ends: list[float] = []
     for _ in range(args.warmup + args.steps):
         losses.append(step(batch()))
         ends.append(time.perf_counter())
-    finish()
     return losses, [after - before for before, after in pairwise(ends[args.warmup - 1 :])]
 
 

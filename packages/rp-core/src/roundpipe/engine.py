@@ -80,6 +80,11 @@ class Engine:
         """What the model keeps on the host."""
         return self._state
 
+    @property
+    def predicted_bytes(self) -> int | None:
+        """What the last call was to take on a device, foreseen from those before it."""
+        return self._planner.predicted_bytes
+
     def layer_costs(self, mode: Mode) -> list[LayerCost]:
         """What the planner takes each layer to cost."""
         return self._planner.costs(mode)

@@ -67,7 +67,9 @@ class Joint:
 
     def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:
         """What the model takes, as it is now."""
-        return memory_report(self._runtime, [engine.state for engine in self._engines], optimizers)
+        foreseen = [engine.predicted_bytes for engine in self._engines]
+        predicted = max((nbytes for nbytes in foreseen if nbytes is not None), default=None)
+        return memory_report(self._runtime, [engine.state for engine in self._engines], optimizers, predicted)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -24,7 +24,8 @@ class MemoryReport:
     the optimizers that were given, None if none was. `activations_bytes` is what is left of the runtime's memory
     without blocks and gradients of all its models: activations, results, idle buffers kept for later calls, and
     what copies go through. `pinned_bytes`, of the machine's `host_total_bytes`, are the runtime's. `devices` are
-    used and peak bytes of each device, all models together.
+    used and peak bytes of each device, all models together. `predicted_bytes` is what this model's last call was
+    to take on one, foreseen from the calls before it; None where none was measured, and on CPU devices.
 
     >>> MemoryReport(2, 0, 2, 4, 8, 100, 4096, 1 << 30, ()).host_bytes
     116
@@ -39,6 +40,7 @@ class MemoryReport:
     pinned_bytes: int
     host_total_bytes: int
     devices: tuple[MemoryUse, ...]
+    predicted_bytes: int | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -68,10 +70,17 @@ class MemoryReport:
             ]
             for use in self.devices
         ]
-        return "\n".join([table(["host", "bytes"], host), "", table(["device", "used", "peak", "has"], devices)])
+        foreseen = [] if self.predicted_bytes is None else [f"foreseen: {readable_bytes(self.predicted_bytes)}"]
+        tables = [table(["host", "bytes"], host), "", table(["device", "used", "peak", "has"], devices)]
+        return "\n".join(tables + foreseen)
 
 
-def memory_report(runtime: Runtime, states: Sequence[ModelState], optimizers: Sequence[object]) -> MemoryReport:
+def memory_report(
+    runtime: Runtime,
+    states: Sequence[ModelState],
+    optimizers: Sequence[object],
+    predicted_bytes: int | None = None,
+) -> MemoryReport:
     """The memory of one model, in one part or several, and of the runtime it shares.
 
     Raises `TypeError` for what is no optimizer.
@@ -91,6 +100,7 @@ def memory_report(runtime: Runtime, states: Sequence[ModelState], optimizers: Se
         pinned_bytes=host.pinned_bytes,
         host_total_bytes=host.total_bytes,
         devices=runtime.memory(),
+        predicted_bytes=predicted_bytes,
     )
 
 

@@ -12,7 +12,7 @@ import rp_sched
 from rp_sched import LayerCost, Limits, Mode, Plan, Task
 
 from roundpipe.config import RoundPipeRunConfig
-from roundpipe.footprint import Footprint, rows_of
+from roundpipe.footprint import Footprint, resident_bytes, rows_of
 from roundpipe.measure import LayerTimes, ModelTimer
 from roundpipe.plans import MODEL_SHARE, ModelExecutePlan
 from roundpipe.replanning import PlanInUse
@@ -47,6 +47,9 @@ class Planner:
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
         self._plans: dict[object, tuple[int, PlanInUse]] = {}
         self._footprint = Footprint(self._state.layers)
+        self._latest: LayerTimes | None = None
+        # What the last call was to take on a device, foreseen from those before it.
+        self.predicted_bytes: int | None = None
 
     def watch(
         self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], tasks: Sequence[Task]
@@ -55,7 +58,8 @@ class Planner:
         timer = self._timer(mode, len(parts))
         if not timer.is_watching() or (config.execute_plan is not None and not timer.VERBOSE):
             return None
-        return LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes())
+        self._latest = LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes())
+        return self._latest
 
     def take(self, times: LayerTimes) -> None:
         """Take in what a launch took."""
@@ -65,7 +69,8 @@ class Planner:
             return
         self._footprint.note_kept(times.kept, times.rows)
         peak = self._peak_bytes()
-        if peak > times.peak_bytes:
+        # A peak since then is another launch's, if there was one.
+        if times is self._latest and peak > times.peak_bytes:
             self._footprint.note_peak(peak, times.tasks, self._guesses(times.rows))
 
     def _peak_bytes(self) -> int:
@@ -96,7 +101,11 @@ class Planner:
         self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
         # Below the lowest layer that is trained there is nothing to propagate to.
         lowest = 0 if input_grads else self._state.first_trainable()
-        return tuple(task for task in tasks if task.kind != "B" or task.layers.stop > lowest)
+        kept = tuple(task for task in tasks if task.kind != "B" or task.layers.stop > lowest)
+        if self._footprint.is_measured:
+            costs = self._guesses(rows_of(parts))
+            self.predicted_bytes = resident_bytes(kept, costs) + self._footprint.working_bytes
+        return kept
 
     def _dealt(self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any]) -> tuple[Task, ...]:
         if config.execute_plan is not None:

@@ -20,7 +20,7 @@ Member = tuple[Group, torch.Tensor]
 
 # Elements that are updated in one go. Waking the threads for each parameter took a third of a step on sixteen
 # cores; much more than this would keep gradients that have come waiting for those that have not.
-_TOGETHER = 1 << 26
+_TOGETHER = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from rp_transfer.api import Backend, Device, Event, Stream
 CHUNK_BYTES = 64 << 20
 # A chunk is queued in halves, so that there is time to queue the next one while three are left.
 _HALVES = 2
-# Staged through the ring, a chunk should fit the cores' caches: the host writes it, then the device reads it.
-SLOT_BYTES = 4 << 20
+# Staged through the ring, a chunk should fit the cores' caches: the host writes it, then the device reads it. Each
+# costs some turns of Python's lock, too.
+SLOT_BYTES = 16 << 20
 _SLOTS = 4
 _UNDER_WAY = 2 * _HALVES
 # A copy of nothing takes some 2 µs, in which the link would move this much.
