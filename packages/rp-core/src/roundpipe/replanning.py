@@ -129,7 +129,7 @@ def _choices(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
     """Where memory is short: large stages leave little room for activations, small ones are many."""
     room = limits.device_memory_bytes
     wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)
-    if room is None or wanted <= room:
+    if room is None or wanted <= room or limits.stage_bytes is not None:
         yield limits
     else:
         for share in _AHEAD:
