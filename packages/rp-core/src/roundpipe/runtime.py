@@ -183,8 +183,9 @@ class Runtime:
 
 
 def _share(num_threads: int, num_devices: int) -> int:
-    # Two porters a device, and half of the cores for lanes and the optimizer.
-    return max(num_threads // (4 * num_devices), 1)
+    # Two porters a device. Where several devices add to one gradient, these additions are what a call waits for, and
+    # the optimizer waits for them, too.
+    return max(num_threads // (2 * num_devices), 1)
 
 
 _default_lock = threading.Lock()
