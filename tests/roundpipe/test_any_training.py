@@ -129,6 +129,7 @@ class Training:
     dtype: torch.dtype
     separate: bool
     is_async: bool
+    double_buffer: bool
 
     def is_large(self) -> bool:
         """Three or more layers, stages and devices."""
@@ -161,6 +162,7 @@ def trainings(draw: st.DrawFn) -> Training:
         dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])),
         separate=separate,
         is_async=draw(st.booleans()),
+        double_buffer=draw(st.booleans()),
     )
 
 
@@ -179,7 +181,9 @@ def ours(training: Training, x: torch.Tensor, y: torch.Tensor) -> Found:
         recompute_grain=training.grain,
     )
     with Runtime(f"cpu:{training.devices}") as runtime:
-        model = RoundPipe(training.layers, runtime=runtime, model_run_config=config)
+        model = RoundPipe(
+            training.layers, runtime=runtime, model_run_config=config, double_buffer=training.double_buffer
+        )
         optimizer = torch.optim.SGD(model.optim_parameters(), lr=LR)
         losses = []
         for call in range(CALLS):

@@ -183,8 +183,8 @@ class Runtime:
 
 
 def _share(num_threads: int, num_devices: int) -> int:
-    # Two porters a device. Where several devices add to one gradient, these additions are what a call waits for, and
-    # the optimizer waits for them, too.
+    # Two porters a device. Where several devices add to one gradient, calls wait for these additions, and so does
+    # the optimizer.
     return max(num_threads // (2 * num_devices), 1)
 
 

@@ -241,7 +241,8 @@ class Weights:
         """The blocks that get no more gradients, once the last backward through `layers` is down to `layer`.
 
         Autograd goes through what was made last first, so that all above the layer is done; except for what an
-        earlier microbatch made, such as autocast's copies of weights. So the additions are counted, too.
+        earlier microbatch made, such as autocast's copies of weights. A gradient is added once all parts of it are
+        there, so it is looked at, too.
         """
         return [
             block

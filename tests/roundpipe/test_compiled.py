@@ -1,0 +1,137 @@
+"""Compiled layers: one compilation for each kind of layer and mode, and the numbers of those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_near, batch, gradients, square_error, twin
+from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
+from torch import nn
+
+
+class Layer(nn.Module):
+    """A kind of layer that there are many of."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Other(Layer):
+    """Another kind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - torch.tanh(self.linear(x))
+
+
+class Counting:
+    """A compiler that counts the graphs it was given, and compiles none."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        del inputs
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    # In the end, the limits that were raised are what they were, too.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+def row(layers: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(layers)), Other())
+
+
+def train(model: RoundPipe, calls: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.01)
+    x, y = torch.ones(6, 6), torch.zeros(6, 6)
+    losses = []
+    for _ in range(calls):
+        losses.append(model.forward_backward((x,), None, y, square_error))
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    return losses
+
+
+def test_layers_of_a_kind_share_a_compilation() -> None:
+    counting = Counting()
+    with Runtime("cpu:2") as runtime:
+        config = RoundPipeRunConfig(num_microbatch=2)
+        options = {"backend": counting}
+        model = RoundPipe(row(), runtime=runtime, model_run_config=config, compile_layers=options)
+        train(model)
+        # The first layer's input needs no gradient, the others' do.
+        first = counting.graphs
+        assert 2 <= first <= 3
+        train(model)
+        assert counting.graphs == first
+        with torch.no_grad():
+            model(torch.ones(6, 6))
+        assert first < counting.graphs <= 2 * first
+
+
+def test_many_layers_on_many_devices_stay_within_the_compilers_limits() -> None:
+    counting = Counting()
+    with Runtime("cpu:4") as runtime:
+        model = RoundPipe(row(24), runtime=runtime, compile_layers={"backend": counting})
+        train(model, 2)
+    assert counting.graphs <= 12
+
+
+def test_the_numbers_are_those_of_layers_that_are_not_compiled(runtime: Runtime, devices: str) -> None:
+    # On the CPU the real compiler would need minutes; its graphs are what counts here.
+    options: Any = True if devices == "cuda" else {"backend": "aot_eager"}
+    layers = row(3)
+    truth = twin(layers)
+    x, y = torch.ones(6, 6), torch.zeros(6, 6)
+    model = RoundPipe(layers, runtime=runtime, compile_layers=options)
+    loss = model.forward_backward((x,), None, y, square_error)
+    wanted = square_error(truth(x), y)
+    wanted.backward()
+    model.synchronize()
+    assert_near(loss, wanted, 1e-4)
+    assert_near(gradients(layers), gradients(truth), 1e-4)
+
+
+def test_gradients_are_summed_in_fp32_beside_compiled_layers(two: Runtime) -> None:
+    found = []
+    for options in (False, {"backend": "aot_eager"}):
+        layers = row(2).bfloat16()
+        model = RoundPipe(layers, torch.float32, runtime=two, compile_layers=options)
+        x = torch.ones(6, 6, dtype=torch.bfloat16)
+        model.forward_backward((x,), None, torch.zeros_like(x), square_error)
+        model.synchronize()
+        found.append(gradients(layers))
+    assert_near(found[1], found[0], 1e-2)
+
+
+def test_what_it_is_not_is_refused(two: Runtime) -> None:
+    with pytest.raises(TypeError, match="compile_layers must be a bool or a dict"):
+        RoundPipe(row(), runtime=two, compile_layers="yes")  # type: ignore[arg-type]
+
+
+def test_models_that_were_taken_apart_pass_it_to_their_parts(two: Runtime) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = row(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    net = Net()
+    net.inner = RoundPipe(net.inner, runtime=two, compile_layers={"backend": "aot_eager"})
+    model = AutoRoundPipe(net, compile_layers=True)
+    assert model(batch(6)[0].repeat(1, 2)[:, :6]).shape == (6, 6)

@@ -1,0 +1,149 @@
+"""Weights with a second block: the numbers of a single one, and what changes places stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import roundpipe
+import torch
+from plain import assert_near, batch, mlp, square_error, weights
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
+from torch import nn
+
+Optimizer = Callable[..., torch.optim.Optimizer]
+OPTIMIZERS = {"roundpipe": roundpipe.optim.AdamW, "torch": torch.optim.AdamW}
+
+
+def wrapped(runtime: Runtime, layers: nn.Module, *, double_buffer: bool | None = True) -> RoundPipe:
+    config = RoundPipeRunConfig(num_microbatch=2)
+    return RoundPipe(layers, torch.float32, "m", config, runtime=runtime, double_buffer=double_buffer)
+
+
+def masters(model: RoundPipe) -> dict[str, torch.Tensor]:
+    return {name: master.detach().clone() for name, master in model.optim_named_parameters()}
+
+
+def losses_of(model: RoundPipe, make: Optimizer, turns: int = 6) -> list[float]:
+    optimizer = make(model.optim_parameters(), lr=0.05)
+    dtype = next(model.model.parameters()).dtype
+    x, y = (tensor.to(dtype) for tensor in batch(6))
+    found = []
+    for turn in range(turns):
+        found.append(model.forward_backward((x,), None, y, square_error).item())
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=turn % 3 != 2)
+    model.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_steps_give_the_numbers_of_a_single_block(runtime: Runtime, make: Optimizer, dtype: torch.dtype) -> None:
+    one, two = mlp().to(dtype), mlp().to(dtype)
+    wanted = losses_of(wrapped(runtime, one, double_buffer=False), make)
+    assert losses_of(wrapped(runtime, two), make) == wanted
+    assert all(torch.equal(weights(one)[name], weight) for name, weight in weights(two).items())
+
+
+def test_parameters_that_a_step_leaves_out_are_published_as_they_are(two: Runtime) -> None:
+    layers = mlp()
+    model = wrapped(two, layers)
+    parameters = list(model.optim_parameters())
+    x, y = batch(6)
+    for chosen in (parameters[:1], parameters[2:], parameters[1:3], parameters):
+        optimizer = roundpipe.optim.SGD(chosen, lr=0.05)
+        model.forward_backward((x,), None, y, square_error)
+        model.step(optimizer.step, is_async=False)
+        model.zero_grad()
+        assert_near(weights(layers), masters(model), 0)
+
+
+def test_masters_that_change_after_the_optimizer_count(two: Runtime) -> None:
+    layers = mlp()
+    model = wrapped(two, layers)
+    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.05)
+    x, y = batch(6)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            next(iter(model.parameters())).fill_(3)
+
+    for _ in range(3):
+        model.forward_backward((x,), None, y, square_error)
+        model.step(update)
+    model.synchronize()
+    assert set(next(layers.parameters()).flatten().tolist()) == {3.0}
+    assert_near(weights(layers), masters(model), 0)
+
+
+def test_a_step_that_fails_leaves_the_weights_whole(two: Runtime) -> None:
+    layers = mlp()
+    model = wrapped(two, layers)
+    wanted = losses_of(model, roundpipe.optim.SGD)[-1:]
+    before = weights(layers)
+    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.05)
+    x, y = batch(6)
+
+    def fails() -> None:
+        optimizer.step()
+        raise LookupError
+
+    model.forward_backward((x,), None, y, square_error)
+    with pytest.raises(LookupError):
+        model.step(fails, is_async=False)
+    assert all(torch.equal(weights(layers)[name], weight) for name, weight in before.items())
+    with pytest.raises(StepFailed):
+        model.forward_backward((x,), None, y, square_error)
+    model.reset()
+    assert wanted
+    losses_of(model, roundpipe.optim.SGD, turns=3)
+    assert_near(weights(layers), masters(model), 0)
+
+
+def test_changing_places_is_no_change_of_the_model(two: Runtime) -> None:
+    layers = mlp()
+    model = wrapped(two, layers)
+    losses_of(model, roundpipe.optim.SGD, turns=1)
+    blocks, version = model._engine._state.blocks, model._engine._state.version
+    losses_of(model, roundpipe.optim.SGD, turns=6)
+    assert model._engine._state.blocks is blocks
+    assert model._engine._state.version > version
+
+
+def test_weights_that_are_written_or_loaded_between_steps_count(two: Runtime) -> None:
+    layers = mlp()
+    model = wrapped(two, layers)
+    losses_of(model, roundpipe.optim.SGD, turns=2)
+    with torch.no_grad():
+        next(layers.parameters()).fill_(0.5)
+    losses_of(model, lambda parameters, lr: roundpipe.optim.SGD(parameters, lr=0.0 * lr), turns=3)
+    assert set(next(layers.parameters()).flatten().tolist()) == {0.5}
+    state = mlp(seed=7).state_dict()
+    model.load_state_dict({f"model.{name}": value for name, value in state.items()})
+    assert_near(weights(layers), state, 0)
+    losses_of(model, roundpipe.optim.SGD, turns=3)
+    assert_near(weights(layers), masters(model), 0)
+
+
+def test_it_is_taken_where_it_is_little_and_counted(two: Runtime) -> None:
+    layers = mlp()
+    nbytes = sum(p.nbytes for p in layers.parameters())
+    for double_buffer, copies in ((False, 1), (True, 2), (None, 2)):
+        model = wrapped(two, mlp(), double_buffer=double_buffer)
+        losses_of(model, roundpipe.optim.SGD, turns=1)
+        assert nbytes * copies <= model.memory_report().weights_bytes <= nbytes * copies * 1.5 + 1024
+
+
+def test_weights_that_stay_where_they_are_have_none(two: Runtime) -> None:
+    layers = mlp()
+    model = RoundPipe(layers, runtime=two, pin_model="off", double_buffer=True)
+    addresses = [p.data_ptr() for p in layers.parameters()]
+    losses_of(model, roundpipe.optim.SGD, turns=4)
+    assert [p.data_ptr() for p in layers.parameters()] == addresses
+
+
+def test_other_values_are_refused(two: Runtime) -> None:
+    with pytest.raises(ValueError, match="double_buffer must be True, False or None"):
+        RoundPipe(mlp(), runtime=two, double_buffer="yes")  # type: ignore[arg-type]

@@ -1,0 +1,133 @@
+"""What calls take on a device: guesses, measurements, and what plans make of them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from plain import square_error
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.footprint import Footprint, resident_bytes, rows_of
+from roundpipe.measure import ModelTimer
+from roundpipe.replanning import PlanInUse
+from rp_sched import LayerCost, Limits, Task
+from torch import nn
+
+KB = 1 << 10
+
+
+@pytest.fixture
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def footprint(runtime: Runtime, layers: nn.Sequential) -> Footprint:
+    return Footprint(RoundPipe(layers, runtime=runtime)._engine._state.layers)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rows"),
+    [
+        ([(torch.zeros(4, 7, dtype=torch.int64),), (torch.zeros(3, 7, dtype=torch.int64),)], 28),
+        ([(torch.zeros(4, 7, 5), torch.zeros(4))], 28),
+        ([({"x": torch.zeros(2, 3, 8, 8)},)], 48),
+        ([("text", None, 3)], 1),
+        ([(torch.zeros(0, 5),)], 1),
+        ([(torch.zeros(()),)], 1),
+    ],
+)
+def test_rows_are_those_of_the_largest_microbatch(parts: list[tuple[object, ...]], rows: int) -> None:
+    assert rows_of(parts) == rows
+
+
+def test_guesses_go_by_the_widths_of_weights_and_give_way_to_measurements(
+    two: Runtime, layers: nn.Sequential
+) -> None:
+    found = footprint(two, layers)
+    assert not found.is_measured
+    assert [found.kept_bytes(layer, 10) for layer in range(3)] == [2 * 12 * 4 * 10, 0, 2 * 10 * 4 * 10]
+    found.note_kept({0: 600, 1: 300}, rows=30)
+    assert found.is_measured
+    assert [found.kept_bytes(layer, 10) for layer in range(3)] == [200, 100, 0]
+
+
+def test_what_is_kept_is_the_most_that_was_seen_and_small_news_are_none(
+    two: Runtime, layers: nn.Sequential
+) -> None:
+    found = footprint(two, layers)
+    found.note_kept({0: 1000}, rows=10)
+    version = found.version
+    found.note_kept({0: 1040}, rows=10)
+    found.note_kept({0: 500}, rows=10)
+    assert (found.version, found.kept_bytes(0, 10)) == (version, 1000)
+    found.note_kept({0: 2000}, rows=10)
+    assert found.version > version
+    assert found.kept_bytes(0, 10) == 2000
+
+
+def test_what_layers_work_in_is_what_a_peak_has_beside_what_is_known(two: Runtime, layers: nn.Sequential) -> None:
+    found = footprint(two, layers)
+    costs = [LayerCost(1, weight_bytes=100, kept_bytes=50)] * 3
+    tasks = [Task("FB", range(0, 3), range(2), 0)]
+    # Weights of this call and of the next, gradients in 32 bits, what is kept.
+    assert resident_bytes(tasks, costs) == 300 + 600 + 150 + 300
+    found.note_peak(2000, tasks, costs)
+    assert found.working_bytes == 650
+    version = found.version
+    found.note_peak(1900, tasks, costs)
+    assert (found.version, found.working_bytes) == (version, 650)
+
+
+def plan_for(room: int, kept: int) -> PlanInUse:
+    costs = [LayerCost(1.0, weight_bytes=10 * KB, kept_bytes=kept)] * 12
+    limits = Limits(device_memory_bytes=room)
+    return PlanInUse(ModelTimer("m", 12), costs, limits, devices=1, microbatches=8, mode="fused")
+
+
+def test_the_whole_model_is_fused_where_there_is_room_and_as_much_as_fits_elsewhere() -> None:
+    # 12 layers: weights 120 KB, gradients 240 KB, the next call's weights 120 KB.
+    assert plan_for(480 * KB, 0).course().plan.fused == range(12)
+    assert plan_for(600 * KB, 10 * KB).course().plan.fused == range(12)
+    tight = plan_for(479 * KB, 0).course().plan.fused
+    assert tight is not None
+    assert 0 < tight.start <= 3
+    tighter = plan_for(300 * KB, 10 * KB).course().plan.fused
+    assert tighter is not None
+    assert tight.start < tighter.start
+
+
+def test_python_hands_its_lock_on_quickly_while_a_runtime_is_open() -> None:
+    before = sys.getswitchinterval()
+    with Runtime("cpu:1"):
+        with Runtime("cpu:1"):
+            assert sys.getswitchinterval() < before
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before
+
+
+def test_nothing_is_foreseen_on_cpu_devices(two: Runtime, layers: nn.Sequential) -> None:
+    model = RoundPipe(layers, runtime=two)
+    model.forward_backward((torch.ones(4, 4),), None, torch.ones(4, 2), square_error)
+    model.synchronize()
+    assert model.memory_report().predicted_bytes is None
+
+
+@pytest.mark.cuda
+def test_a_gpus_peak_is_foreseen_after_the_first_call() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        *(nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(6))
+    )
+    with Runtime("cuda:0") as runtime:
+        torch.cuda.reset_peak_memory_stats(0)
+        config = RoundPipeRunConfig(num_microbatch=2)
+        model = RoundPipe(layers.bfloat16(), torch.float32, runtime=runtime, model_run_config=config)
+        x = torch.ones(32768, 1024, dtype=torch.bfloat16)
+        for _ in range(4):
+            model.forward_backward(
+                (x,), None, x, lambda outputs, labels: (outputs - labels).float().square().mean()
+            )
+            model.synchronize()
+        report = model.memory_report()
+    assert report.predicted_bytes == pytest.approx(report.devices[0].peak_bytes, rel=0.1)

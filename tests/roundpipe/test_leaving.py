@@ -1,0 +1,120 @@
+"""Gradients that leave while the last backward goes on: in time, and never too soon."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from torch import nn
+
+PATIENCE_S = 30.0
+
+
+class Gate(torch.autograd.Function):
+    """Its backward waits, in the second microbatch, until somebody opens."""
+
+    opened = threading.Event()
+    count = 0
+    in_time = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        Gate.count += 1
+        if Gate.count == 2:
+            Gate.in_time = Gate.opened.wait(PATIENCE_S)
+        return grads[0]
+
+
+class Gated(nn.Linear):
+    """The lowest layer: its backward is the last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Gate.apply(super().forward(x))
+
+
+def test_a_deep_layer_is_stepped_while_the_backward_of_a_shallow_one_goes_on() -> None:
+    Gate.opened.clear()
+    Gate.count, Gate.in_time = 0, True
+    layers = nn.Sequential(Gated(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plans(3, 2)["all fused"])
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        deep = torch.optim.SGD(list(model.optim_parameters())[2:], lr=0.1)
+        x = torch.ones(4, 6)
+        model.forward_backward((x,), None, x, square_error)
+
+        def update() -> None:
+            deep.step()
+            Gate.opened.set()
+
+        model.step(update)
+        model.synchronize()
+    assert Gate.in_time
+
+
+class Remembering(nn.Module):
+    """Uses a copy of its weight that the first microbatch made, as autocast's copies are."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.at_once = at_once
+        self.made: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_first = not self.made
+        if is_first:
+            self.made.append(self.weight.clone())
+        return x * self.made[0] if self.at_once or not is_first else x
+
+
+def remembering(*, at_once: bool) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), Remembering(at_once=at_once), nn.Linear(6, 6))
+
+
+def call(runtime: Runtime, layers: nn.Module, microbatches: int = 2) -> RoundPipe:
+    config = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plans(3, 2)["all fused"])
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    x = torch.ones(4, 6)
+    model.forward_backward((x,), None, x, square_error)
+    model.synchronize()
+    return model
+
+
+def test_what_an_earlier_microbatch_made_is_waited_for() -> None:
+    layers = remembering(at_once=True)
+    truth = twin(layers)
+    with Runtime("cpu:1") as runtime:
+        call(runtime, layers)
+    x = torch.ones(4, 6)
+    train_call(truth, x, x, microbatches=1)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+def test_a_gradient_that_comes_after_its_layer_has_left_is_an_error_not_a_wrong_number() -> None:
+    with Runtime("cpu:1") as runtime, pytest.raises(RuntimeError, match="got a gradient after the backward pass"):
+        call(runtime, remembering(at_once=False))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_numbers_are_those_of_plain_pytorch(runtime: Runtime, microbatches: int) -> None:
+    layers = mlp()
+    truth = twin(layers)
+    x, y = batch(7)
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    for _ in range(2):
+        model.forward_backward((x,), None, y, square_error)
+        train_call(truth, x, y, microbatches=1)
+    model.synchronize()
+    assert_near(gradients(layers), gradients(truth), 1e-4)
