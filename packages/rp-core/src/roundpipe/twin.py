@@ -56,6 +56,7 @@ class Twins:
         self._tensors: dict[int, torch.Tensor] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
         self._buffers: dict[int, list[tuple[str, torch.nn.Module, torch.Tensor]]] = {}
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     def ensure(self, indices: range) -> None:
         """Build the twins of these layers that do not exist yet."""
@@ -110,8 +111,11 @@ class Twins:
 
     def release(self, block: Block) -> None:
         """Let go of the device memory."""
+        dtype = block.layout.dtype
+        if dtype not in self._nothing:
+            self._nothing[dtype] = _nothing(dtype, self._device)
         for twin in self.tensors(block):
-            twin.data = _nothing(twin.dtype, self._device)
+            twin.data = self._nothing[dtype]
 
     def _built(self, layer: LayerState) -> torch.nn.Module:
         twin = self._copy(layer)
