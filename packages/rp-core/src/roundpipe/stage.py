@@ -129,6 +129,7 @@ class Stage:
                 with self._told(microbatch):
                     body(microbatch)
                 self._end_of_microbatch()
+            self._check_layers()
             self._weights.return_buffers()
             if self._task.kind != "F":
                 self._send_home(self._weights.all_sums())
@@ -137,6 +138,11 @@ class Stage:
     def _send_home(self, blocks: Sequence[Block]) -> None:
         where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
         self._exchange.send_home(self._weights.deliver(blocks), where)
+
+    def _check_layers(self) -> None:
+        for layer in self._task.layers:
+            self._place = ("in {0}, after its last microbatch", layer, -1)
+            self._twins.check(layer)
 
     # Told to whoever records
 
@@ -237,9 +243,11 @@ class Stage:
             with enter_memory(layer, microbatch):
                 return twin(*call[0], **call[1])
 
-        if self._call.state.layers[layer].has_buffers:
-            return self._with_buffers(layer, microbatch, body, again=again)
-        return self._seeded(layer, microbatch, body, again=again)
+        has_buffers = self._call.state.layers[layer].has_buffers
+        output = (self._with_buffers if has_buffers else self._seeded)(layer, microbatch, body, again=again)
+        if has_buffers or microbatch == self._task.microbatches.start:
+            self._twins.check(layer)
+        return output
 
     @contextmanager
     def _timed_forward(self, layer: int) -> Generator[None]:
@@ -293,7 +301,6 @@ class Stage:
             return body()
 
         output = self._seeded(layer, microbatch, from_the_start, again=False)
-        self._twins.check_buffers(layer)
         written = [
             block for block in memories if self._writes(block, before[block], memories[block], versions[block])
         ]
