@@ -165,8 +165,9 @@ def run_changed(folder: str) -> None:
         waiting.main()
     except (AssertionError, RuntimeError):
         os._exit(1)  # wrong numbers, or one of the engine's own errors, such as Unordered
-    except BaseException:
-        os._exit(3)
+    except BaseException as error:
+        # What went wrong while tasks ran has the engine's note.
+        os._exit(1 if any(note.startswith("RoundPipe: ") for note in getattr(error, "__notes__", ())) else 3)
     os._exit(0)
 
 
