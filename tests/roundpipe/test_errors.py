@@ -603,3 +603,62 @@ def test_gradients_of_gradients_are_refused(two: Runtime) -> None:
         grad.sum().backward()
     model.zero_grad()
     assert_trains(model)
+
+
+def _replaces_a_module(layer: nn.Module) -> None:
+    layer.inner = nn.Linear(4, 4)
+
+
+def _replaces_a_parameter(layer: nn.Module) -> None:
+    layer.inner.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def _adds_a_buffer(layer: nn.Module) -> None:
+    layer.register_buffer("seen", torch.zeros(()))
+
+
+def _removes_a_parameter(layer: nn.Module) -> None:
+    layer.inner.bias = None
+
+
+class Changing(nn.Module):
+    """Changes its structure in forward, at its nth call."""
+
+    def __init__(self, change: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.inner, self.change, self.fault = nn.Linear(4, 4), change, Fault()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.inner(x)
+        try:
+            self.fault.forward_call(x)
+        except Boom:
+            self.change(self)
+        return found
+
+
+@pytest.mark.parametrize("microbatch", [0, 2])
+@pytest.mark.parametrize("plan_name", ["planned", "one layer a stage", "microbatches divided"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_replaces_a_module, "layer 1 .*module 'inner'"),
+        (_replaces_a_parameter, "layer 1 .*parameter 'inner.weight'"),
+        (_adds_a_buffer, "layer 1 .*buffer 'seen'"),
+        (_removes_a_parameter, "layer 1 .*parameter 'inner.bias'"),
+    ],
+)
+def test_a_layer_that_changes_its_structure_in_forward_is_refused_and_made_anew(
+    runtime: Runtime, change: Callable[[nn.Module], None], words: str, plan_name: str, microbatch: int
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Changing(change), nn.Linear(4, 3))
+    model = wrap(layers, runtime, plans(3, MICROBATCHES)[plan_name])
+    assert_trains(model)
+    layers[1].fault.arm("forward", microbatch)
+    with within(), pytest.raises(TypeError, match=words) as caught:
+        fused_call(model)
+    assert_noted(caught.value, "layer 1 (Changing)")
+    layers[1].fault.disarm()
+    model.reset()
+    for _ in range(len(runtime.lanes)):
+        assert_trains(model)

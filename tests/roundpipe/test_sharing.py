@@ -314,3 +314,21 @@ def test_every_way_of_pinning_gives_the_same_numbers(runtime: Runtime, pin: Any)
     model.synchronize()
     assert_near(loss, train_call(truth, x, y, microbatches=1), 1e-5)
     assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plan_name", ["one layer a stage", "microbatches divided"])
+def test_layers_that_were_compiled_before_wrapping_train_alike(runtime: Runtime, plan_name: str) -> None:
+    layers = tied_across()
+    truth = twin(layers)
+    # The eager backend: what is asked here is whether the compiled call reads the device's weights.
+    layers[0].compile(backend="eager")
+    layers[3].compile(backend="eager")
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plans(5, 3)[plan_name])
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    for seed in range(2):
+        x, y = batch(6, seed)
+        loss = model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.synchronize()
+        assert_near(loss, train_call(truth, x, y, microbatches=3), 1e-5)
+        assert_near(gradients(layers), gradients(truth), 1e-5)

@@ -571,12 +571,14 @@ def test_a_dropped_model_is_collected_with_its_memory_and_starts_no_thread(runti
         del kept
         return [weakref.ref(model), weakref.ref(layers), weakref.ref(layers[2].weight)]
 
-    def used() -> tuple[int, int]:
+    def used() -> tuple[object, ...]:
         for lane in runtime.lanes:
             lane.device.synchronize()
             lane.retainer.flush()
         gc.collect()
-        return runtime.host_memory().used_bytes, threading.active_count()
+        on_devices = [use.used_bytes for use in runtime.memory()]
+        host = runtime.host_memory()
+        return on_devices, host.used_bytes, host.pinned_bytes, threading.active_count()
 
     for _ in range(2 * len(runtime.lanes)):
         use()

@@ -78,7 +78,8 @@ class Call:
         """Backward runs outside autocast, as the caller's own would: forward has chosen the dtypes already."""
         with ExitStack() as stack:
             for setting in self.autocast:
-                stack.enter_context(torch.autocast(setting.device_type, enabled=False))
+                if setting.enabled:
+                    stack.enter_context(torch.autocast(setting.device_type, enabled=False))
             yield
 
     def where(self, layer: int) -> str:

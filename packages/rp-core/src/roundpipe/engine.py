@@ -375,9 +375,19 @@ class Engine:
         if call.with_grad and _requiring_grad(parts):
             run.reserve_all(_keys("grad", 0, len(parts)))
         for m, part in enumerate(parts):
-            packet = Packet.of(self._runtime.backend, tuple(part), with_grads=call.with_grad, arrival=arrivals.of)
+            packet = self._copied(tuple(part), f"inputs, microbatch {m}", arrivals, with_grads=call.with_grad)
             run.put(("input", 0, m), packet)
         return run
+
+    def _copied(
+        self, tree: Any, what: str, arrivals: Arrivals | None = None, *, with_grads: bool = False
+    ) -> Packet:
+        found = Arrivals(self._runtime.backend, ()) if arrivals is None else arrivals
+        try:
+            return Packet.of(self._runtime.backend, tree, with_grads=with_grads, arrival=found.of)
+        except BaseException as error:
+            error.add_note(f"RoundPipe: in model {self._name!r}, copying {what}")
+            raise
 
     def _launch_fused(
         self,
@@ -393,8 +403,7 @@ class Engine:
         call = self._call(config, with_grad=True, loss_fn=loss_fn, keep=keep)
         run = self._new_run(call, tasks, parts, arrivals, outputs=keep)
         for m, label in enumerate(labels):
-            packet = Packet.of(self._runtime.backend, label, with_grads=False, arrival=arrivals.of)
-            run.put(("label", 0, m), packet)
+            run.put(("label", 0, m), self._copied(label, f"labels, microbatch {m}", arrivals))
         run.add_gradients()
         self._launch(run, tasks, self._planner.watch(config, "fused", parts, tasks))
         return run
@@ -429,7 +438,7 @@ class Engine:
         for m, packet in enumerate(packets):
             found = [next(remaining) if grad else None for grad in packet.grads]
             if run.wants_grad(last, m):
-                run.put(("grad", last, m), Packet.of(self._runtime.backend, found, with_grads=False))
+                run.put(("grad", last, m), self._copied(found, f"gradients of outputs, microbatch {m}"))
         self._launch(run, tasks, times)
 
     def _launch(self, run: Run, tasks: Sequence[Task], times: LayerTimes | None) -> None:

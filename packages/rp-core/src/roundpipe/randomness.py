@@ -38,24 +38,26 @@ class _Gate:
         self._sharers = 0
         self._alone = False
         self._callers = torch.empty(0)
+        self._drawn = False
 
-    @contextmanager
-    def shared(self) -> Generator[torch.Tensor]:
-        """Yields the caller's state of the generator, which the last of those within brings back."""
+    def share(self) -> torch.Tensor:
+        """Come in; returns the caller's state of the generator, which the last of those within brings back."""
         with self._changed:
             self._changed.wait_for(lambda: not self._alone)
             if not self._sharers:
-                self._callers = torch.default_generator.get_state()
+                self._callers = _state()
             self._sharers += 1
-            callers = self._callers
-        try:
-            yield callers
-        finally:
-            with self._changed:
-                self._sharers -= 1
-                if not self._sharers and _drawn_since(callers):
-                    torch.default_generator.set_state(callers)
-                self._changed.notify_all()
+            return self._callers
+
+    def leave(self, *, drawn: bool) -> None:
+        """Go out; `drawn` unless it was seen that nobody had drawn until now."""
+        with self._changed:
+            self._sharers -= 1
+            self._drawn |= drawn
+            if not self._sharers and self._drawn:
+                self._drawn = False
+                _set_state(self._callers)
+            self._changed.notify_all()
 
     @contextmanager
     def alone(self) -> Generator[None]:
@@ -63,19 +65,28 @@ class _Gate:
         with self._changed:
             self._changed.wait_for(lambda: not self._alone and not self._sharers)
             self._alone = True
-        callers = torch.default_generator.get_state()
+        callers = _state()
         try:
             yield
         finally:
-            torch.default_generator.set_state(callers)
+            _set_state(callers)
             with self._changed:
                 self._alone = False
                 self._changed.notify_all()
 
 
+def _state() -> torch.Tensor:
+    # Compared before and after every layer: words are faster than bytes.
+    return torch.default_generator.get_state().view(torch.int64)
+
+
+def _set_state(state: torch.Tensor) -> None:
+    torch.default_generator.set_state(state.view(torch.uint8))
+
+
 def _drawn_since(state: torch.Tensor) -> bool:
     """Whether numbers were drawn from the CPU generator since it was in this state."""
-    return not torch.equal(state, torch.default_generator.get_state())
+    return not torch.equal(state, _state())
 
 
 _GATE = _Gate()
@@ -101,11 +112,11 @@ class Randomness:
         seed = mix(self._seed, layer, microbatch)
         place = (layer, microbatch)
         if layer in self._quiet:
-            with _GATE.shared() as callers:
-                result, on_device = _seeded(generator, seed, body)
-                if not _drawn_since(callers):
-                    self.drew_on_device.update({place} if on_device else ())
-                    return result
+            result, on_device, drew = self._beside_others(generator, seed, body)
+            if not drew:
+                self.drew_on_device.update({place} if on_device else ())
+                return result
+            del result
             self._quiet.discard(layer)
         result, on_device, drew = self._alone(generator, seed, body)
         self.drew_on_device.update({place} if on_device else ())
@@ -131,9 +142,22 @@ class Randomness:
         return bool(self.drew or self.drew_on_device)
 
     @staticmethod
+    def _beside_others(
+        device: torch.Generator, seed: int, body: Callable[[], _Result]
+    ) -> tuple[_Result, bool, bool]:
+        callers, drew = _GATE.share(), True
+        try:
+            result, on_device = _seeded(device, seed, body)
+            drew = _drawn_since(callers)
+            return result, on_device, drew
+        finally:
+            _GATE.leave(drawn=drew)
+
+    @staticmethod
     def _alone(device: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool, bool]:
         with _GATE.alone():
-            before = torch.default_generator.manual_seed(seed).get_state()
+            torch.default_generator.manual_seed(seed)
+            before = _state()
             result, on_device = _seeded(device, seed, body)
             return result, on_device, _drawn_since(before)
 

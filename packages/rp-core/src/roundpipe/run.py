@@ -37,11 +37,27 @@ class Aborted(Exception):
 
 
 class _Slot:
-    """A place for one packet, filled once and taken by a known number of readers."""
+    """A place for one packet, filled once and taken by a known number of readers; locked while it is empty."""
 
-    def __init__(self, readers: int) -> None:
-        self.packet: Future[Packet] = Future()
-        self.readers = readers
+    __slots__ = ("_empty", "packet", "readers")
+
+    def __init__(self) -> None:
+        self.readers = 0
+        self.packet: Packet | None = None
+        self._empty = threading.Lock()
+        self._empty.acquire()
+
+    def fill(self, packet: Packet | None) -> None:
+        """Once; None where nothing will come."""
+        self.packet = packet
+        self._empty.release()
+
+    def wait(self) -> Packet:
+        """Block until it is filled; `Aborted` where nothing will come."""
+        with self._empty:
+            if self.packet is None:
+                raise Aborted
+            return self.packet
 
 
 class _TaskJob:
@@ -120,7 +136,8 @@ class Run:
 
     def reserve(self, key: Key) -> None:
         """One more reader for a slot."""
-        slot = self._slots.setdefault(key, _Slot(0))
+        if (slot := self._slots.get(key)) is None:
+            slot = self._slots[key] = _Slot()
         slot.readers += 1
 
     def reserve_all(self, keys: Iterable[Key]) -> None:
@@ -250,7 +267,7 @@ class Run:
         """Fill a slot."""
         with self._lock:
             if not self.aborted:
-                self._slots[key].packet.set_result(packet)
+                self._slots[key].fill(packet)
 
     def take(self, key: Key) -> Packet:
         """What is in a slot; blocks until it is filled. The last reader empties it."""
@@ -258,7 +275,7 @@ class Run:
             if self.aborted:
                 raise Aborted
             slot = self._slots[key]
-        packet = slot.packet.result()
+        packet = slot.wait()
         with self._lock:
             slot.readers -= 1
             if slot.readers == 0:
@@ -275,11 +292,11 @@ class Run:
             error.add_note(f"RoundPipe: in model {self.call.name!r}, {where}")
             self.aborted = True
             self._error = error
-            waiting = [slot.packet for slot in self._slots.values() if not slot.packet.done()]
+            waiting = [slot for slot in self._slots.values() if slot.packet is None]
         if self._adds_gradients:
             self.call.state.note_broken(self.number, error)
-        for packet in waiting:
-            packet.set_exception(Aborted())
+        for slot in waiting:
+            slot.fill(None)
 
     def collect(self, keys: Iterable[Key], *, wait: bool = True) -> list[Packet]:
         """Take slots on the calling thread; their memory may be read afterwards, or after their events.

@@ -24,6 +24,8 @@ from roundpipe.weights import Delivery, Weights
 
 # A worker may put this many microbatches on its device before it waits for the oldest one.
 _AHEAD = 2
+_FORWARD = "in {0}, forward, microbatch {1}"
+_RECOMPUTATION = "in {0}, recomputation, microbatch {1}"
 
 
 class Exchange(Shelf, Protocol):
@@ -104,13 +106,18 @@ class Stage:
         self._courier = Courier(backend, lane, tracer)
         self._memory = Memory(lane.device.torch_device, self._courier, exchange)
         self._pace: deque[Event] = deque()
-        self._place = ""
+        # What is being done: in words once somebody asks, with the layer's name for ``{0}`` and the microbatch for
+        # ``{1}``.
+        self._place: tuple[str, int, int] | None = None
         # The buffers that a layer's next microbatch starts from, where they have gone home already.
         self._snapshots: dict[int, Packet] = {}
 
     def where(self) -> str:
         """What was being done last, in words."""
-        return f"{self._place or f'{self._task!r}'}, on {self._device.name}"
+        if self._place is None:
+            return f"{self._task!r}, on {self._device.name}"
+        words, layer, microbatch = self._place
+        return f"{words.format(self._call.where(layer), microbatch)}, on {self._device.name}"
 
     def run(self) -> None:
         """All microbatches, then the gradients and buffers home."""
@@ -122,6 +129,7 @@ class Stage:
                 with self._told(microbatch):
                     body(microbatch)
                 self._end_of_microbatch()
+            self._check_layers()
             self._weights.return_buffers()
             if self._task.kind != "F":
                 self._send_home(self._weights.all_sums())
@@ -130,6 +138,11 @@ class Stage:
     def _send_home(self, blocks: Sequence[Block]) -> None:
         where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
         self._exchange.send_home(self._weights.deliver(blocks), where)
+
+    def _check_layers(self) -> None:
+        for layer in self._task.layers:
+            self._place = ("in {0}, after its last microbatch", layer, -1)
+            self._twins.check(layer)
 
     # Told to whoever records
 
@@ -198,7 +211,7 @@ class Stage:
                     origins.add(leaf, host)
 
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
-        self._place = f"before {self._call.where(boundary)}, microbatch {microbatch}"
+        self._place = ("before {0}, microbatch {1}", boundary, microbatch)
         with self._waiting("stage before", "what comes before this layer, to be computed"):
             packet = self._exchange.take_input(boundary, microbatch)
         grads = packet.grads if self._call.with_grad else [False] * len(packet.grads)
@@ -212,8 +225,7 @@ class Stage:
     # One layer
 
     def _layer(self, layer: int, microbatch: int, tree: Any, *, again: bool) -> Any:
-        phase = "recomputation" if again else "forward"
-        self._place = f"in {self._call.where(layer)}, {phase}, microbatch {microbatch}"
+        self._place = (_RECOMPUTATION if again else _FORWARD, layer, microbatch)
         twin = self._twins.module(layer, self._call.flags[layer])
 
         call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
@@ -231,9 +243,11 @@ class Stage:
             with enter_memory(layer, microbatch):
                 return twin(*call[0], **call[1])
 
-        if self._call.state.layers[layer].has_buffers:
-            return self._with_buffers(layer, microbatch, body, again=again)
-        return self._seeded(layer, microbatch, body, again=again)
+        has_buffers = self._call.state.layers[layer].has_buffers
+        output = (self._with_buffers if has_buffers else self._seeded)(layer, microbatch, body, again=again)
+        if has_buffers or microbatch == self._task.microbatches.start:
+            self._twins.check(layer)
+        return output
 
     @contextmanager
     def _timed_forward(self, layer: int) -> Generator[None]:
@@ -287,7 +301,6 @@ class Stage:
             return body()
 
         output = self._seeded(layer, microbatch, from_the_start, again=False)
-        self._twins.check_buffers(layer)
         written = [
             block for block in memories if self._writes(block, before[block], memories[block], versions[block])
         ]
@@ -331,7 +344,7 @@ class Stage:
         return self._device.memory().used_bytes if is_measured else None
 
     def _mark_backward(self, layer: int, microbatch: int, output: Any) -> None:
-        place = f"in {self._call.where(layer)}, backward, microbatch {microbatch}"
+        place = ("in {0}, backward, microbatch {1}", layer, microbatch)
 
         def enter_layer(grad: torch.Tensor) -> None:
             del grad
@@ -368,7 +381,7 @@ class Stage:
     def _loss(self, output: Any, microbatch: int) -> list[torch.Tensor]:
         labels = self._exchange.take_label(microbatch)
         label = rp_batch.unflatten(labels.treedef, self._courier.bring(labels))
-        self._place = f"in the loss function, forward, microbatch {microbatch}"
+        self._place = ("in the loss function, forward, microbatch {1}", -1, microbatch)
         loss_fn = self._call.loss_fn
         assert loss_fn is not None
         with self._part("loss function"):
@@ -376,7 +389,7 @@ class Stage:
         losses, treedef = _check_losses(found)
         packet = self._courier.send(treedef, losses, [False] * len(losses), Origins())
         self._exchange.put_loss(microbatch, packet)
-        self._place = f"in the loss function, backward, microbatch {microbatch}"
+        self._place = ("in the loss function, backward, microbatch {1}", -1, microbatch)
         return losses
 
     # Backward
@@ -390,7 +403,7 @@ class Stage:
         self._return_grads(layers.start, microbatch, grads)
 
     def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
-        self._place = f"after layer {boundary - 1}, backward, microbatch {microbatch}"
+        self._place = ("after {0}, backward, microbatch {1}", boundary - 1, microbatch)
         with self._waiting("stage before", "the gradients of what comes after, to be computed"):
             packet = self._exchange.take_grad(boundary, microbatch)
         return self._courier.bring(packet)

@@ -55,16 +55,21 @@ class Twins:
         self._modules: dict[int, torch.nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
-        self._buffers: dict[int, list[tuple[str, torch.nn.Module, torch.Tensor]]] = {}
+        self._parts: dict[int, list[_Part]] = {}
+        # Twins whose layer changed them in forward.
+        self._spoilt: set[int] = set()
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     def ensure(self, indices: range) -> None:
         """Build the twins of these layers that do not exist yet."""
         # A twin outlives this call: under the caller's inference mode its tensors could never be trained.
         with torch.inference_mode(False):
             for index in indices:
-                if index not in self._modules:
+                if index not in self._modules or index in self._spoilt:
                     self._modules[index] = self._built(self._layers[index])
-                self._buffers[index] = list(_buffers(self._modules[index]))
+                    self._parts[index] = list(_parts(self._modules[index]))
+                    self._flags.pop(index, None)
+                    self._spoilt.discard(index)
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
         """A layer's twin, with these training flags in the order of ``modules()``."""
@@ -75,17 +80,21 @@ class Twins:
             self._flags[index] = training
         return twin
 
-    def check_buffers(self, index: int) -> None:
-        """Refuse a layer that replaced a buffer: only what is written in place goes home.
+    def check(self, index: int) -> None:
+        """Refuse a layer that has added, replaced or removed a module, parameter or buffer: its twin alone did so.
 
-        Raises `TypeError` naming the layer and the buffer.
+        Raises `TypeError` naming the layer and what is not as it was. The twin is made anew for the next call.
         """
-        for name, module, twin in self._buffers[index]:
-            if getattr(module, name.rpartition(".")[2], None) is not twin:
-                raise TypeError(
-                    f"layer {index} replaced its buffer {name!r} in forward; write it in place, as in "
-                    f"self.{name}.copy_(new)"
-                )
+        before, now = self._parts[index], list(_parts(self._modules[index]))
+        if len(before) == len(now) and all(_same(*pair) for pair in zip(before, now, strict=True)):
+            return
+        self._spoilt.add(index)
+        kind, name, _ = next(
+            part
+            for part, others in [*((part, now) for part in before), *((part, before) for part in now)]
+            if not any(_same(part, other) for other in others)
+        )
+        raise TypeError(_refusal(index, kind, name, was_there=name in [part[1] for part in before]))
 
     def bind(self, block: Block, memory: torch.Tensor) -> None:
         """Point the block's twins at device memory: (numel,)."""
@@ -110,8 +119,11 @@ class Twins:
 
     def release(self, block: Block) -> None:
         """Let go of the device memory."""
+        dtype = block.layout.dtype
+        if dtype not in self._nothing:
+            self._nothing[dtype] = _nothing(dtype, self._device)
         for twin in self.tensors(block):
-            twin.data = _nothing(twin.dtype, self._device)
+            twin.data = self._nothing[dtype]
 
     def _built(self, layer: LayerState) -> torch.nn.Module:
         twin = self._copy(layer)
@@ -142,10 +154,29 @@ class Twins:
         return self._tensors[id(tensor)]
 
 
-def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
-    for name, part in named_modules(module):
-        for own, buffer in part.named_buffers(recurse=False):
-            yield f"{name}.{own}" if name else own, part, buffer
+# A kind, a name, and what is there.
+_Part = tuple[str, str, object]
+
+
+def _parts(module: torch.nn.Module) -> Iterator[_Part]:
+    """The modules, parameters and buffers that a module is made of."""
+    for name, owner in named_modules(module):
+        tables = {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}
+        for kind, table in tables.items():
+            for own, part in table.items():
+                yield kind, f"{name}.{own}" if name else own, part
+
+
+def _same(one: _Part, other: _Part) -> bool:
+    return one[1] == other[1] and one[2] is other[2]
+
+
+def _refusal(index: int, kind: str, name: str, *, was_there: bool) -> str:
+    if kind == "buffer" and was_there:
+        what, instead = "replaced its buffer", f"write it in place, as in self.{name}.copy_(new)"
+    else:
+        what, instead = f"added, replaced or removed its {kind}", "do that between calls"
+    return f"layer {index} {what} {name!r} in forward; {instead}"
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -144,6 +144,9 @@ class Conveyor:
         self._under_way.clear()
         self._kept = []
         self._urgent.clear()
+        # After a failure the host does not come back to empty them.
+        for slot in self._ring:
+            slot.is_full = False
 
     # In chunks
 

@@ -46,9 +46,10 @@ class CpuEvent:
 
     def query(self) -> bool:
         """True once somebody has waited for this work; a query alone runs nothing."""
+        if self.stream.executed < self.position:
+            return False
+        # A copy counts as executed while it runs, under the lock.
         with self._backend.lock:
-            if self.stream.executed < self.position:
-                return False
             join(self._backend.host_clock, self.clock)
             return True
 
@@ -80,7 +81,7 @@ class CpuStream:
         self._name = name
         self._index = index
         self._issued = 0
-        self._clock: Clock = [0] * backend.num_streams
+        self._clock: Clock = backend.new_clock()
 
     @property
     def name(self) -> str:
@@ -135,16 +136,20 @@ class CpuStream:
         self._issued += 1
 
     def _prepare(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> Move:
-        move = Move(Place.of(destination), Place.of(source), f"{what} of {source.nbytes} bytes on {self._name}")
-        self._use(read=(source,), write=(destination,), what=move.what)
-        if self.backend.strict and not self.eager:
-            move.poison_after([old for old in self.backend.queued() if old.uses(move.destination)])
+        move = Move(Place.of(destination), Place.of(source), what, self._name)
+        self._learn()
+        if self.backend.strict:
+            self._use(read=(source,), write=(destination,), what=str(move))
+            if not self.eager:
+                move.poison_after([old for old in self.backend.queued() if old.uses(move.destination)])
         return move
 
     def touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
     ) -> None:
         """Check and remember a use by torch operations of the calling thread."""
+        if not self.backend.strict:
+            return
         with self.backend.lock:
             self._use(read=read, write=write, what=f"{what or 'use'} on {self._name}")
 
@@ -161,8 +166,6 @@ class CpuStream:
     def _use(self, *, read: Iterable[torch.Tensor], write: Iterable[torch.Tensor], what: str) -> None:
         self._learn()
         self._clock[self._index] += 1
-        if not self.backend.strict:
-            return
         use_of = (self._index, self._clock[self._index])
         for tensors, writes in ((read, False), (write, True)):
             for tensor in tensors:
@@ -287,8 +290,8 @@ class CpuBackend:
         self.strict = strict
         self.lock = Guard()
         self.ledger = Ledger()
-        self.num_streams = count * len(_STREAMS)
-        self.host_clock: Clock = [0] * self.num_streams
+        self._num_streams = count * len(_STREAMS)
+        self.host_clock: Clock = self.new_clock()
         self._violation: Unordered | None = None
         self._closed = False
         self._host_used = 0
@@ -301,6 +304,10 @@ class CpuBackend:
     def devices(self) -> tuple[CpuDevice, ...]:
         """The virtual devices."""
         return self._devices
+
+    def new_clock(self) -> Clock:
+        """What somebody knows at first: nothing of any stream. Without checks nobody counts."""
+        return [0] * self._num_streams if self.strict else []
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
         """Plain memory that counts as pinned: nothing here has to be."""
@@ -412,11 +419,15 @@ class CpuBackend:
     ) -> None:
         with self.lock:
             self.raise_violation()
-            born = None if owner is None else owner.birth()
-            allocation = self.ledger.open(address, nbytes, born)
+            allocation = self._note(address, nbytes, owner)
         # The buffer dies with the last tensor on it, whoever holds that, so this runs exactly at the free.
         freed = partial(self._freed, memory, allocation, owner, device)
         weakref.finalize(buffer, self.lock.afterwards, freed).atexit = False
+
+    def _note(self, address: int, nbytes: int, owner: CpuStream | None) -> Allocation:
+        if not self.strict:
+            return Allocation(address, address + nbytes)
+        return self.ledger.open(address, nbytes, None if owner is None else owner.birth())
 
     def _freed(
         self, memory: torch.Tensor, allocation: Allocation, owner: CpuStream | None, device: CpuDevice | None

@@ -72,8 +72,12 @@ class Move:
     destination: Place
     source: Place
     what: str
+    stream: str
     overwrites: int = 0
     overwritten_by: list[Move] = field(default_factory=list["Move"])
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.source.nbytes} bytes on {self.stream}"
 
     def uses(self, place: Place) -> bool:
         """Whether it reads or writes there."""
@@ -92,7 +96,7 @@ class Move:
         for place, role in ((self.destination, "destination"), (self.source, "source")):
             if place.storage.expired():
                 raise Unordered(
-                    f"{self.what}: its {role} was freed before the copy ran; retain both tensors "
+                    f"{self}: its {role} was freed before the copy ran; retain both tensors "
                     "until an event recorded after the copy has finished"
                 )
         if self.destination.dtype == self.source.dtype:

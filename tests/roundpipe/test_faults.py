@@ -1,0 +1,203 @@
+"""Copies, allocations and the optimizer's thread may fail at any point: the same error, a note, and on it goes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
+from roundpipe import GradientsIncomplete, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
+
+pytestmark = pytest.mark.timeout(60)
+MICROBATCHES = 3
+PLANS = ("planned", "one layer a stage", "microbatches divided")
+PLACES = (
+    "weights on their way in",
+    "activations on their way in",
+    "results on their way out",
+    "gradients on their way out",
+    "memory on the device",
+    "memory on the host",
+)
+
+
+class Boom(Exception):
+    """What the tests throw."""
+
+
+class Trap:
+    """Lets the nth use of a function fail, and counts the uses."""
+
+    def __init__(self) -> None:
+        self.error = Boom("as planned")
+        self.nth = 0
+        self._lock = threading.Lock()
+
+    def around(self, function: Callable[..., Any], counts: Callable[[Any], bool]) -> Callable[..., Any]:
+        """`function`, which fails at the nth use that counts; `counts` looks at whose it is."""
+
+        def trapped(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if counts(owner) and self._is_nth():
+                raise self.error
+            return function(owner, *args, **kwargs)
+
+        return trapped
+
+    def _is_nth(self) -> bool:
+        with self._lock:
+            self.nth -= 1
+            return self.nth == 0
+
+
+def set_trap(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, place: str) -> Trap:
+    """A trap at one place of all the runtime's devices, not yet armed."""
+    trap, device = Trap(), runtime.lanes[0].device
+    streams = {"weights": "weights_in", "activations": "activations_in", "results": "results_out"}
+    stream = streams.get(place.split()[0], "gradients_out")
+    if place == "memory on the device":
+        owner, name = type(device), "empty"
+    elif place == "memory on the host":
+        owner, name = type(runtime.backend), "host_empty"
+    else:
+        owner, name = type(device.compute), "copy"
+
+    def counts(used: Any) -> bool:
+        return name != "copy" or used.name.endswith(f"/{stream}")
+
+    monkeypatch.setattr(owner, name, trap.around(getattr(owner, name), counts))
+    return trap
+
+
+@contextmanager
+def within(seconds: float = 10.0) -> Iterator[None]:
+    """What is done here must not take longer."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+def wrap(runtime: Runtime, plan_name: str) -> RoundPipe:
+    plan = plans(5, MICROBATCHES)[plan_name]
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, execute_plan=plan)
+    return RoundPipe(mlp(), name="victim", runtime=runtime, model_run_config=config)
+
+
+def train(model: RoundPipe) -> None:
+    """A training call, and the end of its backward."""
+    x, y = batch(6)
+    model.forward_backward((x,), None, y, square_error)
+    model.synchronize()
+
+
+def assert_trains(model: RoundPipe) -> None:
+    """A call's gradients are plain PyTorch's."""
+    truth = twin(model.model)
+    truth.zero_grad()
+    train(model)
+    train_call(truth, *batch(6), microbatches=MICROBATCHES)
+    assert_near(gradients(model.model), gradients(truth), 1e-5)
+    model.zero_grad()
+
+
+def held(runtime: Runtime) -> tuple[list[int], int, int]:
+    """Bytes on the devices and on the host, and threads, while nothing runs."""
+    for lane in runtime.lanes:
+        lane.device.synchronize()
+        lane.settle()
+    gc.collect()
+    used = [use.used_bytes for use in runtime.memory()]
+    return used, runtime.host_memory().used_bytes, threading.active_count()
+
+
+def failure(model: RoundPipe, monkeypatch: pytest.MonkeyPatch, place: str, nth: int) -> bool:
+    """Whether the nth use of a place came and failed in a call; if so, the caller was told as it should be."""
+    with monkeypatch.context() as patch:
+        trap = set_trap(patch, model.runtime, place)
+        trap.nth = nth
+        caught: Boom | None = None
+        with within():
+            try:
+                train(model)
+            except Boom as error:
+                caught = error
+    model.reset()
+    assert (caught is not None) == (trap.nth <= 0), "what failed must be told"
+    if caught is None:
+        return False
+    assert caught is trap.error
+    assert [note.startswith("RoundPipe: in model 'victim'") for note in caught.__notes__] == [True]
+    return True
+
+
+@pytest.mark.parametrize("plan_name", PLANS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_copy_or_allocation_that_fails_arrives_as_itself_and_leaves_nothing(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, place: str, plan_name: str
+) -> None:
+    model = wrap(runtime, plan_name)
+    # Twice a device, so that each has what it keeps for good.
+    for _ in range(2 * len(runtime.lanes)):
+        assert_trains(model)
+    before = held(runtime)
+    failures = [failure(model, monkeypatch, place, nth) for nth in (1, 3, 8)]
+    assert sum(failures) >= 2
+    assert_trains(model)
+    after = held(runtime)
+    assert after == before
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("plan_name", PLANS)
+def test_an_optimizers_thread_that_fails_tells_and_goes_on_after_a_reset(
+    runtime: Runtime, plan_name: str, is_async: bool
+) -> None:
+    model = wrap(runtime, plan_name)
+    assert_trains(model)
+    # The thread starts with the first step.
+    model.step(lambda: None, is_async=False)
+    threads = threading.active_count()
+    x, y = batch(6)
+    error = Boom("as planned")
+
+    def fail() -> None:
+        raise error
+
+    model.forward_backward((x,), None, y, square_error)
+
+    def step() -> None:
+        model.step(fail, is_async=is_async)
+        model.synchronize()
+
+    with within(), pytest.raises(Boom) as caught:
+        step()
+    assert caught.value is error
+    assert len(error.__notes__) == 1
+    assert "'victim'" in error.__notes__[0]
+    with pytest.raises((StepFailed, GradientsIncomplete)):
+        train(model)
+    model.reset()
+    assert_trains(model)
+    assert threading.active_count() == threads
+
+
+def test_what_runs_out_of_memory_says_where(two: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrap(two, "one layer a stage")
+    full = torch.OutOfMemoryError("as planned")
+
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(two.lanes[0].device), "empty", refuse)
+        with within(), pytest.raises(torch.OutOfMemoryError) as caught:
+            train(model)
+    assert caught.value is full
+    assert "on cpu:" in full.__notes__[0]
+    model.reset()
+    assert_trains(model)
