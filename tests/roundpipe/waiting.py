@@ -101,9 +101,11 @@ def same_gradients(left: nn.Module, right: nn.Module) -> None:
         same(one.grad, other.grad)
 
 
-def wrap(model: nn.Sequential, runtime: Runtime, plan: Plan, parts: int = 4) -> RoundPipe:
+def wrap(
+    model: nn.Sequential, runtime: Runtime, plan: Plan, parts: int = 4, *, double_buffer: bool = False
+) -> RoundPipe:
     config = RoundPipeRunConfig(num_microbatch=parts, execute_plan=plan)
-    return RoundPipe(model, runtime=runtime, name="waiting", model_run_config=config)
+    return RoundPipe(model, runtime=runtime, name="waiting", model_run_config=config, double_buffer=double_buffer)
 
 
 def call(model: RoundPipe, seed: int) -> torch.Tensor:
@@ -111,11 +113,11 @@ def call(model: RoundPipe, seed: int) -> torch.Tensor:
     return model.forward_backward(input_args=(x,), label=y, loss_fn=loss_fn)
 
 
-def delayed_training(plan: Plan) -> None:
+def delayed_training(plan: Plan, *, double_buffer: bool = False) -> None:
     """Asynchronous steps under a plan equal plain steps whose result is read one call late."""
     ours, current = layers(), layers()
     with Runtime("cpu:2") as runtime:
-        model = wrap(ours, runtime, plan)
+        model = wrap(ours, runtime, plan, double_buffer=double_buffer)
         optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.02)
         masters = copy.deepcopy(current)
         reference = torch.optim.SGD(masters.parameters(), lr=0.02)
@@ -482,7 +484,7 @@ def pace() -> None:
 
 
 def gradients_do_not_pile_up() -> None:
-    """While a step keeps the gradient blocks, no more than two tasks' gradients wait on the device."""
+    """The gradients of no more than two tasks are on the device, also while a step keeps the gradient blocks."""
     ours = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     one_each = [range(index, index + 1) for index in range(8)]
     released = threading.Event()
@@ -502,7 +504,8 @@ def gradients_do_not_pile_up() -> None:
             model.forward_backward(input_args=(x,), loss_fn=lambda out, _: out.sum())
             model.synchronize()
             peaks.append(runtime.memory()[0].peak_bytes)
-    assert peaks[1] < peaks[0] + 3 * ours[0].weight.nbytes, peaks
+    # The weights of two layers, and their gradients.
+    assert max(peaks) < 5 * ours[0].weight.nbytes, peaks
 
 
 def an_error_waits_for_gradients_on_their_way() -> None:
@@ -559,6 +562,8 @@ def syncing_waits_for_steps() -> None:
 SCENARIOS: list[Callable[[], None]] = [
     lambda: delayed_training(STAGED),
     lambda: delayed_training(DIVIDED),
+    lambda: delayed_training(STAGED, double_buffer=True),
+    lambda: delayed_training(DIVIDED, double_buffer=True),
     lambda: accumulation(STAGED),
     lambda: accumulation(DIVIDED),
     separate_backward,

@@ -161,7 +161,7 @@ _Part = tuple[str, str, object]
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:
     """The modules, parameters and buffers that a module is made of."""
     for name, owner in named_modules(module):
-        tables = {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}
+        tables = {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}  # pyright: ignore[reportPrivateUsage] - no public view has empty places
         for kind, table in tables.items():
             for own, part in table.items():
                 yield kind, f"{name}.{own}" if name else own, part
