@@ -124,7 +124,106 @@ def resident(workload: Workload, model: nn.Sequential) -> Engine:
     return step, finish, 1
 
 
+def fsdp2(workload: Workload, model: nn.Sequential) -> Engine:
+    """PyTorch's fully sharded data parallel with everything offloaded to the host, where AdamW runs."""
+    import os
+
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "29555"),
+    ):
+        os.environ.setdefault(name, value)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    world = dist.get_world_size()
+    model = _untied(model).float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    if workload.compile:
+        for layer in model:
+            layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    loss_fn = _loss(workload)
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False) if workload.checkpoint else layer(x)
+        return x
+
+    def step(tokens: Tensor) -> float:
+        total = torch.zeros((), device="cuda")
+        mine = tokens.tensor_split(world)[dist.get_rank()].cuda()
+        parts = mine.tensor_split(max(workload.microbatches // world, 1))
+        for number, part in enumerate(parts):
+            model.set_requires_gradient_sync(number == len(parts) - 1)
+            # Gradients are averaged over the ranks, the loss counts all tokens.
+            loss = loss_fn(forward(part), part)
+            (loss * world).backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    def finish() -> dict[str, float]:
+        torch.cuda.synchronize()
+        return {}
+
+    return step, finish, world
+
+
+def _untied(model: nn.Sequential) -> nn.Sequential:
+    # Its shards belong to one module each, so a tied weight becomes two.
+    head = model[-1]
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    return model
+
+
+def deepspeed_engine(workload: Workload, model: nn.Sequential) -> Engine:
+    """DeepSpeed's ZeRO-3 with weights and optimizer on the host; one process for each GPU."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": workload.batch // workload.microbatches,
+        "gradient_accumulation_steps": workload.microbatches,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=_untied(model), config=config)
+    loss_fn = _loss(workload)
+
+    def step(tokens: Tensor) -> float:
+        total = 0.0
+        for part in tokens.to(engine.device).tensor_split(workload.microbatches):
+            loss = loss_fn(engine(part), part)
+            # It divides by the number of microbatches itself.
+            engine.backward(loss * workload.microbatches)
+            engine.step()
+            total += loss.item()
+        return total
+
+    def finish() -> dict[str, float]:
+        torch.cuda.synchronize()
+        return {}
+
+    return step, finish, engine.world_size
+
+
 ENGINES: Mapping[str, Callable[[Workload, nn.Sequential], Engine]] = {
     "roundpipe": roundpipe_engine,
     "resident": resident,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed_engine,
 }

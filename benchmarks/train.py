@@ -7,7 +7,9 @@ Engines, all on the same `nn.Sequential` (see `decoder.py`), bf16 weights, AdamW
     roundpipe   this library
     resident    everything on one GPU, gradients of M microbatches added up; `--checkpoint` recomputes each block
     fsdp2       PyTorch's fully_shard with CPU offload; under torchrun for several GPUs
-    deepspeed   ZeRO-3 with CPU offload, where it is installed
+    deepspeed   ZeRO-3 with CPU offload, where it is installed; under its launcher
+
+The last two keep a second embedding for the head, since they cannot share one.
 
 The line has tokens/s (from the median step after warm-up), model TFLOP/s a GPU (6 FLOPs a parameter and token, and
 attention; recomputation does not count), the peaks of device and host memory, and the losses of all steps, by

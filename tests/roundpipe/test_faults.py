@@ -13,6 +13,8 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import GradientsIncomplete, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
+from rp_sched import Plan
+from torch import nn
 
 pytestmark = pytest.mark.timeout(60)
 MICROBATCHES = 3
@@ -199,5 +201,34 @@ def test_what_runs_out_of_memory_says_where(two: Runtime, monkeypatch: pytest.Mo
             train(model)
     assert caught.value is full
     assert "on cpu:" in full.__notes__[0]
+    assert "1. more microbatches" in full.__notes__[1]
     model.reset()
     assert_trains(model)
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_runs_out_of_memory_says_what_helps_and_goes_on_with_more_microbatches() -> None:
+    layers = nn.Sequential(
+        *(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4))
+    )
+    total = torch.cuda.get_device_properties(0).total_memory
+    x = torch.ones(1 << 18, 512)
+    with Runtime("cuda:0") as runtime:
+        model = RoundPipe(layers, runtime=runtime)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated(0) + (3 << 30)) / total, 0)
+        try:
+            for microbatches in (1, 64):
+                config = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=Plan(fused=range(4)))
+                if microbatches == 1:
+                    with pytest.raises(torch.OutOfMemoryError) as caught:
+                        model.forward_backward((x,), None, x, square_error, run_config=config)
+                    model.reset()
+                else:
+                    assert model.forward_backward((x,), None, x, square_error, run_config=config).isfinite()
+                    model.synchronize()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    notes = caught.value.__notes__
+    assert "on cuda:0" in notes[0]
+    assert "1. more microbatches (num_microbatch=2 instead of 1)" in notes[1]
+    assert "3. stages of fewer layers in your execute_plan" in notes[1]

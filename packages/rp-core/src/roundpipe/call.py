@@ -51,6 +51,7 @@ class Call:
     flags: tuple[tuple[bool, ...], ...]
     with_grad: bool
     grain: Grain
+    is_planned: bool
     randomness: Randomness | None
     autocast: tuple[Autocast, ...]
     loss_fn: LossFn | None = None

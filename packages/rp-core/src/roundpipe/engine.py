@@ -359,6 +359,7 @@ class Engine:
             flags=state.flags,
             with_grad=with_grad,
             grain=config.recompute_grain or "stage",
+            is_planned=config.execute_plan is None,
             randomness=randomness,
             autocast=Autocast.current(),
             loss_fn=loss_fn,

@@ -21,6 +21,7 @@ from rp_sched import Task
 from roundpipe import tracing
 from roundpipe.call import Call
 from roundpipe.measure import LayerTimes
+from roundpipe.remedies import remedies
 from roundpipe.runtime import Lane, Runtime
 from roundpipe.saved import Packet
 from roundpipe.stage import Stage
@@ -110,6 +111,7 @@ class Run:
         self._futures: list[Future[None]] = []
         self._deliveries: list[Future[None]] = []
         self.number = 0
+        self._microbatches = 0
         # What the layers took, one for each launch in which that is measured.
         self._times: list[LayerTimes] = []
         self._tracer: Tracer | None = None
@@ -120,6 +122,7 @@ class Run:
     def expect(self, tasks: Iterable[Task]) -> None:
         """Make the slots that these tasks take their inputs, labels and gradients from."""
         for task in tasks:
+            self._microbatches = max(self._microbatches, task.microbatches.stop)
             for microbatch in task.microbatches:
                 for boundary in self._boundaries(task):
                     self.reserve(("input", boundary, microbatch))
@@ -290,6 +293,8 @@ class Run:
             if self.aborted:
                 return
             error.add_note(f"RoundPipe: in model {self.call.name!r}, {where}")
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(remedies(self._microbatches, self.call.grain, is_planned=self.call.is_planned))
             self.aborted = True
             self._error = error
             waiting = [slot for slot in self._slots.values() if slot.packet is None]
