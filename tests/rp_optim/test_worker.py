@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -164,3 +166,21 @@ def test_failed_jobs_are_counted() -> None:
         thread.synchronize_optim()
     assert thread.num_failed == 2
     thread.close()
+
+
+def test_jobs_that_are_queued_as_the_process_ends_are_run() -> None:
+    # The thread starts when no other one can be started any more.
+    code = """
+import threading, time, rp_optim, torch
+from concurrent.futures import thread as pool
+count = torch.get_num_threads
+def late():
+    while threading.current_thread() is not threading.main_thread() and not pool._shutdown:
+        time.sleep(0.01)
+    return count()
+thread = rp_optim.OptimizerThread()
+torch.get_num_threads = late
+thread.submit(print, "ran")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
+    assert (done.stdout, done.stderr) == ("ran\n", "")

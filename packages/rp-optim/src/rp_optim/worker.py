@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -62,7 +63,8 @@ class OptimizerThread:
         # thread would undo what was set before it.
         others = torch.get_num_threads()
         torch.set_num_threads(num_threads)
-        with ThreadPoolExecutor(1) as executor:
+        # At the interpreter's end, while the last jobs run, no thread can start: none that would take this count.
+        with suppress(RuntimeError), ThreadPoolExecutor(1) as executor:
             executor.submit(torch.set_num_threads, others).result()
         self._ident = threading.get_ident()
         _here.is_optimizer = True
