@@ -242,3 +242,18 @@ def test_a_thousand_calls_with_faults_end_where_those_that_succeeded_do() -> Non
     assert after[0] <= before[0] + RING_SLOTS
     assert after[1] == before[1]
     assert after[2] <= before[2] + GROWTH_BYTES
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(300)
+def test_a_thousand_calls_on_all_gpus_end_where_those_on_one_do() -> None:
+    """Few microbatches, tiny layers, plans that change: whatever is not waited for shows in some of them."""
+    moves = [replace(draw(seed), fault="") for seed in range(1, CALLS + 1)]
+    found = []
+    for devices in ("cuda", "cuda:0"):
+        with Runtime(devices) as runtime:
+            soak = Soak(runtime, Fuse())
+            assert all(map(soak.make, moves))
+            soak.model.synchronize()
+            found.append(weights(soak.layers))
+    assert_near(found[0], found[1], 1e-6)
