@@ -33,8 +33,8 @@ class RoundPipe(RoundPipeBase):
 
     Args:
         model: an ``nn.Sequential``, each child a layer, or any other module, which is then one layer. On the CPU.
-        optim_dtype: dtype of the optimizer's parameters; default: each parameter's own. With 16-bit weights give
-            `torch.float32`: 16-bit parameters take half of the memory, but lose updates below 1/256 of them (bf16).
+        optim_dtype: dtype of the optimizer's parameters; default: each parameter's own. With 16-bit weights take
+            `torch.float32`: 16-bit ones take half of the memory, but lose updates under 1/256 of them (bf16).
         name: shown in errors; default: the ``file:line`` of the call.
         model_run_config: settings for all calls, which each call's `run_config` may override.
         pin_model: ``"alloc"`` moves the weights into pinned blocks, ``"register"`` pins them where they are,
