@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import roundpipe
 import torch
-from plain import assert_near, batch, mlp, square_error, weights
+from plain import assert_near, batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
 from torch import nn
 
+PATIENCE_S = 30.0
 Optimizer = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS = {"roundpipe": roundpipe.optim.AdamW, "torch": torch.optim.AdamW}
 
@@ -100,6 +103,115 @@ def test_a_step_that_fails_leaves_the_weights_whole(two: Runtime) -> None:
     assert wanted
     losses_of(model, roundpipe.optim.SGD, turns=3)
     assert_near(weights(layers), masters(model), 0)
+
+
+class Wait(torch.autograd.Function):
+    """Its backward waits until somebody opens, and fails."""
+
+    opened = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx, grads
+        assert Wait.opened.wait(PATIENCE_S)
+        raise KeyError
+
+
+class Waiting(nn.Linear):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Wait.apply(super().forward(x)) if Waiting.fails else super().forward(x)
+
+
+def test_what_a_failed_step_has_written_is_not_taken_for_a_later_steps(two: Runtime) -> None:
+    Waiting.fails = False
+    Wait.opened.clear()
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(2, 2)["all fused"])
+    layers = nn.Sequential(Waiting(4, 4), nn.Linear(4, 4))
+    model = RoundPipe(layers, runtime=two, model_run_config=config, double_buffer=True)
+    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.05)
+    x = torch.ones(2, 4)
+
+    def fails() -> None:
+        optimizer.step()
+        raise LookupError
+
+    model.forward_backward((x,), None, x, square_error)
+    with pytest.raises(LookupError):
+        model.step(fails, is_async=False)
+    model.reset()
+    Waiting.fails = True
+    model.forward_backward((x,), None, x, square_error)
+    model.step(optimizer.step)
+    Wait.opened.set()
+    with pytest.raises(KeyError):
+        model.synchronize()
+    Waiting.fails = False
+    model.zero_grad()
+    # That step has changed nothing: there is nothing to go back to.
+    model.forward_backward((x,), None, x, square_error)
+    model.step(optimizer.step, is_async=False)
+    assert_near(weights(layers), masters(model), 0)
+
+
+def test_masters_that_are_written_past_their_version_counters_count(two: Runtime) -> None:
+    layers = mlp()
+    model = wrapped(two, layers)
+    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.05)
+    x, y = batch(6)
+
+    def update() -> None:
+        optimizer.step()
+        for parameter in model.optim_parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+
+    model.forward_backward((x,), None, y, square_error)
+    model.step(update, is_async=False)
+    assert max(p.abs().max().item() for p in layers.parameters()) <= 0.01
+    assert_near(weights(layers), masters(model), 0)
+
+
+def test_channels_last_weights_train_as_with_a_single_block(two: Runtime) -> None:
+    x, y = torch.ones(4, 4, 4, 4), torch.ones(4, 2)
+    found = []
+    for double_buffer in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+        model = wrapped(two, layers.to(memory_format=torch.channels_last), double_buffer=double_buffer)
+        optimizer = roundpipe.optim.AdamW(model.optim_parameters(), lr=0.05)
+        for _ in range(3):
+            model.forward_backward((x,), None, y, square_error)
+            model.step(lambda stepped=optimizer: (stepped.step(), stepped.zero_grad()))
+        model.synchronize()
+        found.append(weights(layers))
+    assert not found[0]["0.weight"].is_contiguous()
+    assert all(torch.equal(found[0][name], weight) for name, weight in found[1].items())
+
+
+def test_a_dtype_that_was_chosen_before_the_publication_stays(two: Runtime) -> None:
+    layers = mlp()
+    model = wrapped(two, layers)
+    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.05)
+    x, y = batch(6)
+    model.forward_backward((x,), None, y, square_error)
+    model.step(optimizer.step)
+    layers.double()
+    model.synchronize()
+    assert {p.dtype for p in layers.parameters()} == {torch.float64}
+
+
+def test_each_weight_has_a_storage_of_its_own_after_any_number_of_steps(two: Runtime) -> None:
+    layers = mlp()
+    model = wrapped(two, layers)
+    for _ in range(3):
+        losses_of(model, roundpipe.optim.SGD, turns=1)
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in layers.parameters())
 
 
 def test_changing_places_is_no_change_of_the_model(two: Runtime) -> None:

@@ -10,6 +10,7 @@ import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 PATIENCE_S = 30.0
 
@@ -101,9 +102,32 @@ def test_what_an_earlier_microbatch_made_is_waited_for() -> None:
     assert_near(gradients(layers), gradients(truth), 1e-5)
 
 
+def test_what_only_some_microbatches_use_is_waited_for() -> None:
+    layers = remembering(at_once=False)
+    truth = twin(layers)
+    with Runtime("cpu:1") as runtime:
+        call(runtime, layers)
+    x = torch.ones(4, 6)
+    train_call(truth, x, x, microbatches=2)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+class Twice(Remembering):
+    """From the second microbatch on, a part of its gradient comes at once, and the rest too late."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.made:
+            return super().forward(x)
+        return checkpoint(self.again, x * self.made[0], use_reentrant=True)
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
 def test_a_gradient_that_comes_after_its_layer_has_left_is_an_error_not_a_wrong_number() -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), Twice(at_once=True), nn.Linear(6, 6))
     with Runtime("cpu:1") as runtime, pytest.raises(RuntimeError, match="got a gradient after the backward pass"):
-        call(runtime, remembering(at_once=False))
+        call(runtime, layers)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5])

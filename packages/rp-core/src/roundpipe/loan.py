@@ -47,6 +47,8 @@ class Loan:
 
     def lend(self) -> None:
         """Link every master to its place in the gradient block."""
+        # What a step that failed left there.
+        self.block.complete = {}
         for index, master in enumerate(self.masters()):
             link(
                 master,
@@ -103,7 +105,9 @@ class Loan:
             raise Incomplete(broken.error)
 
     def _destination(self, index: int) -> torch.Tensor | None:
-        return self.block.back_values[index] if self.block.back is not None else None
+        # Of other strides, such as channels-last, it is written when it is published.
+        there = self.block.back is not None and self.block.back_values[index].is_contiguous()
+        return self.block.back_values[index] if there else None
 
     def _note_complete(self, index: int) -> None:
         self.block.complete[index] = self._lent[index]._version

@@ -69,7 +69,7 @@ class Block:
     def make_back(self, backend: Backend) -> None:
         """Make the second block."""
         self.back = backend.host_empty((self.layout.numel,), self.layout.dtype)
-        self.back_values = self.layout.views(self.back)
+        self.back_values = self.layout.storages(self.back)
 
     def publish(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
         """Let devices read the masters' numbers from now on; nobody is reading the block."""
@@ -85,8 +85,10 @@ class Block:
         self.complete = {}
         self.memory, self.back = self.back, self.memory
         self.values, self.back_values = self.back_values, self.values
-        for tensor, value in zip(self.tensors, self.values, strict=True):
-            tensor.data = value
+        for tensor, old, new in zip(self.tensors, self.back_values, self.values, strict=True):
+            # One that was given other memory, as by ``to(dtype)``, keeps that.
+            if tensor.data_ptr() == old.data_ptr():
+                tensor.data = new
 
     def changed_outside(self) -> list[int]:
         """Indices of the tensors that code outside the engine has written since this was last asked."""

@@ -242,7 +242,7 @@ class Weights:
 
         Autograd goes through what was made last first, so that all above the layer is done; except for what an
         earlier microbatch made, such as autocast's copies of weights. A gradient is added once all parts of it are
-        there, so it is looked at, too.
+        there, so it is looked at, too; one that got nothing last time, as in a mixture of experts, tells nothing.
         """
         return [
             block
@@ -252,7 +252,7 @@ class Weights:
 
     def _has_all(self, block: Block) -> bool:
         known = self._additions.get(block)
-        if known is None:
+        if known is None or not all(known.each):
             return False
         seen = [gradient._version for gradient in self._sums[block][1]]
         return seen == [a + b for a, b in zip(known.seen, known.each, strict=True)]

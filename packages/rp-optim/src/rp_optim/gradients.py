@@ -10,7 +10,7 @@ import torch
 
 from rp_optim.checks import check_beside, resolved
 from rp_optim.kernel import kernel_for
-from rp_optim.masters import source_link
+from rp_optim.masters import own_data, source_link
 from rp_optim.updates import Spot
 
 
@@ -24,7 +24,7 @@ class Gradient:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A flat, real view of the same memory, with a version counter of its own."""
-    data = tensor.data
+    data = own_data(tensor)
     return (torch.view_as_real(data) if data.is_complex() else data).view(-1)
 
 

@@ -89,6 +89,19 @@ class Master(torch.nn.Parameter):
     def grad(self) -> None:
         self.grad = None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch has an attribute
 
+    @property
+    def data(self) -> torch.Tensor:
+        """As in torch; but a linked master counts as changed: what is written there leaves no trace of its own."""
+        if self._link is not None:
+            torch.autograd.graph.increment_version(self)
+        return _OWN_DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self._link is not None:
+            torch.autograd.graph.increment_version(self)
+        _OWN_DATA.__set__(self, value)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._link is not None:
             raise InvalidLink(
@@ -99,13 +112,19 @@ class Master(torch.nn.Parameter):
         return super().__reduce_ex__(protocol)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-# Torch's own attribute: a descriptor written in C, of no type that could be named here.
+# Torch's own attributes: descriptors written in C, of no type that could be named here.
 _OWN_GRAD: Any = torch.Tensor.grad
+_OWN_DATA: Any = torch.Tensor.data
 
 
 def own_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """What torch itself keeps as the gradient, past any link."""
     return _OWN_GRAD.__get__(parameter)
+
+
+def own_data(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's ``.data``; of a linked master without counting it as changed."""
+    return _OWN_DATA.__get__(tensor)
 
 
 def source_link(parameter: torch.Tensor) -> Link | None:
