@@ -12,6 +12,7 @@ from roundpipe.footprint import Footprint, resident_bytes, rows_of
 from roundpipe.measure import ModelTimer
 from roundpipe.replanning import PlanInUse
 from rp_sched import LayerCost, Limits, Task
+from rp_transfer import MemoryUse
 from torch import nn
 
 KB = 1 << 10
@@ -64,6 +65,38 @@ def test_what_is_kept_is_the_most_that_was_seen_and_small_news_are_none(
     found.note_kept({0: 2000}, rows=10)
     assert found.version > version
     assert found.kept_bytes(0, 10) == 2000
+
+
+def test_a_call_of_few_rows_says_little_of_many_and_the_other_way_round(
+    two: Runtime, layers: nn.Sequential
+) -> None:
+    found = footprint(two, layers)
+    # 400 bytes whatever the rows, and 2 for each.
+    found.note_kept({0: 408}, rows=4)
+    found.note_kept({0: 2400}, rows=1000)
+    assert [found.kept_bytes(0, rows) for rows in (4, 500, 1000, 2000)] == [408, 1400, 2400, 4400]
+    version = found.version
+    found.note_kept({0: 1400}, rows=500)
+    assert found.version == version
+    found.note_kept({0: 2000}, rows=500)
+    assert found.version > version
+    assert found.kept_bytes(0, 500) >= 2000
+    version = found.version
+    found.note_kept({0: 2000}, rows=500)
+    assert found.version == version
+
+
+def test_a_layer_that_was_planned_before_measurements_is_planned_after_them(
+    two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = RoundPipe(layers, runtime=two)._engine._planner
+    largest = max(cost.weight_bytes + cost.gradient_bytes for cost in planner.costs("fused"))
+    total = 2 * largest
+    monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, total),))
+    assert planner._new_plan("fused", 2, 1).course().plan
+    planner._footprint.note_kept({0: 0}, rows=1)
+    planner._footprint.note_peak(3 * total, [], [])
+    assert planner._new_plan("fused", 2, 1).course().plan
 
 
 def test_what_layers_work_in_is_what_a_peak_has_beside_what_is_known(two: Runtime, layers: nn.Sequential) -> None:

@@ -1,7 +1,8 @@
 """What calls take on a device beside weights and gradients: guessed from the weights' shapes, then measured.
 
 Of each layer the activations that it keeps from its forward to its backward pass; and, once for the model, what
-layers work in meanwhile. Both grow with the rows of a microbatch: its tokens, samples or pixels.
+layers work in meanwhile. Activations grow with the rows of a microbatch: its tokens, samples or pixels; a part,
+such as autocast's copies of weights, does not.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Footprint:
         self.version = 0
         self.working_bytes = 0
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
-        self._measured: dict[int, float] = {}
+        # Of each layer, bytes by rows: those of the fewest and of the most rows.
+        self._measured: dict[int, dict[int, int]] = {}
 
     @property
     def is_measured(self) -> bool:
@@ -56,15 +58,17 @@ class Footprint:
 
     def kept_bytes(self, layer: int, rows: int) -> int:
         """What a layer keeps of a microbatch. Layers that were not measured when others were keep nothing."""
-        known = self._measured.get(layer, 0.0) if self.is_measured else self._guessed[layer]
-        return int(known * rows)
+        if not self.is_measured:
+            return self._guessed[layer] * rows
+        ends = self._measured.get(layer)
+        return 0 if ends is None else _on_line(ends, rows)
 
     def note_kept(self, kept: Mapping[int, int], rows: int) -> None:
-        """Take measured bytes in: the most that were seen."""
+        """Take measured bytes in: the most that were seen, and what the most rows take."""
         for layer, nbytes in kept.items():
-            known = self._measured.get(layer, -1.0)
-            if nbytes / rows > known * (1 + _NEWS):
-                self._measured[layer] = max(nbytes / rows, 0.0)
+            ends = self._measured.get(layer, {})
+            if not ends or _is_news(ends, rows, nbytes):
+                self._measured[layer] = _joined(ends, rows, max(nbytes, 0))
                 self.version += 1
 
     def note_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost]) -> None:
@@ -88,6 +92,26 @@ def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
         for task in tasks
     ]
     return max(map(sum, zip(weights, rest, strict=True)), default=0) + max(weights, default=0)
+
+
+def _on_line(ends: Mapping[int, int], rows: int) -> int:
+    (few, least), (many, most) = min(ends.items()), max(ends.items())
+    slope = most / many if few == many else max((most - least) / (many - few), 0.0)
+    return max(int(most + slope * (rows - many)), 0)
+
+
+def _is_news(ends: Mapping[int, int], rows: int, nbytes: int) -> bool:
+    expected = _on_line(ends, rows)
+    # What few rows take says too much of many.
+    is_less = rows > max(ends) and nbytes < expected * (1 - _NEWS)
+    return is_less or nbytes > expected * (1 + _NEWS)
+
+
+def _joined(ends: Mapping[int, int], rows: int, nbytes: int) -> dict[int, int]:
+    if ends and min(ends) < rows < max(ends):
+        return {end: max(known, nbytes) for end, known in ends.items()}
+    found = {**ends, rows: nbytes}
+    return {end: found[end] for end in (min(found), max(found))}
 
 
 def _guessed_bytes_per_row(layer: LayerState) -> int:

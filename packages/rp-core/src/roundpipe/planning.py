@@ -156,21 +156,25 @@ class Planner:
         ]
 
     def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
-        budget = self._budget()
+        costs = self._guesses(0 if self._on_host else rows)
+        budget = self._budget(max(cost.weight_bytes + cost.gradient_bytes for cost in costs))
         return PlanInUse(
             self._timer(mode, microbatches),
-            [_at_most(cost, budget) for cost in self._guesses(0 if self._on_host else rows)],
+            [_at_most(cost, budget) for cost in costs],
             Limits(device_memory_bytes=budget, upload_gb_s=_LINK_GB_S, download_gb_s=_LINK_GB_S),
             devices=len(self._runtime.lanes),
             microbatches=microbatches,
             mode=mode,
         )
 
-    def _budget(self) -> int:
+    def _budget(self, largest_layer_bytes: int) -> int:
         smallest = min(use.total_bytes for use in self._runtime.memory())
+        guessed = int(smallest * MODEL_SHARE)
         if not self._footprint.is_measured:
-            return int(smallest * MODEL_SHARE)
-        return max(int(smallest * _USABLE) - self._footprint.working_bytes, int(smallest * _LEAST_SHARE))
+            return guessed
+        # A layer that could be planned for the first call can be for the next, however much layers work in.
+        least = max(int(smallest * _LEAST_SHARE), min(largest_layer_bytes, guessed))
+        return max(int(smallest * _USABLE) - self._footprint.working_bytes, least)
 
 
 def _rounded_up(rows: int) -> int:
