@@ -120,6 +120,14 @@ def test_half_of_the_model_memory_limit_is_for_a_stage():
     assert [len(stage) for stage in made.forward] == [2, 2, 2]
 
 
+def test_a_model_memory_limit_above_the_device_is_none_with_room_ahead_either():
+    costs = [LayerCost(1.0, weight_bytes=10, trainable_bytes=0)] * 6
+    limits = Limits(device_memory_bytes=40, ahead_bytes=10)
+    strategy = RoundRobin(model_memory_limit=4.0, upper_threshold=10.0, min_stages=1)
+    made = plan(costs, devices=1, microbatches=1, mode="infer", limits=limits, strategy=strategy)
+    assert [len(stage) for stage in made.forward] == [2, 2, 2]
+
+
 def test_a_stage_takes_at_most_the_threshold_times_the_slowest_layer():
     costs = [LayerCost(1.0)] * 6 + [LayerCost(2.0)]
     made = {

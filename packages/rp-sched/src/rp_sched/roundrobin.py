@@ -89,11 +89,9 @@ class RoundRobin:
         if self.model_memory_limit is None:
             return loads
         most = max(1, int(self.model_memory_limit * BYTES_PER_GB / 2))
-        known = loads.limits.stage_limit_bytes
-        return Loads(
-            loads.costs,
-            replace(loads.limits, stage_bytes=most if known is None else min(most, known), ahead_bytes=None),
-        )
+        limits = replace(loads.limits, ahead_bytes=None)
+        known = limits.stage_limit_bytes
+        return Loads(loads.costs, replace(limits, stage_bytes=most if known is None else min(most, known)))
 
 
 def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: Sequence[int]) -> list[int]:
