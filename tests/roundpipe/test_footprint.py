@@ -99,6 +99,30 @@ def test_a_layer_that_was_planned_before_measurements_is_planned_after_them(
     assert planner._new_plan("fused", 2, 1).course().plan
 
 
+def test_a_peak_counts_although_the_next_call_was_launched_before_this_one_was_over(
+    two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = RoundPipe(layers, runtime=two)._engine._planner
+    planner._on_host = False
+    peak = 0
+    monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, peak, 100_000),))
+    parts = [((torch.zeros(4, 4),), {})]
+    tasks = [Task("FB", range(0, 3), range(1), 0)]
+    first, second = (planner.watch(RoundPipeRunConfig(), "fused", parts, tasks) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    first.keep(0, 40)
+    cautious = planner._budget(0)
+    planner._footprint.note_kept(first.kept, 4)
+    # What layers work in is not known yet.
+    assert planner._budget(0) == cautious
+    peak = 20_000
+    planner.take(first)
+    resident = resident_bytes(tasks, planner._guesses(4))
+    assert planner._footprint.working_bytes == peak - resident
+    assert planner._budget(0) == 95_000 - planner._footprint.working_bytes
+
+
 def test_what_layers_work_in_is_what_a_peak_has_beside_what_is_known(two: Runtime, layers: nn.Sequential) -> None:
     found = footprint(two, layers)
     costs = [LayerCost(1, weight_bytes=100, kept_bytes=50)] * 3

@@ -47,6 +47,7 @@ class Footprint:
     def __init__(self, layers: Sequence[LayerState]) -> None:
         self.version = 0
         self.working_bytes = 0
+        self.knows_peak = False
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
         # Of each layer, bytes by rows: those of the fewest and of the most rows.
         self._measured: dict[int, dict[int, int]] = {}
@@ -74,8 +75,9 @@ class Footprint:
     def note_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost]) -> None:
         """Take a device's peak in which these tasks were the most that was there."""
         found = peak_bytes - resident_bytes(tasks, costs)
-        if found > self.working_bytes * (1 + _NEWS):
-            self.working_bytes = found
+        if found > self.working_bytes * (1 + _NEWS) or not self.knows_peak:
+            self.working_bytes = max(found, 0)
+            self.knows_peak = True
             self.version += 1
 
 

@@ -44,7 +44,9 @@ class RoundPipe(RoundPipeBase):
             a dict gives its arguments. The first call of each kind compiles, which takes a while.
         double_buffer: keep the weights twice, if `pin_model` is ``"alloc"``: steps write theirs at once, and calls
             need not wait for that, so small batches are faster. Default: where the second copy takes no more than
-            a sixteenth of the machine's memory.
+            a sixteenth of the machine's memory. What shares memory with a parameter, such as the tensors of a
+            `state_dict()`, then holds its weights until the next step only: copy what is to be kept, ask anew for
+            what is to be current.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> with Runtime("cpu:2") as runtime:

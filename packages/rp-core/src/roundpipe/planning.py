@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,8 @@ _LINK_GB_S = 0.5
 # least, however much layers seem to work in.
 _USABLE = 0.95
 _LEAST_SHARE = 0.3
+# So many launches that were watched are remembered: those that may be under way at once, and some that failed.
+_LAUNCHES = 8
 
 
 class Planner:
@@ -47,7 +50,7 @@ class Planner:
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
         self._plans: dict[object, tuple[int, PlanInUse]] = {}
         self._footprint = Footprint(self._state.layers)
-        self._latest: LayerTimes | None = None
+        self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
         # What the last call was to take on a device, foreseen from those before it.
         self.predicted_bytes: int | None = None
 
@@ -58,8 +61,8 @@ class Planner:
         timer = self._timer(mode, len(parts))
         if not timer.is_watching() or (config.execute_plan is not None and not timer.VERBOSE):
             return None
-        self._latest = LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes())
-        return self._latest
+        self._launches.append(LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes()))
+        return self._launches[-1]
 
     def take(self, times: LayerTimes) -> None:
         """Take in what a launch took."""
@@ -68,10 +71,17 @@ class Planner:
         if self._on_host:
             return
         self._footprint.note_kept(times.kept, times.rows)
-        peak = self._peak_bytes()
-        # A peak since then is another launch's, if there was one.
-        if times is self._latest and peak > times.peak_bytes:
-            self._footprint.note_peak(peak, times.tasks, self._guesses(times.rows))
+        if (peak := self._peak_bytes()) > times.peak_bytes and times in self._launches:
+            largest = max(self._launched_since(times), key=self._resident_bytes)
+            self._footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows))
+
+    def _launched_since(self, times: LayerTimes) -> list[LayerTimes]:
+        # The next call is launched before this one is over: the peak is that of either.
+        launches = list(self._launches)
+        return launches[launches.index(times) :]
+
+    def _resident_bytes(self, times: LayerTimes) -> int:
+        return resident_bytes(times.tasks, self._guesses(times.rows))
 
     def _peak_bytes(self) -> int:
         return max(use.peak_bytes for use in self._runtime.memory())
@@ -170,7 +180,7 @@ class Planner:
     def _budget(self, largest_layer_bytes: int) -> int:
         smallest = min(use.total_bytes for use in self._runtime.memory())
         guessed = int(smallest * MODEL_SHARE)
-        if not self._footprint.is_measured:
+        if not (self._footprint.is_measured and self._footprint.knows_peak):
             return guessed
         # A layer that could be planned for the first call can be for the next, however much layers work in.
         least = max(int(smallest * _LEAST_SHARE), min(largest_layer_bytes, guessed))
