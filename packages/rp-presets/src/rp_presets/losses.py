@@ -94,7 +94,7 @@ class _SumOfChunks(torch.autograd.Function):
             logits[part].log_softmax(-1, dtype=_wide(logits)).gather(-1, targets[part])
             for part in _parts(len(logits), chunk_positions)
         ]
-        return -_joined(losses, logits).squeeze(-1).where(counted, 0).sum()
+        return _joined(losses, logits).neg().squeeze(-1).where(counted, 0).sum()
 
     @staticmethod
     @once_differentiable
