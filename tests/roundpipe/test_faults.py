@@ -19,6 +19,7 @@ from torch import nn
 pytestmark = pytest.mark.timeout(60)
 MICROBATCHES = 3
 IDLE_BYTES = 1024
+PATIENCE_S = 5.0
 PLANS = ("planned", "one layer a stage", "microbatches divided")
 PLACES = (
     "weights on their way in",
@@ -152,6 +153,10 @@ def test_a_copy_or_allocation_that_fails_arrives_as_itself_and_leaves_nothing(
     assert sum(failures) >= 2
     assert_trains(model)
     devices, host, threads = held(runtime)
+    # A thread that has told of its failure lets go of what it held a moment later.
+    until = time.monotonic() + PATIENCE_S
+    while (devices, threads) != (before[0], before[2]) and time.monotonic() < until:
+        devices, host, threads = held(runtime)
     assert (devices, threads) == (before[0], before[2])
     # On a GPU results may still be on their way when the next ones leave: one more idle buffer each.
     assert host <= before[1] + (IDLE_BYTES if runtime.lanes[0].device.torch_device.type == "cuda" else 0)
