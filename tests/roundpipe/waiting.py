@@ -504,8 +504,9 @@ def gradients_do_not_pile_up() -> None:
             model.forward_backward(input_args=(x,), loss_fn=lambda out, _: out.sum())
             model.synchronize()
             peaks.append(runtime.memory()[0].peak_bytes)
-    # The weights of two layers, and their gradients.
-    assert max(peaks) < 5 * ours[0].weight.nbytes, peaks
+    # The gradients of two layers, and the weights of these and of one that is let go of late; without the wait
+    # there is room for ten.
+    assert max(peaks) < 6 * ours[0].weight.nbytes, peaks
 
 
 def an_error_waits_for_gradients_on_their_way() -> None:
