@@ -85,26 +85,35 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
     return step, finish, len(runtime.lanes)
 
 
+def _finish() -> dict[str, float]:
+    torch.cuda.synchronize()
+    return {}
+
+
+def _compile(workload: Workload, model: nn.Sequential) -> None:
+    for layer in model if workload.compile else ():
+        layer.compile()
+
+
+def _forward(workload: Workload, model: nn.Sequential, x: Tensor) -> Tensor:
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=False) if workload.checkpoint else layer(x)
+    return x
+
+
 def resident(workload: Workload, model: nn.Sequential) -> Engine:
     """Everything on one GPU."""
     model = model.to("cuda")
-    if workload.compile:
-        for layer in model:
-            layer.compile()
+    _compile(workload, model)
     weights = list(model.parameters())
     masters = [nn.Parameter(weight.detach().float()) for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
     loss_fn = _loss(workload)
 
-    def forward(x: Tensor) -> Tensor:
-        for layer in model:
-            x = checkpoint(layer, x, use_reentrant=False) if workload.checkpoint else layer(x)
-        return x
-
     def step(tokens: Tensor) -> float:
         total = torch.zeros((), device="cuda")
         for part in tokens.to("cuda", non_blocking=True).tensor_split(workload.microbatches):
-            loss = loss_fn(forward(part), part)
+            loss = loss_fn(_forward(workload, model, part), part)
             loss.backward()
             total += loss.detach()
         with torch.no_grad():
@@ -117,11 +126,7 @@ def resident(workload: Workload, model: nn.Sequential) -> Engine:
             torch._foreach_copy_(weights, masters)
         return total.item()
 
-    def finish() -> dict[str, float]:
-        torch.cuda.synchronize()
-        return {}
-
-    return step, finish, 1
+    return step, _finish, 1
 
 
 def fsdp2(workload: Workload, model: nn.Sequential) -> Engine:
@@ -146,16 +151,9 @@ def fsdp2(workload: Workload, model: nn.Sequential) -> Engine:
     for layer in model:
         fully_shard(layer, mp_policy=policy, offload_policy=CPUOffloadPolicy())
     fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-    if workload.compile:
-        for layer in model:
-            layer.compile()
+    _compile(workload, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     loss_fn = _loss(workload)
-
-    def forward(x: Tensor) -> Tensor:
-        for layer in model:
-            x = checkpoint(layer, x, use_reentrant=False) if workload.checkpoint else layer(x)
-        return x
 
     def step(tokens: Tensor) -> float:
         total = torch.zeros((), device="cuda")
@@ -164,7 +162,7 @@ def fsdp2(workload: Workload, model: nn.Sequential) -> Engine:
         for number, part in enumerate(parts):
             model.set_requires_gradient_sync(number == len(parts) - 1)
             # Gradients are averaged over the ranks, the loss counts all tokens.
-            loss = loss_fn(forward(part), part)
+            loss = loss_fn(_forward(workload, model, part), part)
             (loss * world).backward()
             total += loss.detach()
         dist.all_reduce(total)
@@ -172,11 +170,7 @@ def fsdp2(workload: Workload, model: nn.Sequential) -> Engine:
         optimizer.zero_grad()
         return total.item()
 
-    def finish() -> dict[str, float]:
-        torch.cuda.synchronize()
-        return {}
-
-    return step, finish, world
+    return step, _finish, world
 
 
 def _untied(model: nn.Sequential) -> nn.Sequential:
@@ -214,11 +208,7 @@ def deepspeed_engine(workload: Workload, model: nn.Sequential) -> Engine:
             total += loss.item()
         return total
 
-    def finish() -> dict[str, float]:
-        torch.cuda.synchronize()
-        return {}
-
-    return step, finish, engine.world_size
+    return step, _finish, engine.world_size
 
 
 ENGINES: Mapping[str, Callable[[Workload, nn.Sequential], Engine]] = {
