@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from rp_transfer import Backend, Conveyor, Device, Layout, group, open_backend
+from rp_transfer.copies import CHUNK_BYTES
 from safetensors import safe_open
 from safetensors.torch import save_file
 from side_by_side import side_by_side
@@ -213,7 +214,7 @@ def delays(bench: Bench, up: float) -> None:
     weights = bench.backend.host_empty((GIB,), torch.uint8)
     activation = bench.backend.host_empty((8_000_000,), torch.uint8)
     room = bench.device.empty((8_000_000,), torch.uint8, stream=bench.device.activations_in)
-    stream, chunk_s = bench.device.activations_in, (16 << 20) / up / 1e9
+    stream, chunk_s = bench.device.activations_in, CHUNK_BYTES / up / 1e9
 
     def activate() -> float:
         start = time.perf_counter()

@@ -128,6 +128,20 @@ def test_a_model_memory_limit_above_the_device_is_none_with_room_ahead_either():
     assert [len(stage) for stage in made.forward] == [2, 2, 2]
 
 
+def test_the_fused_stage_may_be_larger_than_the_room_ahead():
+    costs = [LayerCost(0), LayerCost(0), LayerCost(0, 1), LayerCost(0, 1), LayerCost(0, weight_bytes=2)]
+    limits = Limits(ahead_bytes=1)
+    made = plan(
+        costs,
+        devices=1,
+        microbatches=1,
+        mode="fused",
+        limits=limits,
+        strategy=RoundRobin(upper_threshold=3.0, min_stages=3),
+    )
+    assert made == Plan((range(0, 3),), range(3, 5), (range(0, 3),))
+
+
 def test_a_stage_takes_at_most_the_threshold_times_the_slowest_layer():
     costs = [LayerCost(1.0)] * 6 + [LayerCost(2.0)]
     made = {

@@ -85,10 +85,10 @@ class Limits:
 
     `device_memory_bytes`: what one device has for weights, gradients and kept activations. `stage_bytes`: the most
     that the weights and gradients of one stage may take, unless the stage is a single layer; half of the device's
-    memory if not given, since the other half holds the weights fetched ahead. `ahead_bytes`,
-    instead of it: the room for those weights, where gradients wait until the ones before them have left; no stage
-    but the fused one has more weights. `host_memory_bytes`: what the host
-    has for weights, gradients and the activations handed over (see `host_bytes`); optimizer state is not counted.
+    memory if not given, since the other half holds the weights fetched ahead. `ahead_bytes`, instead of it: the
+    room for those weights, where gradients wait until the ones before them have left; no stage but the fused one
+    has more weights. `host_memory_bytes`: what the host has for weights, gradients and the activations handed
+    over (see `host_bytes`); optimizer state is not counted.
     `upload_gb_s`, `download_gb_s`: the link from host to device and back, in 10^9 bytes a second.
     `shared_links`: all devices share one link each way; else each has its own. `hop_ms`: what handing a
     microbatch to the next stage takes besides its bytes.

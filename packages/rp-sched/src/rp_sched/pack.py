@@ -125,13 +125,13 @@ def fewest(row: Row, end: int, cap_ms: float) -> int:
     return count
 
 
-def tail(row: Row, longest: int, cap_ms: float) -> range:
-    """The longest last stage, of at most `longest` layers, that fits and takes at most `cap_ms`."""
+def tail(row: Row, fits: Callable[[range], bool], longest: int, cap_ms: float) -> range:
+    """The longest last stage, of at most `longest` layers, that `fits` and takes at most `cap_ms`."""
     end = row.num_layers
 
     def allowed(start: int) -> bool:
         layers = range(start, end)
-        return row.fits(layers) and row.stage_ms(layers) <= cap_ms
+        return fits(layers) and row.stage_ms(layers) <= cap_ms
 
     candidates = range(end - longest, end - 1)
     return range(end - longest + bisect_left(candidates, True, key=allowed), end)

@@ -47,35 +47,31 @@ class RoundRobin:
         """The plan for loads that were found feasible."""
         loads = self._limited(loads)
         stages = min(self.min_stages or devices, loads.num_layers)
-        forward, backward = forward_row(loads, microbatches), backward_row(loads, microbatches)
+        rows = _Rows.of(loads, microbatches)
+        slowest_ms = self.upper_threshold * rows.backward.slowest_layer_ms
         if mode == "fused":
-            return _fused(forward, backward, stages, self.upper_threshold * backward.slowest_layer_ms)
-        up = _stages(forward, stages, self.upper_threshold * forward.slowest_layer_ms)
+            return _fused(rows, stages, slowest_ms)
+        up = _stages(rows.forward, stages, self.upper_threshold * rows.forward.slowest_layer_ms)
         if mode == "infer":
             return Plan(up)
-        return Plan(up, None, _stages(backward, stages, self.upper_threshold * backward.slowest_layer_ms)[::-1])
+        return Plan(up, None, _stages(rows.backward, stages, slowest_ms)[::-1])
 
     def together(
         self, models: Sequence[Loads], *, devices: int, microbatches: int, mode: Mode
     ) -> tuple[Plan, ...]:
         """Plans whose stages, of all models, are as even as one model's: the slowest layer of all counts."""
-        limited = [self._limited(loads) for loads in models]
-        ups = [forward_row(loads, microbatches) for loads in limited]
-        downs = [backward_row(loads, microbatches) for loads in limited]
+        rows = [_Rows.of(self._limited(loads), microbatches) for loads in models]
         wanted = self.min_stages or devices
         if mode == "fused":
-            high_ms = self.upper_threshold * max(row.slowest_layer_ms for row in downs)
-            needs = [
-                _count_fused(up, down, _longest(down.num_layers, 1), high_ms)
-                for up, down in zip(ups, downs, strict=True)
-            ]
-            times = [up.total_ms + down.total_ms for up, down in zip(ups, downs, strict=True)]
-            counts = _spread(wanted, needs, times, [row.num_layers for row in ups])
-            return tuple(_fused(*rows, high_ms) for rows in zip(ups, downs, counts, strict=True))
-        forward = self._even_rows(ups, wanted)
+            high_ms = self.upper_threshold * max(each.backward.slowest_layer_ms for each in rows)
+            needs = [_count_fused(each, _longest(each.num_layers, 1), high_ms) for each in rows]
+            times = [each.forward.total_ms + each.backward.total_ms for each in rows]
+            counts = _spread(wanted, needs, times, [each.num_layers for each in rows])
+            return tuple(_fused(each, count, high_ms) for each, count in zip(rows, counts, strict=True))
+        forward = self._even_rows([each.forward for each in rows], wanted)
         if mode == "infer":
             return tuple(map(Plan, forward))
-        backward = self._even_rows(downs, wanted)
+        backward = self._even_rows([each.backward for each in rows], wanted)
         return tuple(Plan(up, None, down[::-1]) for up, down in zip(forward, backward, strict=True))
 
     def _even_rows(self, rows: Sequence[Row], wanted: int) -> list[tuple[range, ...]]:
@@ -92,6 +88,27 @@ class RoundRobin:
         limits = replace(loads.limits, ahead_bytes=None)
         known = limits.stage_limit_bytes
         return Loads(loads.costs, replace(limits, stage_bytes=most if known is None else min(most, known)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One model's layers, as stages of each kind see them."""
+
+    loads: Loads
+    forward: Row
+    backward: Row
+
+    @classmethod
+    def of(cls, loads: Loads, microbatches: int) -> "_Rows":
+        return cls(loads, forward_row(loads, microbatches), backward_row(loads, microbatches))
+
+    @property
+    def num_layers(self) -> int:
+        return self.loads.num_layers
+
+    def fused(self, longest: int, cap_ms: float) -> range:
+        # Its own limits: its weights need not fit into the room ahead.
+        return tail(self.backward, partial(self.loads.fits, "FB"), longest, cap_ms)
 
 
 def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: Sequence[int]) -> list[int]:
@@ -118,20 +135,22 @@ def _longest(num_layers: int, wanted: int) -> int:
     return num_layers - wanted // 2
 
 
-def _count_fused(forward: Row, backward: Row, longest: int, cap_ms: float) -> int:
-    end = tail(backward, longest, cap_ms).start
-    return fewest(forward, end, cap_ms) + 1 + fewest(backward, end, cap_ms)
+def _count_fused(rows: _Rows, longest: int, cap_ms: float) -> int:
+    end = rows.fused(longest, cap_ms).start
+    return fewest(rows.forward, end, cap_ms) + 1 + fewest(rows.backward, end, cap_ms)
 
 
-def _fused(forward: Row, backward: Row, wanted: int, high_ms: float) -> Plan:
+def _fused(rows: _Rows, wanted: int, high_ms: float) -> Plan:
     """Forward stages, a fused last one, and backward stages, all of about the same time."""
-    longest = _longest(backward.num_layers, wanted)
-    count: Callable[[float], int] = partial(_count_fused, forward, backward, longest)
+    longest = _longest(rows.num_layers, wanted)
+    count: Callable[[float], int] = partial(_count_fused, rows, longest)
     stages = max(wanted, count(high_ms))
-    cap_ms = least_cap(count, stages, backward.slowest_layer_ms, high_ms)
-    fused = tail(backward, longest, cap_ms)
-    up, down = _share(forward, backward, fused.start, stages - 1, cap_ms)
-    return Plan(even(forward, fused.start, up, cap_ms), fused, even(backward, fused.start, down, cap_ms)[::-1])
+    cap_ms = least_cap(count, stages, rows.backward.slowest_layer_ms, high_ms)
+    fused = rows.fused(longest, cap_ms)
+    up, down = _share(rows.forward, rows.backward, fused.start, stages - 1, cap_ms)
+    return Plan(
+        even(rows.forward, fused.start, up, cap_ms), fused, even(rows.backward, fused.start, down, cap_ms)[::-1]
+    )
 
 
 def _share(forward: Row, backward: Row, end: int, stages: int, cap_ms: float) -> tuple[int, int]:
