@@ -35,6 +35,12 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
+@pytest.fixture(autouse=True)
+def small_departures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of small layers leave one by one while backward goes on, as those of large ones do."""
+    monkeypatch.setattr("roundpipe.stage._DEPARTURE_BYTES", 1)
+
+
 @pytest.fixture
 def two() -> Iterator[Runtime]:
     """A runtime on two CPU devices, for tests that say nothing new on other devices."""

@@ -75,7 +75,11 @@ WAITS = [
         "wait([arriving for _, arriving in self._arriving.values() if not arriving.cancel()])",
         "a task that steps aside waits for its uploads",
     ),
-    Wait("weights.py", "self._lane.outbox.wait()", "gradients that cannot leave hold up the next task"),
+    Wait(
+        "weights.py",
+        "self._lane.outbox.wait_for_room(self._spare_bytes)",
+        "gradients that cannot leave hold up the next task",
+    ),
     Wait("run.py", "        wait(self._deliveries)\n", "a run is over when its gradients are at home", ""),
     Wait("saved.py", "device.activations_in.wait(event)", "activations come in after they went out"),
     Wait("saved.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -210,6 +211,10 @@ def test_what_runs_out_of_memory_says_where(two: Runtime, monkeypatch: pytest.Mo
     assert caught.value is full
     assert "on cpu:" in full.__notes__[0]
     assert "1. more microbatches" in full.__notes__[1]
+    # Whoever keeps the error does not keep the device full.
+    frames = [frame for frame, _ in traceback.walk_tb(caught.tb) if frame.f_code.co_filename.endswith("stage.py")]
+    assert frames
+    assert not any(frame.f_locals for frame in frames)
     model.reset()
     assert_trains(model)
 

@@ -123,6 +123,26 @@ def test_a_peak_counts_although_the_next_call_was_launched_before_this_one_was_o
     assert planner._budget(0) == 95_000 - planner._footprint.working_bytes
 
 
+def test_a_call_leaves_what_it_is_not_foreseen_to_take_once_a_peak_is_known(
+    two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = RoundPipe(layers, runtime=two)._engine._planner
+    monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, 100_000),))
+    parts = [((torch.zeros(4, 4),), {})]
+
+    def spare() -> int:
+        planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
+        return planner.spare_bytes
+
+    assert spare() == 0
+    planner._footprint.note_kept({0: 40}, rows=4)
+    assert spare() == 0
+    planner._footprint.note_peak(20_000, [], [])
+    assert spare() == 95_000 - (planner.predicted_bytes or 0) > 0
+    planner._footprint.note_peak(200_000, [], [])
+    assert spare() == 0
+
+
 def test_what_layers_work_in_is_what_a_peak_has_beside_what_is_known(two: Runtime, layers: nn.Sequential) -> None:
     found = footprint(two, layers)
     costs = [LayerCost(1, weight_bytes=100, kept_bytes=50)] * 3

@@ -9,6 +9,9 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.run import Run
+from roundpipe.weights import Delivery
+from rp_sched import Plan
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +131,67 @@ def test_a_gradient_that_comes_after_its_layer_has_left_is_an_error_not_a_wrong_
     layers = nn.Sequential(nn.Linear(6, 6), Twice(at_once=True), nn.Linear(6, 6))
     with Runtime("cpu:1") as runtime, pytest.raises(RuntimeError, match="got a gradient after the backward pass"):
         call(runtime, layers)
+
+
+@pytest.mark.parametrize(("nbytes", "together"), [(1, [1, 1, 1]), (2 * 4 * (6 * 6 + 6), [2, 1]), (1 << 20, [3])])
+def test_gradients_wait_for_each_other_up_to_a_size(
+    nbytes: int, together: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundpipe.stage._DEPARTURE_BYTES", nbytes)
+    sent: list[int] = []
+    send_home = Run.send_home
+
+    def noted(self: Run, delivery: Delivery, where: str) -> None:
+        sent.append(len(delivery.sums))
+        send_home(self, delivery, where)
+
+    monkeypatch.setattr(Run, "send_home", noted)
+    with Runtime("cpu:1") as runtime:
+        call(runtime, nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))
+    assert sent == together
+
+
+class Noted(torch.autograd.Function):
+    """Its backward notes that it was gone through."""
+
+    count = threading.Semaphore(0)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        Noted.count.release()
+        return grads[0]
+
+
+class Noting(nn.Linear):
+    """The lowest layer: its backward is the last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Noted.apply(super().forward(x))
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_backward_goes_on_beside_gradients_that_cannot_leave_where_there_is_room(room: int) -> None:
+    layers = nn.Sequential(Noting(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    one_each = [range(index, index + 1) for index in range(3)]
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=Plan(one_each[:2], one_each[2], one_each[1::-1]))
+    released = threading.Event()
+    x = torch.ones(4, 6)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        model.step(lambda: released.wait(PATIENCE_S))
+        model._engine._planner.spare_bytes = room
+        model.forward_backward((x,), None, x, square_error)
+        # The step holds the gradients' turns: those of the fused stage stay, and perhaps hold the next stage up.
+        went_on = Noted.count.acquire(timeout=PATIENCE_S if room else 0.3)
+        released.set()
+        model.synchronize()
+    assert went_on == bool(room)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5])

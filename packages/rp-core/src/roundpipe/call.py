@@ -43,7 +43,8 @@ class Autocast:
 class Call:
     """One training or inference call.
 
-    `flags` are the layers' training flags at launch; `randomness` is None where random numbers are left alone.
+    `flags` are the layers' training flags at launch; `randomness` is None where random numbers are left alone;
+    `spare_bytes` are free on each device while it is carried out.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Call:
     is_planned: bool
     randomness: Randomness | None
     autocast: tuple[Autocast, ...]
+    spare_bytes: int = 0
     loss_fn: LossFn | None = None
     keep_outputs: bool = False
 

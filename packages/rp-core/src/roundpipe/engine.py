@@ -362,6 +362,7 @@ class Engine:
             is_planned=config.execute_plan is None,
             randomness=randomness,
             autocast=Autocast.current(),
+            spare_bytes=self._planner.spare_bytes,
             loss_fn=loss_fn,
             keep_outputs=keep,
         )

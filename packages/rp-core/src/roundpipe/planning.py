@@ -51,8 +51,9 @@ class Planner:
         self._plans: dict[object, tuple[int, PlanInUse]] = {}
         self._footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
-        # What the last call was to take on a device, foreseen from those before it.
+        # What the last call was to take on a device, foreseen from those before it, and what it was to leave.
         self.predicted_bytes: int | None = None
+        self.spare_bytes = 0
 
     def watch(
         self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], tasks: Sequence[Task]
@@ -115,6 +116,8 @@ class Planner:
         if self._footprint.is_measured:
             costs = self._guesses(rows_of(parts))
             self.predicted_bytes = resident_bytes(kept, costs) + self._footprint.working_bytes
+            spare = self._usable_bytes() - self.predicted_bytes
+            self.spare_bytes = max(spare, 0) if self._footprint.knows_peak else 0
         return kept
 
     def _dealt(self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any]) -> tuple[Task, ...]:
@@ -178,13 +181,19 @@ class Planner:
         )
 
     def _budget(self, largest_layer_bytes: int) -> int:
-        smallest = min(use.total_bytes for use in self._runtime.memory())
+        smallest = self._device_bytes()
         guessed = int(smallest * MODEL_SHARE)
         if not (self._footprint.is_measured and self._footprint.knows_peak):
             return guessed
         # A layer that could be planned for the first call can be for the next, however much layers work in.
         least = max(int(smallest * _LEAST_SHARE), min(largest_layer_bytes, guessed))
-        return max(int(smallest * _USABLE) - self._footprint.working_bytes, least)
+        return max(self._usable_bytes() - self._footprint.working_bytes, least)
+
+    def _usable_bytes(self) -> int:
+        return int(self._device_bytes() * _USABLE)
+
+    def _device_bytes(self) -> int:
+        return min(use.total_bytes for use in self._runtime.memory())
 
 
 def _rounded_up(rows: int) -> int:

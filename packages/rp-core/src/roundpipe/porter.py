@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -22,13 +23,16 @@ class Porter:
     """A thread with a conveyor; its jobs wait for their turns in the order in which the lane submits them.
 
     So they are in launch order, as the lane's tasks are, and the oldest unfinished one can always go on.
-    `num_threads` are torch's intra-op threads for additions and for memory that is not pinned.
+    `num_threads` are torch's intra-op threads for additions and for memory that is not pinned, which goes through
+    slots of `slot_bytes`.
     """
 
-    def __init__(self, backend: Backend, device: Device, stream: Stream, num_threads: int) -> None:
+    def __init__(
+        self, backend: Backend, device: Device, stream: Stream, num_threads: int, slot_bytes: int
+    ) -> None:
         self.device = device
         self.stream = stream
-        self.conveyor = Conveyor(backend, device, stream)
+        self.conveyor = Conveyor(backend, device, stream, slot_bytes=slot_bytes)
         self._jobs: _Jobs = SimpleQueue()
         # Not an executor: those take no jobs while the interpreter waits for the lanes' last tasks at its end.
         name = f"roundpipe-{stream.name}"
@@ -36,21 +40,29 @@ class Porter:
         self._thread.start()
         # At the interpreter's end, too: a thread that is inside torch then would abort the process.
         self._end = weakref.finalize(self, _finish, self._jobs, self._thread)
-        self._last: Future[Any] = self.submit(_start, device, num_threads)
-        self._last.result()
+        # Jobs and the bytes on the device that each lets go of at its end.
+        self._loads: deque[tuple[Future[Any], int]] = deque()
+        self.submit(_start, device, num_threads).result()
 
     def submit(
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Future[_Result]:
         """Queue a job. Its result, or what it raises, is in the future."""
         future: Future[_Result] = Future()
-        self._last = future
         self._jobs.put((future, partial(job, *args, **kwargs)))
         return future
 
-    def wait(self) -> None:
-        """Block until the jobs are over, however they end."""
-        wait([self._last])
+    def note_load(self, job: Future[Any], nbytes: int) -> None:
+        """The job that was submitted last lets go of so many bytes on the device."""
+        self._loads.append((job, nbytes))
+
+    def wait_for_room(self, spare_bytes: int) -> None:
+        """Block until what jobs have yet to let go of is no more than this; a job may also end by failing."""
+        while self._loads and (self._loads[0][0].done() or self._loaded_bytes() > spare_bytes):
+            wait([self._loads.popleft()[0]])
+
+    def _loaded_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._loads)
 
     def close(self) -> None:
         """Finish the jobs and end the thread. May be called twice."""

@@ -8,6 +8,7 @@ have not run step aside.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -189,7 +190,8 @@ class Run:
                 for block in blocks
                 if block.gradient is not None and task.kind != "F"
             }
-            weights = Weights(lane, twins, turns, gradient_turns, times, self._tracer)
+            spare = self.call.spare_bytes
+            weights = Weights(lane, twins, turns, gradient_turns, spare, times, self._tracer)
             backend = self._runtime.backend
             stage = Stage(self.call, task, lane, backend, twins, weights, self, times, self._tracer)
             return lane, _TaskJob(self, stage, weights)
@@ -254,7 +256,9 @@ class Run:
 
     def send_home(self, delivery: Delivery, where: str) -> None:
         """See `Exchange`."""
-        self._deliveries.append(self._followed(delivery.porter.submit(self._deliver, delivery, where)))
+        delivered = delivery.porter.submit(self._deliver, delivery, where)
+        delivery.porter.note_load(delivered, delivery.nbytes)
+        self._deliveries.append(self._followed(delivered))
 
     def _deliver(self, delivery: Delivery, where: str) -> None:
         try:
@@ -295,6 +299,8 @@ class Run:
             error.add_note(f"RoundPipe: in model {self.call.name!r}, {where}")
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(remedies(self._microbatches, self.call.grain, is_planned=self.call.is_planned))
+                # What its frames hold is memory of the device, which whoever keeps the error would keep full.
+                traceback.clear_frames(error.__traceback__)
             self.aborted = True
             self._error = error
             waiting = [slot for slot in self._slots.values() if slot.packet is None]

@@ -24,6 +24,9 @@ from roundpipe.weights import Delivery, Weights
 
 # A worker may put this many microbatches on its device before it waits for the oldest one.
 _AHEAD = 2
+# Gradients that leave before the task is over wait for each other up to so many bytes of weights: each departure
+# costs turns of Python's lock while backward is being launched.
+_DEPARTURE_BYTES = 128 << 20
 _FORWARD = "in {0}, forward, microbatch {1}"
 _RECOMPUTATION = "in {0}, recomputation, microbatch {1}"
 
@@ -360,7 +363,8 @@ class Stage:
 
     def _send_complete(self, layer: int) -> None:
         # What was made later goes through first: all that is above the layer has been gone through.
-        if blocks := self._weights.complete_above(layer, self._task.layers):
+        blocks = self._weights.complete_above(layer, self._task.layers)
+        if sum(block.nbytes for block in blocks) >= _DEPARTURE_BYTES:
             self._send_home(blocks)
 
     # Forward, loss and backward

@@ -33,6 +33,11 @@ class Delivery:
     sums: list[tuple[Block, torch.Tensor, set[int], Ticket]]
     tracer: Tracer | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """What the sums take on the device."""
+        return sum(memory.nbytes for _, memory, _, _ in self.sums)
+
     def run(self) -> None:
         """Block by block; the sums may go when it is over."""
         conveyor = self.porter.conveyor
@@ -78,7 +83,8 @@ class _Additions:
 class Weights:
     """The blocks of one task on its device.
 
-    `turns` and `gradient_turns` are the tickets that the calling thread took for it.
+    `turns` and `gradient_turns` are the tickets that the calling thread took for it; `spare_bytes` is what the
+    sums of tasks before it may take on the device beside it.
     """
 
     def __init__(
@@ -87,10 +93,13 @@ class Weights:
         twins: Twins,
         turns: dict[Block, Ticket],
         gradient_turns: dict[Block, Ticket],
+        spare_bytes: int,
         times: LayerTimes | None,
         tracer: Tracer | None,
     ) -> None:
         self._times = times
+        # While what calls take is measured, each must show what it takes alone.
+        self._spare_bytes = spare_bytes if times is None else 0
         self._tracer = tracer
         self._lane = lane
         self._device = lane.device
@@ -149,9 +158,9 @@ class Weights:
     def _make_sums(self) -> None:
         new = [block for block in self._trained if block not in self._sums and block not in self._delivered]
         if new:
-            # As late as possible: those of the task before take their room on the device until they have left.
+            # As late as possible: those of tasks before take their room on the device until they have left.
             with NOTHING if self._tracer is None else self._waiting_for_room(self._tracer):
-                self._lane.outbox.wait()
+                self._lane.outbox.wait_for_room(self._spare_bytes)
         for block in new:
             self._sums[block] = self._zeros(block)
 

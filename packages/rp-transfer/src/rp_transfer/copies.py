@@ -2,11 +2,12 @@
 
 A device's copy engine works off one stream's copies before it looks at the next one's: an activation waits for all
 the gigabytes of weights that were queued before it, and, as long as more are queued, for those too. So blocks are
-cut, no more than two chunks are under way at once, and each is queued behind the urgent copies that can start.
+cut, less than two chunks are under way at once, and each part is queued behind the urgent copies that can start.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,15 +16,16 @@ import torch
 
 from rp_transfer.api import Backend, Device, Event, Stream
 
-# Two of them keep a link busy for 2.4 ms: enough for an interrupt and for Python's lock (docs/performance.md).
 CHUNK_BYTES = 64 << 20
-# A chunk is queued in halves, so that there is time to queue the next one while three are left.
-_HALVES = 2
-# Staged through the ring, a chunk should fit the cores' caches: the host writes it, then the device reads it. Each
-# costs some turns of Python's lock, too.
+# A chunk is queued in parts of three quarters, two of them under way: one to go on with for 0.9 ms on a fast link,
+# enough for an interrupt and for Python's lock (docs/performance.md), and what is urgent waits for less than two
+# chunks even if a thread comes late.
+_UNDER_WAY = 2
+# What is left after a part goes with it, up to this share of it, rather than as a small one of its own.
+_REST = 1 / 8
+# Staged through the ring, a piece should fit the cores' caches: the host writes it, then the device reads it.
 SLOT_BYTES = 16 << 20
 _SLOTS = 4
-_UNDER_WAY = 2 * _HALVES
 # A copy of nothing takes some 2 µs, in which the link would move this much.
 _COPY_COST_BYTES = 128 << 10
 _URGENT = 64
@@ -51,7 +53,7 @@ class Conveyor:
     torch's intra-op threads.
 
     Args:
-        chunk_bytes: size of a chunk; at most two are under way, so other copies wait for two at most.
+        chunk_bytes: size of a chunk; less than two are under way, so other copies wait for two at most.
         slot_bytes: size of each of the ring's four slots.
 
     Raises `ValueError` for sizes under one byte.
@@ -81,12 +83,13 @@ class Conveyor:
         self._backend = backend
         self._device = device
         self._stream = stream
-        self._part_bytes = max(chunk_bytes // _HALVES, 1)
+        self._chunk_bytes = chunk_bytes
         self._slot_bytes = slot_bytes
+        self._part_bytes = max(chunk_bytes * 3 // 4, 1)
         self._ring: deque[_Slot] = deque()
         # An idle conveyor forgets the oldest: they only come first, nothing depends on them.
         self._urgent: deque[tuple[Event | None, Event]] = deque(maxlen=_URGENT)
-        # Events after each half of a chunk, and memory that must live until then.
+        # Events after each part of a chunk, and memory that must live until then.
         self._under_way: deque[tuple[Event, list[torch.Tensor]]] = deque()
         # What was queued since the last of them: its cost in bytes.
         self._open = 0
@@ -119,7 +122,7 @@ class Conveyor:
         """
         _check("download", destination, source, source.dtype)
         if self._backend.is_pinned(destination):
-            for here, there in _cut(destination, source, self._part_bytes):
+            for here, there in _cut(destination, source, self._chunk_bytes):
                 self._send_rounded(here, there, here.dtype)
         else:
             self._download_staged(destination, source, destination.dtype, _copy)
@@ -154,12 +157,16 @@ class Conveyor:
         start, size = 0, source.element_size()
         while start < source.numel():
             self._make_room()
-            stop = start + max((self._part_bytes - self._open) // size, 1)
+            stop = self._end_of_part(start, source.numel(), size)
             self._stream.copy(destination[start:stop], source[start:stop])
-            self._open += (min(stop, source.numel()) - start) * size + _COPY_COST_BYTES
+            self._open += (stop - start) * size + _COPY_COST_BYTES
             start = stop
             if self._open >= self._part_bytes:
                 self._close(self._stream.record())
+
+    def _end_of_part(self, start: int, end: int, size: int) -> int:
+        stop = start + max((self._part_bytes - self._open) // size, 1)
+        return end if (end - stop) * size <= self._part_bytes * _REST else stop
 
     def _make_room(self) -> None:
         while len(self._under_way) >= _UNDER_WAY:
@@ -186,7 +193,7 @@ class Conveyor:
         rounded = self._device.empty(source.shape, dtype, stream=self._stream)
         self._stream.cast(rounded, source)
         self._send(destination, rounded)
-        # With what was queued last: its first bytes may be in a half before.
+        # With what was queued last: its first bytes may be in a part before.
         self._kept.append(rounded)
 
     # Through the ring
@@ -244,8 +251,10 @@ def _check(what: str, destination: torch.Tensor, source: torch.Tensor, dtype: to
 
 
 def _cut(one: torch.Tensor, other: torch.Tensor, nbytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    step = max(nbytes // max(one.element_size(), other.element_size()), 1)
-    for start in range(0, one.numel(), step):
+    """Pieces of the same length, of at most `nbytes` in the dtype of the first."""
+    most = max(nbytes // one.element_size(), 1)
+    step = math.ceil(one.numel() / max(math.ceil(one.numel() / most), 1))
+    for start in range(0, one.numel(), max(step, 1)):
         yield one[start : start + step], other[start : start + step]
 
 
