@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-Carry = tuple[Tensor, Tensor, Tensor]
+# Hidden states, the rotary tables, and perhaps the tokens.
+Carry = tuple[Tensor, ...]
+_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,11 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens to hidden states, and the rotary tables that every block reads."""
+    """Tokens to hidden states, and the rotary tables that every block reads; perhaps the tokens, for the loss."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, *, hands_on_tokens: bool) -> None:
         super().__init__()
+        self.hands_on_tokens = hands_on_tokens
         self.weight = nn.Parameter(torch.empty(size.vocabulary, size.hidden).normal_(std=0.02))
         self.head, self.theta = size.head, size.theta
 
@@ -70,7 +74,8 @@ class Embedding(nn.Module):
         rates = torch.arange(0, self.head, 2, device=tokens.device, dtype=torch.float32) / self.head
         angles = torch.outer(positions, self.theta**-rates).repeat(1, 2)
         hidden = functional.embedding(tokens, self.weight)
-        return hidden, angles.cos().to(hidden.dtype)[None], angles.sin().to(hidden.dtype)[None]
+        tables = angles.cos().to(hidden.dtype)[None], angles.sin().to(hidden.dtype)[None]
+        return (hidden, *tables, tokens) if self.hands_on_tokens else (hidden, *tables)
 
 
 class Attention(nn.Module):
@@ -115,10 +120,10 @@ class Block(nn.Module):
         self.down = nn.Linear(size.inner, size.hidden, bias=False)
 
     def forward(self, carry: Carry) -> Carry:
-        x, cos, sin = carry
+        x, cos, sin, *rest = carry
         x = x + self.attention(self.attention_norm(x), cos, sin)
         normed = self.mlp_norm(x)
-        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed)), cos, sin
+        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed)), cos, sin, *rest
 
 
 class Head(nn.Module):
@@ -135,16 +140,36 @@ class Head(nn.Module):
         return functional.linear(self.norm(carry[0]), self.weight)
 
 
-def decoder(size: Size, seed: int = 0) -> nn.Sequential:
-    """The model in bf16 on the CPU; its weights are drawn with `seed`, on a GPU where there is one."""
+class LossHead(Head):
+    """The loss itself, as a sum: of a long sequence, the logits of all tokens would be larger than all else."""
+
+    @torch.compiler.disable
+    def forward(self, carry: Carry) -> Tensor:
+        rows, targets = carry[0][:, :-1].flatten(0, 1), carry[3][:, 1:].flatten()
+        losses = [
+            checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(rows.split(_CHUNK), targets.split(_CHUNK), strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    def _loss(self, rows: Tensor, targets: Tensor) -> Tensor:
+        logits = functional.linear(self.norm(rows), self.weight)
+        return functional.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def decoder(size: Size, seed: int = 0, *, with_loss: bool = False) -> nn.Sequential:
+    """The model in bf16 on the CPU, up to the logits or, `with_loss`, to the loss of all tokens.
+
+    Its weights are drawn with `seed`, on a GPU where there is one.
+    """
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            embedding = Embedding(size).cpu()
+            embedding = Embedding(size, hands_on_tokens=with_loss).cpu()
             blocks = [_shrunk(Block(size), size).cpu() for _ in range(size.layers)]
-            head = Head(size, embedding.weight if size.tied else None).cpu()
+            head = (LossHead if with_loss else Head)(size, embedding.weight if size.tied else None).cpu()
         return nn.Sequential(embedding, *blocks, head)
     finally:
         torch.set_default_dtype(before)

@@ -50,7 +50,7 @@ def main() -> None:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
     workload = Workload(**{name: getattr(args, name) for name in Workload.__dataclass_fields__})
     size = SIZES[workload.model]
-    model = decoder(size)
+    model = decoder(size, with_loss=workload.chunked_head)
     for index in range(torch.cuda.device_count()):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(index)
@@ -107,6 +107,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--devices", default=None, help="as ROUNDPIPE_DEVICES takes them; roundpipe only")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block; resident only")
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--chunked-head", action="store_true", help="logits and loss of some tokens at a time")
     parser.add_argument("--sync", action="store_true", help="synchronous steps; roundpipe only")
     parser.add_argument("--profile", default=None, metavar="FILE", help="trace of two more steps; roundpipe only")
     parser.add_argument("--cap-gb", type=float, default=None, help="device memory, in 10^9 bytes")
