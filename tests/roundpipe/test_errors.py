@@ -623,6 +623,23 @@ def _removes_a_parameter(layer: nn.Module) -> None:
     layer.inner.bias = None
 
 
+def _puts_back(layer: nn.Module) -> None:
+    weight = layer.inner.weight
+    del layer.inner.weight
+    layer.inner.weight = weight
+
+
+def test_a_layer_may_take_a_parameter_out_and_put_it_back(runtime: Runtime) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Changing(_puts_back), nn.Linear(4, 3))
+    model = wrap(layers, runtime)
+    layers[1].fault.arm("forward", 0)
+    fused_call(model)
+    model.synchronize()
+    layers[1].fault.disarm()
+    model.zero_grad()
+    assert_trains(model)
+
+
 class Changing(nn.Module):
     """Changes its structure in forward, at its nth call."""
 

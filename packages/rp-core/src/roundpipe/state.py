@@ -127,33 +127,44 @@ Signature = tuple[object, ...]
 _LITTLE = 1 / 16
 
 
-def signature(layers: Sequence[torch.nn.Module], places: Mapping[int, int]) -> Signature:
+# All modules of each layer, in the order of ``modules()``: torch's walk takes long, and each call needs several.
+Walk = tuple[tuple[torch.nn.Module, ...], ...]
+
+
+def walk(layers: Sequence[torch.nn.Module]) -> Walk:
+    """The layers' modules as they are now."""
+    return tuple(tuple(layer.modules()) for layer in layers)
+
+
+def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
     """What blocks and twins were built from: all modules, each tensor, whether it is trained, where it lies.
 
     `places`: addresses that count as others, since the engine itself moves parameters there and back.
     """
-    modules = tuple(module for layer in layers for module in layer.modules())
     tensors = tuple(
         (id(tensor), tensor.requires_grad, places.get(tensor.data_ptr(), tensor.data_ptr()), _has_hooks(tensor))
-        for layer in layers
-        for _, tensor in tensors_of(layer)
+        for modules in walked
+        for module in modules
+        for table in (module._parameters, module._buffers)  # pyright: ignore[reportPrivateUsage] - as `tensors_of` goes by
+        for tensor in table.values()
+        if tensor is not None
     )
-    return modules, tensors
+    return walked, tensors
 
 
 # What torch keeps in every module; the rest of a module's attributes are its class's or its user's.
 _OWN = frozenset(vars(torch.nn.Module()))
 
 
-def attributes(layers: Sequence[torch.nn.Module]) -> list[tuple[str, object]]:
+def attributes(walked: Walk) -> list[tuple[str, object]]:
     """The plain attributes of all modules, such as a dropout's ``p`` or a patched ``forward``."""
-    modules = (module for layer in layers for module in layer.modules())
-    return [(name, value) for module in modules for name, value in vars(module).items() if name not in _OWN]
+    every = (module for modules in walked for module in modules)
+    return [(name, value) for module in every for name, value in vars(module).items() if name not in _OWN]
 
 
-def training_flags(layers: Sequence[torch.nn.Module]) -> tuple[tuple[bool, ...], ...]:
+def training_flags(walked: Walk) -> tuple[tuple[bool, ...], ...]:
     """The training flag of every module of every layer, in the order of ``modules()``."""
-    return tuple(tuple(module.training for module in layer.modules()) for layer in layers)
+    return tuple(tuple(module.training for module in modules) for modules in walked)
 
 
 def _has_hooks(tensor: torch.Tensor) -> bool:
@@ -255,13 +266,18 @@ class ModelState:
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         self._places: dict[int, int] = {}
-        self.signature = signature(self.modules, self._places)
-        self.flags = training_flags(self.modules)
-        self.attributes = attributes(self.modules)
+        self._walked = walk(self.modules)
+        self.signature = signature(self._walked, self._places)
+        self.flags = training_flags(self._walked)
+        self.attributes = attributes(self._walked)
 
     def changed(self) -> bool:
-        """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`."""
-        return signature(self.modules, self._places) != self.signature
+        """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`.
+
+        `note_flags` and `note_attributes` go by the modules that are seen here.
+        """
+        self._walked = walk(self.modules)
+        return signature(self._walked, self._places) != self.signature
 
     def written_outside(self) -> list[torch.Tensor]:
         """The trainable parameters that code outside the engine has written since this was last asked."""
@@ -309,14 +325,14 @@ class ModelState:
 
     def note_flags(self) -> None:
         """Take over the layers' training flags."""
-        flags = training_flags(self.modules)
+        flags = training_flags(self._walked)
         if flags != self.flags:
             self.flags = flags
             self._forget_habits()
 
     def note_attributes(self) -> bool:
         """Take over the modules' plain attributes; returns whether any was added, replaced or deleted."""
-        found = attributes(self.modules)
+        found = attributes(self._walked)
         same = len(found) == len(self.attributes) and all(
             name == old_name and value is old
             for (name, value), (old_name, old) in zip(found, self.attributes, strict=True)

@@ -8,7 +8,7 @@ at that task's blocks, so no module tree is walked then.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -56,6 +56,9 @@ class Twins:
         self._tensors: dict[int, torch.Tensor] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
         self._parts: dict[int, list[_Part]] = {}
+        # Where these parts stand, to look at them without a walk, and what was there.
+        self._tables: dict[int, list[_Table]] = {}
+        self._content: dict[int, list[object]] = {}
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
@@ -67,9 +70,15 @@ class Twins:
             for index in indices:
                 if index not in self._modules or index in self._spoilt:
                     self._modules[index] = self._built(self._layers[index])
-                    self._parts[index] = list(_parts(self._modules[index]))
+                    self._note_parts(index)
                     self._flags.pop(index, None)
                     self._spoilt.discard(index)
+
+    def _note_parts(self, index: int) -> None:
+        module = self._modules[index]
+        self._parts[index] = list(_parts(module))
+        self._tables[index] = [table for owner in module.modules() for table in _tables(owner).values()]
+        self._content[index] = _content(self._tables[index])
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
         """A layer's twin, with these training flags in the order of ``modules()``."""
@@ -85,15 +94,20 @@ class Twins:
 
         Raises `TypeError` naming the layer and what is not as it was. The twin is made anew for the next call.
         """
-        before, now = self._parts[index], list(_parts(self._modules[index]))
-        if len(before) == len(now) and all(_same(*pair) for pair in zip(before, now, strict=True)):
+        if _content(self._tables[index]) == self._content[index]:
             return
-        self._spoilt.add(index)
-        kind, name, _ = next(
+        before, now = self._parts[index], list(_parts(self._modules[index]))
+        changed = [
             part
             for part, others in [*((part, now) for part in before), *((part, before) for part in now)]
             if not any(_same(part, other) for other in others)
-        )
+        ]
+        if not changed:
+            # Taken out and put back: in another order, they are what they were.
+            self._note_parts(index)
+            return
+        self._spoilt.add(index)
+        kind, name, _ = changed[0]
         raise TypeError(_refusal(index, kind, name, was_there=name in [part[1] for part in before]))
 
     def bind(self, block: Block, memory: torch.Tensor) -> None:
@@ -156,15 +170,24 @@ class Twins:
 
 # A kind, a name, and what is there.
 _Part = tuple[str, str, object]
+_Table = Mapping[str, object]
 
 
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:
     """The modules, parameters and buffers that a module is made of."""
     for name, owner in named_modules(module):
-        tables = {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}  # pyright: ignore[reportPrivateUsage] - no public view has empty places
-        for kind, table in tables.items():
+        for kind, table in _tables(owner).items():
             for own, part in table.items():
                 yield kind, f"{name}.{own}" if name else own, part
+
+
+def _tables(owner: torch.nn.Module) -> dict[str, _Table]:
+    return {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}  # pyright: ignore[reportPrivateUsage] - no public view has empty places
+
+
+def _content(tables: Iterable[_Table]) -> list[object]:
+    """The names in each, and which objects they stand for; whoever keeps it keeps these, too."""
+    return [entry for table in tables for entry in (*table, *map(id, table.values()))]
 
 
 def _same(one: _Part, other: _Part) -> bool:
