@@ -209,7 +209,7 @@ def backward_reads_the_weights_of_its_forward() -> None:
     """New weights are not published, nor gradients taken, before the last task of the call is done with them."""
     ours, theirs = layers(), layers()
     ours[3] = nn.Sequential(ours[3], Late())
-    with Runtime("cpu:2") as runtime:
+    with Runtime("cpu:1") as runtime:
         model = wrap(ours, runtime, STAGED)
         optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.02)
         reference = torch.optim.SGD(theirs.parameters(), lr=0.02)
@@ -220,12 +220,13 @@ def backward_reads_the_weights_of_its_forward() -> None:
         for master, weight in zip(masters.parameters(), theirs.parameters(), strict=True):
             master.grad, weight.grad = weight.grad, None
         reference.step()
-        # The second call's backward is held up in its fused stage while its step, with a publication, is launched.
+        # The second call's backward is held up in its fused stage while its step, with a publication, is launched:
+        # one device has fetched the weights of the stage after that by then, but not those of the last one.
         released = threading.Event()
         DELAYS[:] = [released]
-        threading.Timer(DELAY_S, released.set).start()
         same(call(model, 1), plain(theirs, 1))
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        threading.Timer(DELAY_S, released.set).start()
         model.synchronize()
         DELAYS.clear()
         for master, weight in zip(masters.parameters(), theirs.parameters(), strict=True):

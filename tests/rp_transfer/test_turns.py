@@ -48,6 +48,14 @@ def test_a_ticket_left_unentered_stands_aside() -> None:
     assert third.open()
 
 
+def test_a_ticket_that_was_left_is_not_entered() -> None:
+    line = Turns()
+    ticket = line.write()
+    ticket.leave()
+    with pytest.raises(RuntimeError, match="was left"):
+        ticket.enter()
+
+
 def test_leaving_twice_changes_nothing() -> None:
     line = Turns()
     ticket = line.write()

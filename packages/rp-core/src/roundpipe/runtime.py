@@ -139,18 +139,17 @@ class Runtime:
     def launching(self) -> Generator[None]:
         """The right to decide orders, held by one thread at a time and never by the engine's own threads."""
         self._refuse_own_threads()
-        if not self._launch.acquire(blocking=False):
+        if self._launch.locked():
             raise Busy(
                 "another thread is inside a call on this runtime; call its models from one thread at a time"
             )
-        try:
+        # By the interpreter itself: after an `acquire` of ours, Ctrl-C could come before anybody would release it.
+        with self._launch:
             if self.closed:
                 raise Closed("the runtime was closed; open another one and wrap the model again")
             # What is made here outlives the caller's inference mode.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 yield
-        finally:
-            self._launch.release()
 
     def _refuse_own_threads(self) -> None:
         if self.optimizer.is_current():

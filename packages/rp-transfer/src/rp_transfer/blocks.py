@@ -22,7 +22,12 @@ Kind = Literal["trainable", "frozen", "buffer"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One tensor's place: `offset` counts elements of the layout's dtype."""
+    """One tensor's place: `offset` counts elements of the layout's dtype.
+
+    >>> Span(4, torch.Size([2, 3]), (3, 1)).of(torch.arange(10))
+    tensor([[4, 5, 6],
+            [7, 8, 9]])
+    """
 
     offset: int
     shape: torch.Size
@@ -119,6 +124,10 @@ class Group:
     """Tensors of one kind and dtype that exactly the same modules use, so that they travel as one block.
 
     `users` are the indices of those modules.
+
+    >>> found = Group("buffer", (0,), (torch.zeros(3), torch.zeros(2, 2)))
+    >>> [span.numel for span in found.layout.spans]
+    [3, 4]
     """
 
     kind: Kind
@@ -156,7 +165,11 @@ def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
 
 
 def tensors_of(module: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
-    """A module's parameters and buffers, each once, with its kind."""
+    """A module's parameters and buffers, each once, with its kind.
+
+    >>> [(kind, tuple(tensor.shape)) for kind, tensor in tensors_of(torch.nn.Linear(2, 3))]
+    [('trainable', (3, 2)), ('trainable', (3,))]
+    """
     for parameter in module.parameters():
         yield ("trainable" if parameter.requires_grad else "frozen"), parameter
     for buffer in module.buffers():

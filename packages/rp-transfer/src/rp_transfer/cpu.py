@@ -55,6 +55,7 @@ class CpuEvent:
 
     def synchronize(self) -> None:
         """Run the copies this event needs, in the calling thread."""
+        self._backend.lock.catch_up()
         with self._backend.lock:
             self._backend.raise_violation()
             self._backend.pull(self)
@@ -101,6 +102,7 @@ class CpuStream:
 
     def record(self, *, timed: bool = False) -> CpuEvent:
         """An event after everything put here so far."""
+        self.backend.lock.catch_up()
         with self.backend.lock:
             self._learn()
             mark = Mark() if timed else None
@@ -150,6 +152,7 @@ class CpuStream:
         """Check and remember a use by torch operations of the calling thread."""
         if not self.backend.strict:
             return
+        self.backend.lock.catch_up()
         with self.backend.lock:
             self._use(read=read, write=write, what=f"{what or 'use'} on {self._name}")
 
@@ -229,11 +232,13 @@ class CpuDevice:
 
     def memory(self) -> MemoryUse:
         """Bytes taken with `empty`; what torch operations take is the host's."""
+        self._backend.lock.catch_up()
         share = _physical_bytes() // len(self._backend.devices)
         return MemoryUse(self._name, self._used, self._peak, share)
 
     def reset_peak_memory(self) -> None:
         """Forget the peak seen so far."""
+        self._backend.lock.catch_up()
         self._peak = self._used
 
     def synchronize(self) -> None:
@@ -334,6 +339,7 @@ class CpuBackend:
         """Raise `Unordered` if a stream may still use one of these tensors."""
         if not self.strict:
             return
+        self.lock.catch_up()
         with self.lock:
             self.raise_violation()
             for tensors, writes in ((read, False), (write, True)):
@@ -342,10 +348,12 @@ class CpuBackend:
 
     def host_memory(self) -> HostUse:
         """Bytes taken with `host_empty`, and bytes that would be pinned."""
+        self.lock.catch_up()
         return HostUse(self._host_used, self._host_peak, self._pinned.nbytes, _physical_bytes())
 
     def close(self) -> None:
         """Drop what nobody waited for."""
+        self.lock.catch_up()
         with self.lock:
             self._closed = True
             for device in self._devices:
@@ -417,6 +425,7 @@ class CpuBackend:
         owner: CpuStream | None,
         device: CpuDevice | None,
     ) -> None:
+        self.lock.catch_up()
         with self.lock:
             self.raise_violation()
             allocation = self._note(address, nbytes, owner)

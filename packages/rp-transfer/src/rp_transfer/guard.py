@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from typing import cast
 
 
-class Guard:
-    """A lock that its holder may take again, and that runs what finalizers left once nobody is inside.
+class Guard(RLock):  # pyright: ignore[reportGeneralTypeIssues] - the stubs call it final, CPython does not
+    """A lock that its holder may take again, and a list of what finalizers have to do when nobody is inside.
 
     Python may collect garbage, and so free memory, in the middle of the holder's own work. What has to be
-    written down about it waits here until that work is whole again.
+    written down about it waits here until that work is whole again: until the next time that memory ends, or
+    that somebody asks for it.
+
+    Entering and leaving are the interpreter's own: in methods of ours, Ctrl-C could come between taking the lock
+    and saying so, and nobody would ever give it back.
 
     >>> guard, seen = Guard(), []
     >>> with guard:
     ...     guard.afterwards(lambda: seen.append("freed"))
     ...     seen.append("inside")
+    >>> guard.catch_up()
     >>> seen
     ['inside', 'freed']
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
         self._left: deque[Callable[[], None]] = deque()
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            while self._depth == 1 and self._left:
-                self._left.popleft()()
-        finally:
-            self._depth -= 1
-            self._lock.release()
-
     def afterwards(self, action: Callable[[], None]) -> None:
-        """Run `action` as soon as nobody is inside: at once, or when whoever is leaves."""
+        """Run `action` at once, or, if the calling thread is inside, when that is over."""
         self._left.append(action)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Run what was left, unless the calling thread is inside; before what is guarded is looked at."""
+        if not self._left or self._is_inside():
+            return
         with self:
-            pass
+            while self._left:
+                self._left.popleft()()
+
+    def _is_inside(self) -> bool:
+        # As `threading.Condition` asks such locks; the type stubs do not know it.
+        return cast("Callable[[], bool]", getattr(self, "_is_owned"))()  # noqa: B009

@@ -60,6 +60,7 @@ class HostMemory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool) -> torch.Tensor:
         """A tensor on memory of its own."""
+        self._guard.catch_up()
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -84,10 +85,12 @@ class HostMemory:
 
     def use(self) -> HostUse:
         """Bytes taken, pooled buffers included, and bytes pinned."""
+        self._guard.catch_up()
         return HostUse(self._used, self._peak, self._pinned.nbytes, self._total)
 
     def clear(self) -> None:
         """Free the buffers that nobody uses."""
+        self._guard.catch_up()
         with self._guard:
             self._shrink(0)
             self._shared = None

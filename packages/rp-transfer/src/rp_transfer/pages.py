@@ -51,7 +51,13 @@ class Pinned:
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
         self._warned = False
-        self.nbytes = 0
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all ranges, in whole pages."""
+        self._guard.catch_up()
+        return self._nbytes
 
     def hold(self, owner: object, address: int, nbytes: int) -> bool:
         """Pin the bytes until `owner` is gone; returns whether that was allowed."""
@@ -60,15 +66,17 @@ class Pinned:
         except PinningRefused as refusal:
             self._warn(refusal)
             return False
+        self._guard.catch_up()
         with self._guard:
             insort(self._starts, address)
             self._ends[address] = address + nbytes
-            self.nbytes += whole_pages(address, nbytes)
+            self._nbytes += whole_pages(address, nbytes)
         weakref.finalize(owner, self._release, address, nbytes).atexit = False
         return True
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether one pinned range holds all these bytes: a copy may not cross from one to another."""
+        self._guard.catch_up()
         with self._guard:
             index = bisect_right(self._starts, address) - 1
             return nbytes == 0 or (index >= 0 and address + nbytes <= self._ends.get(self._starts[index], 0))
@@ -80,7 +88,7 @@ class Pinned:
     def _forget(self, address: int, nbytes: int) -> None:
         del self._ends[address]
         del self._starts[bisect_left(self._starts, address)]
-        self.nbytes -= whole_pages(address, nbytes)
+        self._nbytes -= whole_pages(address, nbytes)
 
     def _warn(self, refusal: PinningRefused) -> None:
         with self._guard:

@@ -12,6 +12,16 @@ class Retainer:
 
     Used where memory is touched by another stream than the one whose order would free it. Torch's own answer,
     ``Tensor.record_stream``, delays every free by an unknown time; here the owner asks.
+
+    >>> import torch
+    >>> from rp_transfer import CpuBackend
+    >>> device, retainer = CpuBackend(1).devices[0], Retainer()
+    >>> there = device.empty((3,), torch.float32, stream=device.weights_in)
+    >>> device.weights_in.copy(there, source := torch.ones(3))
+    >>> retainer.keep(device.weights_in.record(), source)
+    >>> retainer.drain()
+    >>> len(retainer)
+    0
     """
 
     def __init__(self) -> None:

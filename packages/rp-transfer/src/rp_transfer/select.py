@@ -69,6 +69,11 @@ def open_backend(devices: str | None = None, *, strict: bool = True) -> Backend:
         strict: whether CPU devices poison memory and check the order of its uses.
 
     Raises `DeviceStringError` for a string nobody can read, `BackendUnavailable` for devices that are not here.
+
+    >>> backend = open_backend("cpu:2")
+    >>> backend.devices[1].name
+    'cpu:1'
+    >>> backend.close()
     """
     choice = parse_devices(default_devices() if devices is None else devices)
     if choice.kind == "cpu":

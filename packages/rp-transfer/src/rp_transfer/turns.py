@@ -17,6 +17,13 @@ class Ticket:
     """One place in line. Enter it before the use and leave it after, on any one thread.
 
     A ticket that is left without being entered stands aside: those behind it wait for those before it.
+
+    >>> line = Turns()
+    >>> ticket = line.write()
+    >>> ticket.enter()
+    >>> ticket.leave()
+    >>> ticket.over()
+    True
     """
 
     __slots__ = ("_after", "_entered", "_events", "_left")
@@ -45,7 +52,11 @@ class Ticket:
         """Wait for those before: on `stream` for their device work if one is given, else on the host.
 
         Either way the calling thread blocks until they have left, that is, have put their work on streams.
+
+        Raises `RuntimeError` for a ticket that was left: those behind it do not wait for what comes now.
         """
+        if self._left.is_set():
+            raise RuntimeError("a ticket that was left cannot be entered; take another one")
         for event in self._events_before():
             if stream is None:
                 event.synchronize()

@@ -1,0 +1,67 @@
+"""The lock under which memory may end: whoever leaves it by whatever way leaves it open."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rp_transfer.guard import Guard
+
+INTERRUPTS = 300
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGALRM interrupts the main thread as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_leaves_it_open() -> None:
+    guard, chance = Guard(), random.Random(0)
+
+    def is_open() -> bool:
+        found = guard.acquire(timeout=1)
+        if found:
+            guard.release()
+        return found
+
+    def use_it(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            with guard:
+                guard.afterwards(int)
+            guard.catch_up()
+
+    with ThreadPoolExecutor(1) as another:
+        for _ in range(INTERRUPTS):
+            with pytest.raises(KeyboardInterrupt):
+                use_it(chance.uniform(1e-5, 1e-3))
+            assert another.submit(is_open).result()
+
+
+def test_what_ends_inside_is_seen_to_when_somebody_asks_not_before() -> None:
+    guard, seen = Guard(), list[str]()
+    with guard, guard:
+        guard.afterwards(lambda: seen.append("freed"))
+        guard.catch_up()
+        assert seen == []
+    guard.catch_up()
+    assert seen == ["freed"]
+
+
+def test_what_ends_outside_is_seen_to_at_once() -> None:
+    guard, seen = Guard(), list[str]()
+    guard.afterwards(lambda: seen.append("freed"))
+    assert seen == ["freed"]
