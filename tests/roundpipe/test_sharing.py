@@ -332,3 +332,41 @@ def test_layers_that_were_compiled_before_wrapping_train_alike(runtime: Runtime,
         model.synchronize()
         assert_near(loss, train_call(truth, x, y, microbatches=3), 1e-5)
         assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+class Prompted(nn.Module):
+    """Hands a parameter and a buffer of its own on, beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.prompt = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.register_buffer("scale", torch.full((6,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.prompt, self.scale
+
+
+class Prompt(nn.Module):
+    """Uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, prompt, scale = given
+        return self.linear(x) * prompt + scale
+
+
+@pytest.mark.parametrize("plan_name", PLAN_NAMES)
+def test_a_layer_may_return_a_parameter_and_a_buffer_of_its_own(runtime: Runtime, plan_name: str) -> None:
+    layers = nn.Sequential(Prompted(), Prompt(), nn.Linear(6, 6))
+    truth = twin(layers)
+    config = RoundPipeRunConfig(num_microbatch=4, execute_plan=plans(3, 4)[plan_name])
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    for _ in range(2):
+        model.forward_backward((x,), None, y, square_error)
+        train_call(truth, x, y, microbatches=4)
+    model.synchronize()
+    assert_near(gradients(layers), gradients(truth), 1e-4)

@@ -123,11 +123,14 @@ def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list
 class Courier:
     """Carries packets between the host and one device; used by that device's thread.
 
-    Blocks on their way let packets pass, once these can start.
+    Blocks on their way let packets pass, once these can start. `is_weight` tells memory that belongs to the layers.
     """
 
-    def __init__(self, backend: Backend, lane: Lane, tracer: Tracer | None) -> None:
+    def __init__(
+        self, backend: Backend, lane: Lane, is_weight: Callable[[torch.Tensor], bool], tracer: Tracer | None
+    ) -> None:
         self._backend = backend
+        self._is_weight = is_weight
         self._tracer = tracer
         self._lane = lane
         self._device = lane.device
@@ -178,7 +181,7 @@ class Courier:
         """
         known = [origins.find(leaf) for leaf in leaves]
         plain = [
-            _plain(leaf, copied=in_use) if isinstance(leaf, torch.Tensor) and host is None else None
+            self._plain(leaf, in_use=in_use) if isinstance(leaf, torch.Tensor) and host is None else None
             for leaf, host in zip(leaves, known, strict=True)
         ]
         device = self._device
@@ -194,6 +197,12 @@ class Courier:
         self._lane.outbox.conveyor.let_pass(made, event)
         self._retainer.keep(event, plain, held)
         return Packet(treedef, tuple(held), tuple(grads), (event,))
+
+    def _plain(self, tensor: torch.Tensor, *, in_use: bool) -> torch.Tensor:
+        found = tensor.detach().resolve_conj().resolve_neg()
+        # What a layer returns of its own, other microbatches return, too: each sends a copy home.
+        is_copied = in_use or self._is_weight(found)
+        return found.clone(memory_format=torch.contiguous_format) if is_copied else found.contiguous()
 
     def _copying(
         self, stream: Stream, kind: Literal["upload", "download"], leaves: Iterable[Any]
@@ -213,8 +222,3 @@ class Courier:
         """What was brought is needed until `done`."""
         self._retainer.keep(done, self._visiting)
         self._visiting = []
-
-
-def _plain(tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
-    found = tensor.detach().resolve_conj().resolve_neg()
-    return found.clone(memory_format=torch.contiguous_format) if copied else found.contiguous()

@@ -106,7 +106,7 @@ class Stage:
         self._twins = twins
         self._weights = weights
         self._exchange = exchange
-        self._courier = Courier(backend, lane, tracer)
+        self._courier = Courier(backend, lane, weights.holds, tracer)
         self._memory = Memory(lane.device.torch_device, self._courier, exchange)
         self._pace: deque[Event] = deque()
         # What is being done: in words once somebody asks, with the layer's name for ``{0}`` and the microbatch for

@@ -108,6 +108,7 @@ class Weights:
         self._gradient_turns = gradient_turns
         self._arriving: dict[Block, tuple[torch.Tensor, Future[Event]]] = {}
         self._bound: dict[Block, torch.Tensor] = {}
+        self._addresses: set[int] = set()
         self._trained: list[Block] = []
         self._delivered: list[Block] = []
         self._additions: dict[Block, _Additions] = {}
@@ -149,8 +150,13 @@ class Weights:
             )
             self._twins.bind(block, memory)
             self._bound[block] = memory
+            self._addresses.add(memory.untyped_storage().data_ptr())
             if block.kind == "trainable" and training:
                 self._trained.append(block)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is that of a layer that is ready."""
+        return tensor.untyped_storage().data_ptr() in self._addresses
 
     def _waiting(self, tracer: Tracer, block: Block) -> AbstractContextManager[None]:
         return tracer.waiting(self._device, "weights", f"weights of {described(block)} to arrive")
