@@ -123,7 +123,7 @@ def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list
 class Courier:
     """Carries packets between the host and one device; used by that device's thread.
 
-    Blocks on their way let packets pass, once these can start. `is_weight` tells memory that belongs to the layers.
+    Blocks on their way let packets pass, once these can start. `is_weight` tells memory that is the layers' own.
     """
 
     def __init__(
