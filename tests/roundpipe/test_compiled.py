@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from plain import assert_near, batch, gradients, square_error, twin
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 
 class Layer(nn.Module):
@@ -135,3 +137,49 @@ def test_models_that_were_taken_apart_pass_it_to_their_parts(two: Runtime) -> No
     net.inner = RoundPipe(net.inner, runtime=two, compile_layers={"backend": "aot_eager"})
     model = AutoRoundPipe(net, compile_layers=True)
     assert model(batch(6)[0].repeat(1, 2)[:, :6]).shape == (6, 6)
+
+
+WORD = ["a"]
+
+
+class Worded(Layer):
+    """A variant for each word that there is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * len(WORD[0])
+
+
+class Looking(nn.Module):
+    """Notes how many variants the compiler may keep where it runs."""
+
+    seen: ClassVar[list[int]] = []
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Looking.seen.append(torch._dynamo.config.recompile_limit)
+        return x * 1.0
+
+
+def test_as_many_variants_may_be_kept_as_devices_need_whichever_thread_calls(runtime: Runtime) -> None:
+    model = RoundPipe(nn.Sequential(Layer(), Looking()), runtime=runtime, compile_layers=True)
+    x = torch.ones(4, 6)
+    Looking.seen.clear()
+    with ThreadPoolExecutor(1) as another:
+        another.submit(model.forward_backward, (x,), None, x, square_error).result()
+    assert min(Looking.seen) >= 8 * len(runtime.lanes)
+
+
+def test_a_variant_too_many_is_the_error_that_the_caller_asked_for() -> None:
+    x = torch.ones(4, 6)
+    with Runtime("cpu:1") as runtime, torch._dynamo.config.patch(recompile_limit=8):
+        model = RoundPipe(nn.Sequential(Layer(), Worded()), runtime=runtime, compile_layers=True)
+
+        def call(word: str) -> None:
+            WORD[:] = [word]
+            model.forward_backward((x,), None, x, square_error)
+
+        for number in range(8):
+            call("a" * number)
+        with pytest.raises(FailOnRecompileLimitHit):
+            call("a" * 8)
+        model.reset()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, ClassVar
 
 import pytest
 import roundpipe
 import torch
 from plain import assert_near, batch, mlp, square_error, weights
 from roundpipe import RoundPipe, Runtime, StepFailed
+from torch import nn
 
 OPTIMIZERS = [torch.optim.AdamW, roundpipe.optim.AdamW]
 
@@ -98,3 +100,31 @@ def test_the_optimizer_leaves_a_core_for_each_device(two: Runtime) -> None:
     two.optimizer.submit(lambda: counts.append(torch.get_num_threads())).result()
     threads = torch.get_num_threads()
     assert counts == [max(1, threads - max(2, min(10, threads // 3)))]
+
+
+WHO: ContextVar[str] = ContextVar("who", default="nobody")
+
+
+class Asking(nn.Module):
+    """Notes the context variable that it runs in."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Asking.seen.add(WHO.get())
+        return x * 1.0
+
+
+def test_layers_and_step_functions_run_in_the_callers_context_variables(runtime: Runtime) -> None:
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4), Asking()), runtime=runtime)
+    x = torch.ones(4, 4)
+    for who in ("one", "another"):
+        WHO.set(who)
+        Asking.seen.clear()
+        model.forward_backward((x,), None, x, square_error)
+        model.step(lambda: Asking.seen.add(WHO.get()), is_async=False)
+        model.synchronize()
+        assert Asking.seen == {who}
+        Asking.seen.clear()
+        model.step(lambda: Asking.seen.add(WHO.get()), is_async=False)
+        assert Asking.seen == {who}

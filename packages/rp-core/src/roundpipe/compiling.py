@@ -26,7 +26,13 @@ class Compiler:
 
     def __init__(self, options: CompileOptions, num_devices: int) -> None:
         self._options = dict(options)
-        _raise_limits(num_devices)
+        self._num_devices = num_devices
+
+    def raise_limits(self) -> None:
+        """Let the compiler keep that many variants in what the calling thread runs, or has others run."""
+        config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - where torch documents its limits
+        for name, one_device in _LIMITS.items():
+            setattr(config, name, max(getattr(config, name), one_device * self._num_devices))
 
     def compile(self, twin: nn.Module) -> None:
         """Let calls of this module run compiled; that happens on the first of them."""
@@ -52,9 +58,3 @@ def options_of(compile_layers: object) -> CompileOptions | None:
 
 # By default the compiler gives up on a function after so many variants, and after so many in all.
 _LIMITS = {"recompile_limit": 8, "accumulated_recompile_limit": 256}
-
-
-def _raise_limits(num_devices: int) -> None:
-    config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - where torch documents its limits
-    for name, one_device in _LIMITS.items():
-        setattr(config, name, max(getattr(config, name), one_device * num_devices))

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -66,10 +67,10 @@ class Lane:
         return threading.get_ident() == self._thread.result()
 
     def submit(self, job: Job) -> Future[None]:
-        """Queue a job."""
+        """Queue a job; it runs in the caller's context variables, where newer torch keeps settings."""
         self._waiting.append(job)
         try:
-            return self._executor.submit(self._run, job)
+            return self._executor.submit(copy_context().run, self._run, job)
         except BaseException:
             self._forget(job)
             raise

@@ -64,7 +64,9 @@ class Twins:
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     def ensure(self, indices: range) -> None:
-        """Build the twins of these layers that do not exist yet."""
+        """Build the twins of these layers that do not exist yet; on the thread whose call will run them."""
+        if self._compiler is not None:
+            self._compiler.raise_limits()
         # A twin outlives this call: under the caller's inference mode its tensors could never be trained.
         with torch.inference_mode(False):
             for index in indices:

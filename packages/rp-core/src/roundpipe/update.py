@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from functools import partial
 
 from rp_transfer import Ticket
@@ -64,7 +65,8 @@ class Updates:
     def submit(self, job: Callable[[Tracer | None], None]) -> Future[None]:
         """Queue a job whose errors are this model's."""
         tracer = tracing.current()
-        future = self._runtime.optimizer.submit(job, tracer)
+        # In the caller's context variables, where newer torch keeps settings.
+        future = self._runtime.optimizer.submit(copy_context().run, job, tracer)
         if tracer is not None:
             tracer.follow(future)
         self._pending.append(future)
