@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import gt
 from typing import Any
 
 import pytest
@@ -156,9 +157,11 @@ def test_a_copy_or_allocation_that_fails_arrives_as_itself_and_leaves_nothing(
     devices, host, threads = held(runtime)
     # A thread that has told of its failure lets go of what it held a moment later.
     until = time.monotonic() + PATIENCE_S
-    while (devices, threads) != (before[0], before[2]) and time.monotonic() < until:
+    while (any(map(gt, devices, before[0])) or threads != before[2]) and time.monotonic() < until:
         devices, host, threads = held(runtime)
-    assert (devices, threads) == (before[0], before[2])
+    # What was still on its way before may have gone since.
+    assert not any(map(gt, devices, before[0])), (devices, before[0])
+    assert threads == before[2]
     # On a GPU results may still be on their way when the next ones leave: one more idle buffer each.
     assert host <= before[1] + (IDLE_BYTES if runtime.lanes[0].device.torch_device.type == "cuda" else 0)
 
