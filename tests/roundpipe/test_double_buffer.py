@@ -46,7 +46,7 @@ def losses_of(model: RoundPipe, make: Optimizer, turns: int = 6) -> list[float]:
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_steps_give_the_numbers_of_a_single_block(runtime: Runtime, make: Optimizer, dtype: torch.dtype) -> None:
     one, two = mlp().to(dtype), mlp().to(dtype)
-    # One plan for both: a planned one changes with the times that are measured, and the order of additions with it.
+    # One plan for both: a planned one follows the times that are measured, and the order of additions follows it.
     plan = plans(5, 2)["tail divided"]
     wanted = losses_of(wrapped(runtime, one, double_buffer=False, plan=plan), make)
     assert losses_of(wrapped(runtime, two, plan=plan), make) == wanted
