@@ -623,6 +623,10 @@ def _removes_a_parameter(layer: nn.Module) -> None:
     layer.inner.bias = None
 
 
+def _adds_to_another_table(layer: nn.Module) -> None:
+    layer._parameters = {**layer._parameters, "scale": nn.Parameter(torch.ones(()))}
+
+
 def _puts_back(layer: nn.Module) -> None:
     weight = layer.inner.weight
     del layer.inner.weight
@@ -638,6 +642,30 @@ def test_a_layer_may_take_a_parameter_out_and_put_it_back(runtime: Runtime) -> N
     layers[1].fault.disarm()
     model.zero_grad()
     assert_trains(model)
+
+
+class Shuffling(nn.Module):
+    """Takes its dropout out and puts it back, behind another module with a flag of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.inner = nn.Dropout(0.5), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drop = self.drop
+        del self.drop
+        self.drop = drop
+        return self.inner(self.drop(x))
+
+
+def test_training_flags_find_their_modules_after_forward_has_put_them_in_another_order(runtime: Runtime) -> None:
+    layer = Shuffling()
+    model = wrap(nn.Sequential(layer), runtime)
+    x = torch.ones(6, 4)
+    with torch.no_grad():
+        model(x)
+        layer.drop.eval()
+        assert torch.equal(model(x), layer.inner(x))
 
 
 class Changing(nn.Module):
@@ -665,6 +693,7 @@ class Changing(nn.Module):
         (_replaces_a_parameter, "layer 1 .*parameter 'inner.weight'"),
         (_adds_a_buffer, "layer 1 .*buffer 'seen'"),
         (_removes_a_parameter, "layer 1 .*parameter 'inner.bias'"),
+        (_adds_to_another_table, "layer 1 .*parameter 'scale'"),
     ],
 )
 def test_a_layer_that_changes_its_structure_in_forward_is_refused_and_made_anew(

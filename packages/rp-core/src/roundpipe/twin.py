@@ -56,8 +56,9 @@ class Twins:
         self._tensors: dict[int, torch.Tensor] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
         self._parts: dict[int, list[_Part]] = {}
-        # Where these parts stand, to look at them without a walk, and what was there.
-        self._tables: dict[int, list[_Table]] = {}
+        # Whose parts these are, in the order of the layer's own ``modules()``, to look at them without a walk; and
+        # what was there.
+        self._owners: dict[int, list[torch.nn.Module]] = {}
         self._content: dict[int, list[object]] = {}
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
@@ -79,14 +80,15 @@ class Twins:
     def _note_parts(self, index: int) -> None:
         module = self._modules[index]
         self._parts[index] = list(_parts(module))
-        self._tables[index] = [table for owner in module.modules() for table in _tables(owner).values()]
-        self._content[index] = _content(self._tables[index])
+        self._owners[index] = list(module.modules())
+        self._content[index] = _content(self._owners[index])
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
         """A layer's twin, with these training flags in the order of ``modules()``."""
         twin = self._modules[index]
         if self._flags.get(index) != training:
-            for module, flag in zip(twin.modules(), training, strict=True):
+            # Not in the twin's order of now: forward may have taken a module out and put it back behind others.
+            for module, flag in zip(self._owners[index], training, strict=True):
                 module.training = flag
             self._flags[index] = training
         return twin
@@ -96,7 +98,8 @@ class Twins:
 
         Raises `TypeError` naming the layer and what is not as it was. The twin is made anew for the next call.
         """
-        if _content(self._tables[index]) == self._content[index]:
+        content = _content(self._owners[index])
+        if content == self._content[index]:
             return
         before, now = self._parts[index], list(_parts(self._modules[index]))
         changed = [
@@ -106,7 +109,7 @@ class Twins:
         ]
         if not changed:
             # Taken out and put back: in another order, they are what they were.
-            self._note_parts(index)
+            self._content[index] = content
             return
         self._spoilt.add(index)
         kind, name, _ = changed[0]
@@ -187,9 +190,9 @@ def _tables(owner: torch.nn.Module) -> dict[str, _Table]:
     return {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}  # pyright: ignore[reportPrivateUsage] - no public view has empty places
 
 
-def _content(tables: Iterable[_Table]) -> list[object]:
-    """The names in each, and which objects they stand for; whoever keeps it keeps these, too."""
-    return [entry for table in tables for entry in (*table, *map(id, table.values()))]
+def _content(owners: Iterable[torch.nn.Module]) -> list[object]:
+    """The names in each one's tables, and which objects they stand for; whoever keeps it keeps these, too."""
+    return [(*table, *map(id, table.values())) for owner in owners for table in _tables(owner).values()]
 
 
 def _same(one: _Part, other: _Part) -> bool:
