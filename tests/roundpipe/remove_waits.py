@@ -85,7 +85,9 @@ WAITS = [
     Wait("saved.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
     Wait("saved.py", "device.results_out.wait(made)", "activations go out after they are made"),
     Wait(
-        "saved.py", "self._retainer.keep(arrived, packet.leaves)", "activations stay on the host until they are in"
+        "saved.py",
+        "self._retainer.keep(arrived, packet.leaves, tuple(self._visiting))",
+        "activations stay on the host until they are in",
     ),
     Wait("saved.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"),
     Wait("saved.py", "self._retainer.keep(done, self._visiting)", "activations live until the layers are done"),

@@ -166,6 +166,47 @@ def test_a_copy_or_allocation_that_fails_arrives_as_itself_and_leaves_nothing(
     assert host <= before[1] + (IDLE_BYTES if runtime.lanes[0].device.torch_device.type == "cuda" else 0)
 
 
+class Forking(nn.Module):
+    """Takes one tensor or two and hands two on, so that one may be under way as the other one fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        one, other = x if isinstance(x, tuple) else (x, x)
+        return self.inner(one) + other, one * 2
+
+
+class Joining(nn.Linear):
+    """Takes two tensors."""
+
+    def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return super().forward(x[0] + x[1])
+
+
+@pytest.mark.parametrize("place", ["memory on the device", "memory on the host"])
+def test_what_was_under_way_beside_what_failed_lives_until_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    layers = nn.Sequential(Forking(), Forking(), Joining(4, 3))
+    config = RoundPipeRunConfig(
+        num_microbatch=MICROBATCHES, execute_plan=plans(3, MICROBATCHES)["one layer a stage"]
+    )
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(layers, name="victim", runtime=runtime, model_run_config=config)
+        assert_trains(model)
+        nth = 1
+        while failure(model, monkeypatch, place, nth):
+            # The frames that held it are gone.
+            gc.collect()
+            train(model)
+            model.zero_grad()
+            nth += 1
+        assert_trains(model)
+    assert nth > 20
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("plan_name", PLANS)
 def test_an_optimizers_thread_that_fails_tells_and_goes_on_after_a_reset(

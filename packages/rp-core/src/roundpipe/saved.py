@@ -143,11 +143,14 @@ class Courier:
         for event in packet.events:
             device.activations_in.wait(event)
         ready = device.activations_in.record() if len(packet.events) > 1 else next(iter(packet.events), None)
-        with self._copying(device.activations_in, "upload", packet.leaves):
-            leaves = [self._upload(leaf) for leaf in packet.leaves]
-        arrived = device.activations_in.record()
+        try:
+            with self._copying(device.activations_in, "upload", packet.leaves):
+                leaves = [self._upload(leaf) for leaf in packet.leaves]
+        finally:
+            # Where memory ends half-way, some of them are on their way all the same.
+            arrived = device.activations_in.record()
+            self._retainer.keep(arrived, packet.leaves, tuple(self._visiting))
         self._lane.inbox.conveyor.let_pass(ready, arrived)
-        self._retainer.keep(arrived, packet.leaves)
         with (
             NOTHING
             if self._tracer is None
@@ -188,14 +191,15 @@ class Courier:
         device.compute.touch(write=[leaf for leaf in plain if leaf is not None], what="results")
         made = device.compute.record()
         device.results_out.wait(made)
-        with self._copying(device.results_out, "download", plain):
-            held = [
-                host if host is not None else leaf if out is None else self._download(out)
-                for leaf, host, out in zip(leaves, known, plain, strict=True)
-            ]
-        event = device.results_out.record()
+        held: list[Any] = []
+        try:
+            with self._copying(device.results_out, "download", plain):
+                for leaf, host, out in zip(leaves, known, plain, strict=True):
+                    held.append(host if host is not None else leaf if out is None else self._download(out))
+        finally:
+            event = device.results_out.record()
+            self._retainer.keep(event, plain, held)
         self._lane.outbox.conveyor.let_pass(made, event)
-        self._retainer.keep(event, plain, held)
         return Packet(treedef, tuple(held), tuple(grads), (event,))
 
     def _plain(self, tensor: torch.Tensor, *, in_use: bool) -> torch.Tensor:
