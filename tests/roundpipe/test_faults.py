@@ -263,6 +263,32 @@ def test_what_runs_out_of_memory_says_where(two: Runtime, monkeypatch: pytest.Mo
     assert_trains(model)
 
 
+class Cornered(nn.Linear):
+    """Runs out of memory twice, the second time since the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._fast(x)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError("in the slow way") from error
+
+    def _fast(self, x: torch.Tensor) -> torch.Tensor:
+        large = super().forward(x)
+        raise torch.OutOfMemoryError(f"in the fast way, with {large.nbytes} bytes")
+
+
+def test_memory_that_ran_out_before_is_let_go_of_too(two: Runtime) -> None:
+    model = RoundPipe(nn.Sequential(Cornered(4, 3)), runtime=two)
+    with within(), pytest.raises(torch.OutOfMemoryError, match="slow") as caught:
+        train(model)
+    model.reset()
+    before = caught.value.__cause__
+    assert isinstance(before, torch.OutOfMemoryError)
+    frames = [frame for frame, _ in traceback.walk_tb(before.__traceback__)]
+    assert [frame.f_code.co_name for frame in frames] == ["forward", "_fast"]
+    assert not any(frame.f_locals for frame in frames)
+
+
 @pytest.mark.cuda
 def test_a_gpu_that_runs_out_of_memory_says_what_helps_and_goes_on_with_more_microbatches() -> None:
     layers = nn.Sequential(

@@ -299,11 +299,12 @@ class Run:
             error.add_note(f"RoundPipe: in model {self.call.name!r}, {where}")
             if isinstance(error, torch.OutOfMemoryError):
                 error.add_note(remedies(self._microbatches, self.call.grain, is_planned=self.call.is_planned))
-                # What its frames hold is memory of the device, which whoever keeps the error would keep full.
-                traceback.clear_frames(error.__traceback__)
             self.aborted = True
             self._error = error
             waiting = [slot for slot in self._slots.values() if slot.packet is None]
+        # Not under the lock: what ends with the frames may be anyone's.
+        if isinstance(error, torch.OutOfMemoryError):
+            _clear_frames(error)
         if self._adds_gradients:
             self.call.state.note_broken(self.number, error)
         for slot in waiting:
@@ -381,6 +382,18 @@ class Run:
     def over(self) -> bool:
         """Whether all tasks are over, or have failed."""
         return self.aborted or all(future.done() for future in [*self._futures, *self._deliveries])
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error hold, and of those behind it: kept, they would keep a device full."""
+    behind: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while behind:
+        one = behind.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            behind += (one.__cause__, one.__context__)
 
 
 def sum_losses(packets: Sequence[Packet]) -> torch.Tensor | list[torch.Tensor]:
