@@ -220,6 +220,14 @@ def test_a_region_keeps_its_storages(driver: Driver) -> None:
     assert [kept.data_ptr() for region in held for kept in region.storages] == [storage.data_ptr()]
 
 
+def test_what_ended_while_the_lock_was_held_counts_no_more_when_blocks_are_made(host: HostMemory) -> None:
+    tensors = [host.empty((1000,), torch.float32, short_lived=False)]
+    with host._guard:
+        tensors.clear()
+    host.blocks([Layout.of([torch.zeros(1000)])])
+    assert host.use().peak_bytes == 4000
+
+
 def test_a_slab_maps_no_more_pages_than_it_needs(host: HostMemory) -> None:
     tensor = host.empty((20 * PAGE_BYTES + 1,), torch.uint8, short_lived=False)
     maps = Path("/proc/self/maps")

@@ -70,6 +70,7 @@ class HostMemory:
 
     def blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """(numel,) for each layout; the small ones lie together in one slab of exactly their size."""
+        self._guard.catch_up()
         small = [_aligned(layout.nbytes) for layout in layouts if layout.nbytes < _SMALL_BLOCK_BYTES]
         slab = Slab(sum(small), self._pinned) if sum(small) else None
         found: list[torch.Tensor] = []
