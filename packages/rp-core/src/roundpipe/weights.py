@@ -113,8 +113,6 @@ class Weights:
         self._delivered: list[Block] = []
         self._additions: dict[Block, _Additions] = {}
         self._sums: dict[Block, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        # Of the sums, those that get no more; in this order they leave.
-        self._complete: dict[Block, None] = {}
         self._written: set[Block] = set()
 
     def prefetch(self) -> None:
@@ -261,16 +259,11 @@ class Weights:
         earlier microbatch made, such as autocast's copies of weights. A gradient is added once all parts of it are
         there, so it is looked at, too; one that got nothing last time, as in a mixture of experts, tells nothing.
         """
-        self._complete.update(
-            dict.fromkeys(
-                block
-                for block in self._sums
-                if block not in self._complete
-                and all(user > layer for user in block.users if user in layers)
-                and self._has_all(block)
-            )
-        )
-        return list(self._complete)
+        return [
+            block
+            for block in self._sums
+            if all(user > layer for user in block.users if user in layers) and self._has_all(block)
+        ]
 
     def _has_all(self, block: Block) -> bool:
         known = self._additions.get(block)
@@ -283,7 +276,6 @@ class Weights:
         """Hand the sums of these blocks' gradients over, to be sent home."""
         for block in blocks:
             self._twins.detach(block, self._sums[block][1])
-            self._complete.pop(block, None)
         chosen = [(block, *self._sums.pop(block)) for block in blocks]
         sums = [
             (block, memory, _written(views), self._gradient_turns.pop(block)) for block, memory, views in chosen
