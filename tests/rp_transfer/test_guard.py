@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -51,7 +52,7 @@ def test_an_interrupt_leaves_it_open() -> None:
             assert another.submit(is_open).result()
 
 
-def test_what_ends_inside_is_seen_to_when_somebody_asks_not_before() -> None:
+def test_what_ends_is_seen_to_when_somebody_asks_who_is_not_inside() -> None:
     guard, seen = Guard(), list[str]()
     with guard, guard:
         guard.afterwards(lambda: seen.append("freed"))
@@ -61,7 +62,19 @@ def test_what_ends_inside_is_seen_to_when_somebody_asks_not_before() -> None:
     assert seen == ["freed"]
 
 
-def test_what_ends_outside_is_seen_to_at_once() -> None:
-    guard, seen = Guard(), list[str]()
-    guard.afterwards(lambda: seen.append("freed"))
-    assert seen == ["freed"]
+def test_memory_may_end_under_any_lock() -> None:
+    first, second, ready, done = Guard(), Guard(), threading.Event(), threading.Event()
+
+    def finalize_inside_the_second() -> None:
+        with second:
+            ready.set()
+            first.afterwards(int)
+            done.set()
+
+    thread = threading.Thread(target=finalize_inside_the_second)
+    with first:
+        thread.start()
+        assert ready.wait(10)
+        # Whoever is inside the first needs the second one now.
+        assert done.wait(10)
+    thread.join()

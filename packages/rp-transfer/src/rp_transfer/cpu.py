@@ -48,6 +48,7 @@ class CpuEvent:
         """True once somebody has waited for this work; a query alone runs nothing."""
         if self.stream.executed < self.position:
             return False
+        self._backend.lock.catch_up()
         # A copy counts as executed while it runs, under the lock.
         with self._backend.lock:
             join(self._backend.host_clock, self.clock)
@@ -93,6 +94,7 @@ class CpuStream:
         """Order later work after `event`; a compute stream pulls its copies at once."""
         if not isinstance(event, CpuEvent) or event.stream.backend is not self.backend:
             raise TypeError(f"{self._name} must wait for an event of its own backend, but got {event!r} instead")
+        self.backend.lock.catch_up()
         with self.backend.lock:
             join(self._clock, event.clock)
             if self.eager:
@@ -124,6 +126,7 @@ class CpuStream:
 
     def _move(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         if source.numel():
+            self.backend.lock.catch_up()
             with self.backend.lock:
                 self._do(self._prepare(destination, source, what))
 
@@ -430,13 +433,20 @@ class CpuBackend:
             self.raise_violation()
             allocation = self._note(address, nbytes, owner)
         # The buffer dies with the last tensor on it, whoever holds that, so this runs exactly at the free.
-        freed = partial(self._freed, memory, allocation, owner, device)
-        weakref.finalize(buffer, self.lock.afterwards, freed).atexit = False
+        weakref.finalize(buffer, self._end, memory, allocation, owner, device).atexit = False
 
     def _note(self, address: int, nbytes: int, owner: CpuStream | None) -> Allocation:
         if not self.strict:
             return Allocation(address, address + nbytes)
         return self.ledger.open(address, nbytes, None if owner is None else owner.birth())
+
+    def _end(
+        self, memory: torch.Tensor, allocation: Allocation, owner: CpuStream | None, device: CpuDevice | None
+    ) -> None:
+        if self.strict and not self._closed:
+            poison(allocation.start, allocation.end - allocation.start, torch.uint8)
+        # It is not used again before that.
+        self.lock.afterwards(partial(self._freed, memory, allocation, owner, device))
 
     def _freed(
         self, memory: torch.Tensor, allocation: Allocation, owner: CpuStream | None, device: CpuDevice | None
@@ -449,7 +459,6 @@ class CpuBackend:
             self._count_host(-nbytes)
         if self.strict and not self._closed:
             self._check_free(allocation, owner)
-            poison(allocation.start, nbytes, torch.uint8)
         del memory
 
     def _check_free(self, allocation: Allocation, owner: CpuStream | None) -> None:

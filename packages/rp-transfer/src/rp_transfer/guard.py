@@ -11,9 +11,8 @@ from typing import cast
 class Guard(RLock):  # pyright: ignore[reportGeneralTypeIssues] - the stubs call it final, CPython does not
     """A lock that its holder may take again, and a list of what finalizers have to do when nobody is inside.
 
-    Python may collect garbage, and so free memory, in the middle of the holder's own work. What has to be
-    written down about it waits here until that work is whole again: until the next time that memory ends, or
-    that somebody asks for it.
+    Python may collect garbage, and so free memory, in the middle of anybody's work, under any lock. So finalizers
+    take none: what has to be written down waits here until the next time that what is guarded is looked at.
 
     Entering and leaving are the interpreter's own: in methods of ours, Ctrl-C could come between taking the lock
     and saying so, and nobody would ever give it back.
@@ -31,9 +30,8 @@ class Guard(RLock):  # pyright: ignore[reportGeneralTypeIssues] - the stubs call
         self._left: deque[Callable[[], None]] = deque()
 
     def afterwards(self, action: Callable[[], None]) -> None:
-        """Run `action` at once, or, if the calling thread is inside, when that is over."""
+        """Leave `action` to the next `catch_up`; takes no lock."""
         self._left.append(action)
-        self.catch_up()
 
     def catch_up(self) -> None:
         """Run what was left, unless the calling thread is inside; before what is guarded is looked at."""

@@ -60,7 +60,7 @@ class HostMemory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool) -> torch.Tensor:
         """A tensor on memory of its own."""
-        self._guard.catch_up()
+        self._catch_up()
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -70,7 +70,7 @@ class HostMemory:
 
     def blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """(numel,) for each layout; the small ones lie together in one slab of exactly their size."""
-        self._guard.catch_up()
+        self._catch_up()
         small = [_aligned(layout.nbytes) for layout in layouts if layout.nbytes < _SMALL_BLOCK_BYTES]
         slab = Slab(sum(small), self._pinned) if sum(small) else None
         found: list[torch.Tensor] = []
@@ -86,12 +86,12 @@ class HostMemory:
 
     def use(self) -> HostUse:
         """Bytes taken, pooled buffers included, and bytes pinned."""
-        self._guard.catch_up()
+        self._catch_up()
         return HostUse(self._used, self._peak, self._pinned.nbytes, self._total)
 
     def clear(self) -> None:
         """Free the buffers that nobody uses."""
-        self._guard.catch_up()
+        self._catch_up()
         with self._guard:
             self._shrink(0)
             self._shared = None
@@ -142,10 +142,13 @@ class HostMemory:
         self._lent += nbytes
         self._most_lent = max(self._most_lent, self._lent)
 
-    def _give_back(self, nbytes: int, piece: Piece) -> None:
-        self._guard.afterwards(partial(self._take_back, nbytes, piece))
+    def _catch_up(self) -> None:
+        self._guard.catch_up()
         # Unpinning takes its time: not under the lock.
         self._freed.clear()
+
+    def _give_back(self, nbytes: int, piece: Piece) -> None:
+        self._guard.afterwards(partial(self._take_back, nbytes, piece))
 
     def _take_back(self, nbytes: int, piece: Piece) -> None:
         self._lent -= nbytes
