@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import subprocess
 import sys
@@ -179,3 +180,32 @@ model.forward_backward((torch.ones(2, 4),), None, torch.ones(2, 4), lambda out, 
 def test_a_runtime_that_nobody_closed_ends_with_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_right_to_launch_is_free_wherever_an_interrupt_comes(two: Runtime) -> None:
+    model = RoundPipe(mlp(), runtime=two)
+    chance = random.Random(0)
+
+    def interrupt(number: int, frame: object) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    def launch(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            with two.launching():
+                pass
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            # Though the error, and all frames that it came through, live on.
+            with pytest.raises(KeyboardInterrupt) as caught:
+                launch(chance.uniform(1e-5, 1e-3))
+            with two.launching():
+                assert caught.tb is not None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    x, y = batch(6)
+    assert model.forward_backward((x,), None, y, square_error).isfinite()

@@ -25,7 +25,7 @@ from roundpipe.packed import Arrivals, RoundPipePackedData
 from roundpipe.planning import Planner
 from roundpipe.randomness import Randomness, draw_seed
 from roundpipe.run import Key, Run, sum_losses
-from roundpipe.runtime import Runtime
+from roundpipe.runtime import Runtime, lasting
 from roundpipe.saved import Packet
 from roundpipe.state import ModelState, PinMode
 from roundpipe.taking import Take
@@ -35,11 +35,10 @@ from roundpipe.update import Part, Updates
 
 
 @contextmanager
-def launching(runtime: Runtime, name: str, what: str) -> Generator[None]:
-    """The right to launch, which whoever watches is told of."""
+def told(name: str, what: str) -> Generator[None]:
+    """What is launched within outlives the caller's inference mode, and whoever watches is told of it."""
     tracer = tracing.current()
-    told = NOTHING if tracer is None else tracer.on_host(CALLER, "call", f"{what} of {name}")
-    with runtime.launching(), told:
+    with lasting(), NOTHING if tracer is None else tracer.on_host(CALLER, "call", f"{what} of {name}"):
         yield
 
 
@@ -93,7 +92,7 @@ class Engine:
         """The optimizer's parameter of each trainable one."""
         # A step function sees what was there when it was launched.
         if not self._runtime.optimizer.is_current() and self._has_changed():
-            with self._runtime.launching():
+            with self._runtime.launching(), lasting():
                 self.get_ready(training=False)
         self._state.make_masters()
         return self._state.masters
@@ -102,7 +101,7 @@ class Engine:
         self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig, *, wants_grad: bool
     ) -> list[Any]:
         """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
-        with launching(self._runtime, self._name, "forward"):
+        with self._runtime.launching(), told(self._name, "forward"):
             self.get_ready(training=False)
             inputs = _requiring_grad(parts) if wants_grad else []
             with_grad = bool(inputs) or (wants_grad and bool(self._state.trainable))
@@ -115,7 +114,7 @@ class Engine:
             return self._returned([packet.tree() for packet in packets], packets, parts, config)
 
         def run_backward(grads: Gradients) -> Gradients:
-            with launching(self._runtime, self._name, "backward"):
+            with self._runtime.launching(), told(self._name, "backward"):
                 self.get_ready(training=True)
                 self._check_version(version)
                 arrivals.refuse_written()
@@ -151,7 +150,7 @@ class Engine:
     ) -> tuple[Losses, list[Any]]:
         """The sums of the losses, and the outputs of all microbatches if they are to be kept."""
         inputs = _requiring_grad(parts)
-        with launching(self._runtime, self._name, "forward_backward"):
+        with self._runtime.launching(), told(self._name, "forward_backward"):
             self.get_ready(training=True)
             run = self._launch_fused(parts, labels, arrivals, loss_fn, config, keep=keep)
             self._planner.improve_while(config, "fused", parts, run.wait_for_any)

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from roundpipe.engine import Engine, launching
+from roundpipe.engine import Engine, told
 from roundpipe.memory import MemoryReport, memory_report
-from roundpipe.runtime import Runtime
+from roundpipe.runtime import Runtime, lasting
 from roundpipe.taking import taking
 from roundpipe.update import run_step
 
@@ -33,7 +33,7 @@ class Joint:
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function over the gradients of all calls so far."""
-        with launching(self._runtime, self._name, "step"):
+        with self._runtime.launching(), told(self._name, "step"):
             for engine in self._engines:
                 engine.get_ready(training=True)
             with taking() as take:
@@ -47,7 +47,7 @@ class Joint:
 
     def synchronize(self) -> None:
         """Wait for everything, publish the last result and show the gradients."""
-        with launching(self._runtime, self._name, "synchronize"):
+        with self._runtime.launching(), told(self._name, "synchronize"):
             for engine in self._engines:
                 engine.drain()
                 engine.publish()
@@ -58,7 +58,7 @@ class Joint:
         """Publish the last result and wait for it; a step function finds that of the steps before it published."""
         if self._runtime.optimizer.is_current() and all(engine.state.is_stepping for engine in self._engines):
             return
-        with launching(self._runtime, self._name, "sync_optim_param"):
+        with self._runtime.launching(), told(self._name, "sync_optim_param"):
             for engine in self._engines:
                 engine.raise_late_errors()
                 # A model with nothing to publish keeps its gradients where code outside reads them.
@@ -73,20 +73,20 @@ class Joint:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        with self._runtime.launching():
+        with self._runtime.launching(), lasting():
             for engine in self._engines:
                 engine.drop_gradients()
 
     def reset(self) -> None:
         """Drop gradients and go back to the published weights."""
-        with self._runtime.launching():
+        with self._runtime.launching(), lasting():
             for engine in self._engines:
                 engine.reset()
 
     @contextmanager
     def replacing_weights(self) -> Generator[None]:
         """Within it the caller may write the weights, which are current; their masters follow at its end."""
-        with self._runtime.launching(), ExitStack() as stack:
+        with self._runtime.launching(), lasting(), ExitStack() as stack:
             for engine in self._engines:
                 stack.enter_context(engine.replacing_weights())
             yield

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe.engine import Engine
-from roundpipe.runtime import Runtime
+from roundpipe.runtime import Runtime, lasting
 from roundpipe.taking import Take
 from roundpipe.update import Part
 
@@ -45,7 +45,7 @@ class Resident(Engine):
 
     def enter_call(self) -> None:
         """Wait until the weights may be read, which they may until the next step is launched."""
-        with self._runtime.launching():
+        with self._runtime.launching(), lasting():
             self.get_ready(training=torch.is_grad_enabled())
             for block in self._state.trainable:
                 ticket = block.turns.read()

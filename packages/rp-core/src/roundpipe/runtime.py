@@ -6,9 +6,8 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -136,21 +135,20 @@ class Runtime:
         torch.set_num_threads(threads)
         quick_switching.hold()
 
-    @contextmanager
-    def launching(self) -> Generator[None]:
-        """The right to decide orders, held by one thread at a time and never by the engine's own threads."""
+    def launching(self) -> AbstractContextManager[object]:
+        """The right to decide orders, for a ``with``; held by one thread at a time and never by the engine's own.
+
+        It is the lock itself: in code of ours, Ctrl-C could come between taking it and the ``with`` that gives it
+        back.
+        """
         self._refuse_own_threads()
         if self._launch.locked():
             raise Busy(
                 "another thread is inside a call on this runtime; call its models from one thread at a time"
             )
-        # By the interpreter itself: after an `acquire` of ours, Ctrl-C could come before anybody would release it.
-        with self._launch:
-            if self.closed:
-                raise Closed("the runtime was closed; open another one and wrap the model again")
-            # What is made here outlives the caller's inference mode.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                yield
+        if self.closed:
+            raise Closed("the runtime was closed; open another one and wrap the model again")
+        return self._launch
 
     def _refuse_own_threads(self) -> None:
         if self.optimizer.is_current():
@@ -186,6 +184,11 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def lasting() -> AbstractContextManager[object]:
+    """What is made within outlives the caller's inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _share(num_threads: int, num_devices: int) -> int:
