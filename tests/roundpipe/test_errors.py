@@ -710,3 +710,17 @@ def test_a_layer_that_changes_its_structure_in_forward_is_refused_and_made_anew(
     model.reset()
     for _ in range(len(runtime.lanes)):
         assert_trains(model)
+
+
+class Sparse(nn.Module):
+    """Returns what cannot travel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to_sparse()
+
+
+def test_layers_that_hand_on_sparse_tensors_are_told_so(two: Runtime) -> None:
+    model = wrap(nn.Sequential(nn.Linear(4, 3), Sparse(), nn.Linear(3, 3)), two, plans(3, 2)["one layer a stage"])
+    with within(), pytest.raises(TypeError, match="must be dense tensors, but one has layout torch.sparse_coo"):
+        fused_call(model)
+    model.reset()

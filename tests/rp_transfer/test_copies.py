@@ -259,6 +259,18 @@ def test_the_ring_stays_small_and_is_used_again() -> None:
     assert 0 < backend.host_memory().used_bytes - before <= 4 * SLOT
 
 
+def test_the_ring_takes_no_more_than_it_carries_and_grows_with_it() -> None:
+    backend = CpuBackend(1)
+    device = backend.devices[0]
+    carrier, before = conveyor(backend, device, "weights_in"), backend.host_memory().used_bytes
+    for numel in (1, 2, 8, 16, 16):
+        there = device.empty((numel,), torch.float32, stream=device.weights_in)
+        carrier.upload(there, source := torch.randn(numel))
+        carrier.record().synchronize()
+        assert torch.equal(there, source)
+        assert backend.host_memory().used_bytes - before == 4 * numel
+
+
 @pytest.mark.parametrize("way", ["upload", "download"])
 def test_carrying_a_thousand_times_keeps_nothing(way: str) -> None:
     backend = CpuBackend(1)

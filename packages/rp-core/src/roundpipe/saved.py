@@ -203,6 +203,11 @@ class Courier:
         return Packet(treedef, tuple(held), tuple(grads), (event,))
 
     def _plain(self, tensor: torch.Tensor, *, in_use: bool) -> torch.Tensor:
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(
+                f"what layers hand on must be dense tensors, but one has layout {tensor.layout}; convert it in "
+                "the layer that made it"
+            )
         found = tensor.detach().resolve_conj().resolve_neg()
         # What a layer returns of its own, other microbatches return, too: each sends a copy home.
         is_copied = in_use or self._is_weight(found)

@@ -54,7 +54,7 @@ class Conveyor:
 
     Args:
         chunk_bytes: size of a chunk; less than two are under way, so other copies wait for two at most.
-        slot_bytes: size of each of the ring's four slots.
+        slot_bytes: most that each of the ring's four slots takes.
 
     Raises `ValueError` for sizes under one byte.
 
@@ -199,7 +199,7 @@ class Conveyor:
     # Through the ring
 
     def _upload_staged(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        slot = self._slot()
+        slot = self._slot(source.nbytes)
         memory = _like(slot.memory, source)
         self._backend.host_touch(read=(source,), write=(memory,), what="filling the ring")
         _copy(memory, source)
@@ -211,7 +211,7 @@ class Conveyor:
     ) -> None:
         on_the_way: deque[tuple[torch.Tensor, _Slot]] = deque()
         for here, there in _cut(host, source, self._slot_bytes):
-            slot = self._slot()
+            slot = self._slot(here.nbytes)
             slot.is_full = True
             self._send_rounded(_like(slot.memory, here), there, dtype)
             slot.used_by = self._stream.record()
@@ -230,15 +230,17 @@ class Conveyor:
             combine(host, staged)
         slot.is_full = False
 
-    def _slot(self) -> _Slot:
-        """The slot that was used the longest ago, or a new one if that is still in use."""
+    def _slot(self, nbytes: int) -> _Slot:
+        """The slot that was used the longest ago, or a new one if that is still in use; no larger than needed."""
         if not self._ring or (len(self._ring) < _SLOTS and not self._ring[0].is_free()):
-            self._ring.append(_Slot(self._backend.host_empty((self._slot_bytes,), torch.uint8)))
+            self._ring.append(_Slot(self._backend.host_empty((nbytes,), torch.uint8)))
         else:
             self._ring.rotate(-1)
         slot = self._ring[-1]
         if slot.used_by is not None:
             slot.used_by.synchronize()
+        if slot.memory.nbytes < nbytes:
+            slot.memory = self._backend.host_empty((nbytes,), torch.uint8)
         return slot
 
 

@@ -445,11 +445,16 @@ class CpuBackend:
     ) -> None:
         if self.strict and not self._closed:
             poison(allocation.start, allocation.end - allocation.start, torch.uint8)
-        # It is not used again before that.
-        self.lock.afterwards(partial(self._freed, memory, allocation, owner, device))
+        # It is not used again before that is written down; of a closed backend nobody looks any more.
+        held = None if self._closed else memory
+        self.lock.afterwards(partial(self._freed, held, allocation, owner, device))
 
     def _freed(
-        self, memory: torch.Tensor, allocation: Allocation, owner: CpuStream | None, device: CpuDevice | None
+        self,
+        memory: torch.Tensor | None,
+        allocation: Allocation,
+        owner: CpuStream | None,
+        device: CpuDevice | None,
     ) -> None:
         nbytes = allocation.end - allocation.start
         self.ledger.close(allocation)
