@@ -721,6 +721,6 @@ class Sparse(nn.Module):
 
 def test_layers_that_hand_on_sparse_tensors_are_told_so(two: Runtime) -> None:
     model = wrap(nn.Sequential(nn.Linear(4, 3), Sparse(), nn.Linear(3, 3)), two, plans(3, 2)["one layer a stage"])
-    with within(), pytest.raises(TypeError, match="must be dense tensors, but one has layout torch.sparse_coo"):
+    with within(), pytest.raises(TypeError, match=r"must be dense tensors, but one has layout torch\.sparse_coo"):
         fused_call(model)
     model.reset()
