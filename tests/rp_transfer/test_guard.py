@@ -16,16 +16,16 @@ INTERRUPTS = 300
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """SIGALRM interrupts the main thread as Ctrl-C does."""
+    """SIGVTALRM interrupts the main thread as Ctrl-C does."""
 
     def interrupt(number: int, frame: object) -> None:
         del number, frame
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGVTALRM, interrupt)
     yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
 
 
 @pytest.mark.usefixtures("interrupts")
@@ -39,7 +39,7 @@ def test_an_interrupt_leaves_it_open() -> None:
         return found
 
     def use_it(seconds: float) -> None:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         while True:
             with guard:
                 guard.afterwards(int)
