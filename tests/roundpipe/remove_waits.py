@@ -91,7 +91,7 @@ WAITS = [
     ),
     Wait("saved.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"),
     Wait("saved.py", "self._retainer.keep(done, self._visiting)", "activations live until the layers are done"),
-    Wait("stage.py", "self._pace.popleft().synchronize()", "a worker does not run ahead of its device"),
+    Wait("runtime.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait("run.py", "event.synchronize()", "the caller reads results when they have come"),
     Wait(
         "run.py", "                self.wait()", "random layers are done when the call returns", " " * 16 + "pass"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from rp_optim import OptimizerThread
 from rp_sched import Dealer
-from rp_transfer import Backend, Closed, Device, HostUse, MemoryUse, Retainer, open_backend
+from rp_transfer import Backend, Closed, Device, Event, HostUse, MemoryUse, Retainer, open_backend
 
 from roundpipe import tracing
 from roundpipe.errors import Busy
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # while they fit into the cores' caches. Gradients are added from there: fewer slots, fewer turns of Python's lock.
 _FILLED_BYTES = 16 << 20
 _ADDED_BYTES = 32 << 20
+# So many microbatches, or large parts of one, lie on a device before its worker waits for the oldest.
+_AHEAD = 2
 
 
 class Job(Protocol):
@@ -56,6 +58,7 @@ class Lane:
         self.inbox = Porter(backend, device, device.weights_in, num_threads, _FILLED_BYTES)
         self.outbox = Porter(backend, device, device.gradients_out, num_threads, _ADDED_BYTES)
         self._waiting: deque[Job] = deque()
+        self._ahead: deque[Event] = deque()
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix=f"roundpipe-{device.name}", initializer=device.attach_thread
         )
@@ -85,6 +88,16 @@ class Lane:
     def settle(self) -> None:
         """Wait for the jobs and let go of what was kept for them."""
         self._executor.submit(self.retainer.drain).result()
+
+    def pace(self, done: Event) -> None:
+        """Wait for the device if much was put on it, the last of it over with `done`; let go of what is over.
+
+        What travels takes room on a device from the moment it is asked for.
+        """
+        self._ahead.append(done)
+        if len(self._ahead) > _AHEAD:
+            self._ahead.popleft().synchronize()
+        self.retainer.flush()
 
     def prefetch_next(self) -> None:
         """Let the next job, if it is known already, start what it can."""

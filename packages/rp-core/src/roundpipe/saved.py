@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ class Packet:
         """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
 
 def _to_host(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -94,18 +99,19 @@ class Arrived:
 
 
 class Origins:
-    """Where the device tensors that may come out of a layer unchanged lie on the host already."""
+    """Where the device tensors that may come out of a layer unchanged lie on the host already; keeps none."""
 
     def __init__(self) -> None:
-        self._hosts: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._hosts: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
     def add(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """`tensor` was copied from `host`, and the compute stream waited for that."""
-        self._hosts[id(tensor)] = (tensor, tensor._version, host)
+        self._hosts[id(tensor)] = (weakref.ref(tensor), tensor._version, host)
 
     def find(self, leaf: object) -> torch.Tensor | None:
         """The host copy of exactly this tensor, unless it was written since."""
-        tensor, version, host = self._hosts.get(id(leaf), (None, 0, None))
+        known, version, host = self._hosts.get(id(leaf), (None, 0, None))
+        tensor = None if known is None else known()
         return host if tensor is not None and tensor is leaf and tensor._version == version else None
 
 
@@ -226,6 +232,10 @@ class Courier:
         host = self._backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)
         self._device.results_out.copy(host, tensor)
         return host
+
+    def visiting_bytes(self) -> int:
+        """What was brought and not let go."""
+        return sum(tensor.nbytes for tensor in self._visiting)
 
     def let_go(self, done: Event) -> None:
         """What was brought is needed until `done`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
@@ -10,7 +9,7 @@ from typing import Any, Protocol, cast
 import rp_batch
 import torch
 from rp_sched import Task
-from rp_transfer import Backend, Event
+from rp_transfer import Backend
 
 from roundpipe.call import Call
 from roundpipe.measure import LayerTimes
@@ -22,8 +21,8 @@ from roundpipe.tracing import NOTHING, Tracer
 from roundpipe.twin import Twins
 from roundpipe.weights import Delivery, Weights
 
-# A worker may put this many microbatches on its device before it waits for the oldest one.
-_AHEAD = 2
+# Between layers a worker waits for its device where what travels there is so large that it would pile up.
+_LARGE_BYTES = 64 << 20
 # Gradients that leave before the task is over wait for each other up to so many bytes of weights: each departure
 # costs turns of Python's lock while backward is being launched.
 _DEPARTURE_BYTES = 128 << 20
@@ -108,7 +107,6 @@ class Stage:
         self._exchange = exchange
         self._courier = Courier(backend, lane, weights.holds, tracer)
         self._memory = Memory(lane.device.torch_device, self._courier, exchange)
-        self._pace: deque[Event] = deque()
         # What is being done: in words once somebody asks, with the layer's name for ``{0}`` and the microbatch for
         # ``{1}``.
         self._place: tuple[str, int, int] | None = None
@@ -172,14 +170,14 @@ class Stage:
             self._weights.release()
 
     def _end_of_microbatch(self) -> None:
-        done = self._device.compute.record()
         self._weights.note_microbatch()
-        self._courier.let_go(done)
-        self._pace.append(done)
-        if len(self._pace) > _AHEAD:
-            self._pace.popleft().synchronize()
-        self._lane.retainer.flush()
+        self._end_of_part()
         self._lane.prefetch_next()
+
+    def _end_of_part(self) -> None:
+        done = self._device.compute.record()
+        self._courier.let_go(done)
+        self._lane.pace(done)
 
     # Forward: each layer's graph is dropped at once; it only tells which results require grad.
 
@@ -187,8 +185,8 @@ class Stage:
         arrived, origins = self._arrive(self._task.layers.start, microbatch)
         for layer in self._task.layers:
             self._weights.bind(self._call.state.layers[layer], training=False)
-            output = self._layer(layer, microbatch, arrived.tree(), again=False)
-            arrived = self._cut(output, origins)
+            # No name for the output: it would keep the graph while the next layer runs.
+            arrived = self._cut(self._layer(layer, microbatch, arrived.tree(), again=False), origins)
             self._hand_over(layer + 1, microbatch, arrived, origins)
 
     def _cut(self, output: Any, origins: Origins) -> Arrived:
@@ -212,6 +210,9 @@ class Stage:
             for leaf, host in zip(arrived.inside, packet.leaves, strict=True):
                 if goes_on and isinstance(leaf, torch.Tensor):
                     origins.add(leaf, host)
+            if goes_on and packet.nbytes() >= _LARGE_BYTES:
+                # What arrived may pass through all layers: only what leaves is let go.
+                self._lane.pace(self._device.compute.record())
 
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         self._place = ("before {0}, microbatch {1}", boundary, microbatch)
@@ -404,6 +405,9 @@ class Stage:
         whole = self._call.grain == "stage"
         for part in [layers] if whole else [range(layer, layer + 1) for layer in reversed(layers)]:
             grads = self._backward_through(part, microbatch, grads)
+            # What arrived for a part is used by no other one.
+            if self._courier.visiting_bytes() >= _LARGE_BYTES:
+                self._end_of_part()
         self._return_grads(layers.start, microbatch, grads)
 
     def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
