@@ -35,7 +35,6 @@ from pathlib import Path
 
 import rp_optim
 import torch
-from rp_optim.gradients import flat
 from rp_optim.kernel import current_kernel
 from rp_optim.native import NativeKernel
 from rp_optim.updates import Spot
@@ -130,7 +129,7 @@ def floors(arrays: list[Arrays], optimizer: rp_optim.AdamW) -> dict[str, Callabl
     if not isinstance(kernel, NativeKernel):
         return {}
     spots = [
-        (Spot(flat(each.master), each.grad, each.weight, 1.0), state["exp_avg"], state["exp_avg_sq"])
+        (Spot(each.master, each.grad, each.weight, 1.0), state["exp_avg"], state["exp_avg_sq"])
         for each in arrays
         for state in [optimizer.state[each.master]]
     ]

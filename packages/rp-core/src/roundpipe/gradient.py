@@ -28,14 +28,20 @@ class Gradient:
         self.layout = layout
         self.written: set[int] = set()
         self.block: torch.Tensor | None = None
+        # Made once, for steps: each would be an operation, which lets go of Python's lock.
+        self.views: list[torch.Tensor] = []
         self._backend = backend
         self._dtype = layout.dtype
 
     def first(self) -> torch.Tensor:
         """The block for a first task's gradients, which overwrite it."""
         if self.block is None or self.block.dtype != self._dtype:
-            self.block = self._backend.host_empty((self.layout.numel,), self._dtype)
+            return self._hold(self._backend.host_empty((self.layout.numel,), self._dtype))
         return self.block
+
+    def _hold(self, block: torch.Tensor) -> torch.Tensor:
+        self.block, self.views = block, self.layout.views(block)
+        return block
 
     @property
     def arriving_nbytes(self) -> int:
@@ -69,8 +75,7 @@ class Gradient:
         wide = self._backend.host_empty((self.layout.numel,), self._dtype)
         self._backend.host_touch(read=() if old is None else (old,), write=(wide,), what="widening gradients")
         wide.zero_() if old is None else wide.copy_(old)
-        self.block = wide
-        return wide
+        return self._hold(wide)
 
     def first_or_none(self) -> torch.Tensor | None:
         """The block if it holds gradients."""

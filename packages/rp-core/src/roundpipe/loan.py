@@ -113,7 +113,7 @@ class Loan:
         self.block.complete[index] = self._lent[index]._version
 
     def _gradient(self, index: int) -> torch.Tensor | None:
-        return self.gradient.view(index).contiguous() if index in self.gradient.written else None
+        return self.gradient.views[index].contiguous() if index in self.gradient.written else None
 
 
 def take_back(loans: Sequence[Loan]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.errors import InvalidParameter
-from rp_optim.host import Group, HostOptimizer, State, Taken, count_step, state_tensor
+from rp_optim.host import Group, HostOptimizer, State, Taken, count_steps, state_tensor
 from rp_optim.kernel import kernel_for
 from rp_optim.updates import Factors, Matrices, Move, Spot
 
@@ -74,7 +74,7 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
 
     def _update_one(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
         state = self.state[parameter]
-        number = count_step(state)
+        (number,) = count_steps([state])
         if spot.grad.numel() == 0:
             return
         update = _update_vector if parameter.dim() < 2 else _update_matrix

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import check_option_flags
-from rp_optim.host import Group, HostOptimizer, Taken, count_step, state_tensor
+from rp_optim.host import Group, HostOptimizer, Taken, count_steps, state_tensor
 from rp_optim.kernel import by_kernel
 from rp_optim.updates import AdamNumbers, AdamUpdate
 
@@ -63,12 +63,16 @@ class Adam(HostOptimizer, torch.optim.Adam):
         return dict.fromkeys(names, parameter.shape)
 
     def _update(self, taken: Sequence[Taken]) -> None:
-        for kernel, updates in by_kernel(map(self._one, taken)):
-            kernel.adam(updates)
+        steps = count_steps([self.state[each.parameter] for each in taken])
+        # Nearly all parameters share their group and its steps.
+        alike = {(id(each.group), step): each.group for each, step in zip(taken, steps, strict=True)}
+        numbers = {key: _numbers(group, key[1]) for key, group in alike.items()}
+        updates = [self._one(each, numbers[id(each.group), step]) for each, step in zip(taken, steps, strict=True)]
+        for kernel, some in by_kernel(updates):
+            kernel.adam(some)
 
-    def _one(self, taken: Taken) -> AdamUpdate:
+    def _one(self, taken: Taken, numbers: AdamNumbers) -> AdamUpdate:
         group, parameter, state = taken.group, taken.parameter, self.state[taken.parameter]
-        numbers = _numbers(group, count_step(state))
         found = {name: state_tensor(state, name, parameter) for name in self._state_shapes(group, parameter)}
         return AdamUpdate(taken.spot, numbers, **found)
 

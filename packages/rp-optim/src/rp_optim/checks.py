@@ -9,8 +9,9 @@ import torch
 
 from rp_optim.errors import InvalidOption, InvalidParameter
 
-_REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_COMPLEX = (torch.complex64, torch.complex128)
+# A step asks this of every tensor, beside threads that launch layers. So it asks attributes, which keep Python's
+# lock; operations, such as ``is_complex()``, let go of it, and others take it.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 
 def check_option_flags(optimizer: str, options: Mapping[str, Any]) -> None:
@@ -49,21 +50,25 @@ def check_numbers(what: str, tensor: torch.Tensor) -> None:
         raise InvalidParameter(
             f"{what} must be dense (torch.strided), but is {tensor.layout} instead; call to_dense()"
         )
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise InvalidParameter(f"{what} must be on the CPU, but is on {tensor.device} instead; call .cpu()")
-    if tensor.dtype not in (*_REAL, *_COMPLEX):
-        names = ", ".join(str(dtype) for dtype in (*_REAL, *_COMPLEX))
+    if tensor.dtype not in _DTYPES:
+        names = ", ".join(map(str, _DTYPES))
         raise InvalidParameter(f"{what} must have one of the dtypes {names}, but has {tensor.dtype} instead")
 
 
 def check_memory(what: str, tensor: torch.Tensor) -> None:
     """`check_numbers`, and raise unless the numbers lie in memory as they are, one after another."""
-    check_numbers(what, tensor)
-    if tensor.is_neg() or tensor.is_conj():
+    _check_order(what, tensor)
+    if _stands_for_others(tensor):
         raise InvalidParameter(
             f"{what} must hold its numbers themselves, but is a view that negates or conjugates them; call "
             ".resolve_neg().resolve_conj()"
         )
+
+
+def _check_order(what: str, tensor: torch.Tensor) -> None:
+    check_numbers(what, tensor)
     if not tensor.is_contiguous():
         raise InvalidParameter(
             f"{what} must be contiguous, but has strides {tensor.stride()} for shape {tuple(tensor.shape)} "
@@ -71,16 +76,41 @@ def check_memory(what: str, tensor: torch.Tensor) -> None:
         )
 
 
+def _stands_for_others(tensor: torch.Tensor) -> bool:
+    return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its own numbers lie in memory one after another."""
+    return tensor.is_contiguous() and not _stands_for_others(tensor)
+
+
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """With the numbers that it stands for in memory: views may negate or conjugate them as they are read."""
-    return tensor.resolve_neg().resolve_conj() if tensor.is_neg() or tensor.is_conj() else tensor
+    return tensor.resolve_neg().resolve_conj() if _stands_for_others(tensor) else tensor
 
 
 def check_beside(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
     """`check_memory`, and raise unless `tensor` has numbers of its parameter's kind, in its shape or flat."""
     check_memory(what, tensor)
-    if tensor.is_complex() != parameter.is_complex():
+    _check_like(what, tensor, parameter)
+
+
+def resolved_beside(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`check_beside` of the `resolved` tensor, which is returned."""
+    tensor = resolved(tensor)
+    _check_order(what, tensor)
+    _check_like(what, tensor, parameter)
+    return tensor
+
+
+def _check_kind(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    if tensor.dtype.is_complex != parameter.dtype.is_complex:
         raise InvalidParameter(f"{what} has dtype {tensor.dtype}, but its parameter {parameter.dtype}; cast one")
+
+
+def _check_like(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    _check_kind(what, tensor, parameter)
     if tensor.dtype == torch.float64 and parameter.dtype != torch.float64:
         raise InvalidParameter(f"{what} has dtype float64, but its parameter only {parameter.dtype}; cast one")
     if tensor.shape != parameter.shape and tensor.shape != (parameter.numel(),):
@@ -94,8 +124,7 @@ def check_state(name: str, tensor: torch.Tensor, shape: Sequence[int], parameter
     """Raise unless a state tensor, which may have been loaded, is one for this parameter."""
     what = f"the state {name!r}"
     check_numbers(what, tensor)
-    if tensor.is_complex() != parameter.is_complex():
-        raise InvalidParameter(f"{what} has dtype {tensor.dtype}, but its parameter {parameter.dtype}; cast one")
+    _check_kind(what, tensor, parameter)
     if tuple(tensor.shape) != tuple(shape):
         raise InvalidParameter(
             f"{what} must have the shape {tuple(shape)} for a parameter of shape {tuple(parameter.shape)}, but "

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rp_optim.checks import check_beside, resolved
+from rp_optim.checks import resolved_beside
 from rp_optim.kernel import kernel_for
-from rp_optim.masters import own_data, source_link
+from rp_optim.masters import source_link
 from rp_optim.updates import Spot
 
 
@@ -20,12 +20,6 @@ class Gradient:
 
     tensor: torch.Tensor
     factor: float
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat, real view of the same memory, with a version counter of its own."""
-    data = own_data(tensor)
-    return (torch.view_as_real(data) if data.is_complex() else data).view(-1)
 
 
 def gradient_of(parameter: torch.Tensor) -> Gradient | None:
@@ -39,9 +33,7 @@ def gradient_of(parameter: torch.Tensor) -> Gradient | None:
     grad = parameter.grad
     if grad is None:
         return None
-    grad = resolved(grad)
-    check_beside("a gradient", grad, parameter)
-    return Gradient(grad, 1.0)
+    return Gradient(resolved_beside("a gradient", grad, parameter), 1.0)
 
 
 def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:
@@ -66,11 +58,10 @@ def _known_squares(parameter: torch.Tensor) -> float | None:
 
 
 def _squares(tensors: Sequence[torch.Tensor]) -> list[float]:
-    views = [flat(tensor) for tensor in tensors]
-    kernels = [kernel_for(Spot(view, view, None, 1.0)) for view in views]
+    kernels = [kernel_for(Spot(tensor, tensor, None, 1.0)) for tensor in tensors]
     if len(set(map(id, kernels))) == 1:
-        return kernels[0].squares(views)
-    return [kernel.squares([view])[0] for kernel, view in zip(kernels, views, strict=True)]
+        return kernels[0].squares(tensors)
+    return [kernel.squares([tensor])[0] for kernel, tensor in zip(kernels, tensors, strict=True)]
 
 
 def is_finite(parameter: torch.Tensor) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from rp_optim.checks import check_memory, check_option_flags, check_state, resolved
-from rp_optim.gradients import flat, gradient_of
+from rp_optim.checks import check_memory, check_option_flags, check_state, is_plain, resolved
+from rp_optim.gradients import gradient_of
 from rp_optim.masters import by_arrival, link_of
 from rp_optim.updates import Spot
 
@@ -127,11 +127,12 @@ def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:
     size = 0
     for each in taken:
         piece.append(each)
-        size += each.spot.grad.numel()
+        size += each.spot.count
         if size >= _TOGETHER:
             yield piece
             piece, size = [], 0
-    yield piece
+    if piece:
+        yield piece
 
 
 def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
@@ -141,26 +142,31 @@ def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
         return None
     link = link_of(parameter)
     weight = None if link is None else link.destination(parameter)
-    destination = None if weight is None else flat(weight)
     factor = -gradient.factor if group.get("maximize") else gradient.factor
-    return Taken(group, parameter, Spot(flat(parameter), flat(gradient.tensor), destination, factor))
+    return Taken(group, parameter, Spot(parameter, gradient.tensor, weight, factor))
 
 
 def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A state tensor beside its parameter, zeros where there was none; returns a flat, real view of it."""
+    """A state tensor beside its parameter, contiguous, of its dtype; zeros where there was none."""
     tensor = state.get(name)
     if tensor is None:
         tensor = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+    elif tensor.dtype == parameter.dtype and is_plain(tensor):
+        return tensor
     # Loaded, perhaps, from an optimizer whose parameter was laid out otherwise.
-    tensor = state[name] = resolved(tensor.to(parameter.dtype)).contiguous()
-    return flat(tensor)
+    state[name] = resolved(tensor.to(parameter.dtype)).contiguous()
+    return state[name]
 
 
-def count_step(state: State) -> int:
-    """Count this step in the state, as the tensor that torch keeps there; returns its number, from 1 on."""
-    step = state.get("step")
-    if step is None:
-        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        step = state["step"] = torch.zeros((), dtype=dtype, device="cpu")
-    step += 1
-    return int(step)
+def count_steps(states: Sequence[State]) -> list[int]:
+    """Count this step in each state, as the tensor that torch keeps there; returns their numbers, from 1 on."""
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    for state in states:
+        if state.get("step") is None:
+            state["step"] = torch.zeros((), dtype=dtype, device="cpu")
+    steps: list[torch.Tensor] = [state["step"] for state in states]
+    # All at once: an operation for each would let go of Python's lock as often.
+    torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] - torch's own optimizers use it
+    if len({(step.dtype, step.device, step.shape) for step in steps}) > 1:
+        return [int(step) for step in steps]
+    return cast("list[int]", torch.stack(steps).flatten().long().tolist())  # pyright: ignore[reportUnknownMemberType]

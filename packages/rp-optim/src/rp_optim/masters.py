@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from rp_optim.checks import check_beside, resolved
+from rp_optim.checks import check_beside, resolved_beside
 from rp_optim.errors import InvalidLink
 
 _Item = TypeVar("_Item")
@@ -43,8 +43,7 @@ class Link:
         self.ready(True)
         gradient = self.gradients()
         if gradient is not None:
-            gradient = resolved(gradient)
-            check_beside("the gradient that a master is linked to", gradient, master)
+            gradient = resolved_beside("the gradient that a master is linked to", gradient, master)
         return gradient
 
     def destination(self, master: torch.Tensor) -> torch.Tensor | None:

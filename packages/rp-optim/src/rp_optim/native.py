@@ -21,7 +21,8 @@ from rp_optim.updates import (
     Spot,
 )
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# A complex number is two real ones.
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.complex64: 0}
 NATIVE_DTYPES = frozenset(_TYPES)
 
 _AMSGRAD, _MOMENTUM, _FIRST, _NESTEROV, _STREAM = 1, 2, 4, 8, 16
@@ -83,7 +84,7 @@ def _job(
     flags: int = 0,
     numbers: dict[str, float] | None = None,
 ) -> _Job:
-    count = spot.grad.numel()
+    count = spot.count
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in state]
     return _Job(
         count=count,

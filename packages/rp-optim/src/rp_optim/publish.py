@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from rp_optim.checks import is_plain
 from rp_optim.errors import InvalidParameter
-from rp_optim.gradients import flat
 from rp_optim.kernel import kernel_for
 from rp_optim.updates import Kernel, Spot
 
@@ -27,9 +27,8 @@ def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
     """
     found: dict[Kernel, list[Spot]] = {}
     for master, weight in _pairs(masters, weights):
-        if _is_flat(master) and _is_flat(weight) and master.is_complex() == weight.is_complex():
-            values = flat(master)
-            spot = Spot(values, values, flat(weight), 1.0)
+        if _is_flat(master) and _is_flat(weight) and master.dtype.is_complex == weight.dtype.is_complex:
+            spot = Spot(master, master, weight, 1.0)
             found.setdefault(kernel_for(spot), []).append(spot)
         else:
             weight.copy_(master)
@@ -46,5 +45,4 @@ def _pairs(
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    return on_host and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.layout == torch.strided and is_plain(tensor)

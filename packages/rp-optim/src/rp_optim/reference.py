@@ -20,6 +20,7 @@ from rp_optim.updates import (
     SGDNumbers,
     SGDUpdate,
     Spot,
+    flat,
 )
 
 # Elements worked on at a time: a few of these stay in cache.
@@ -66,20 +67,26 @@ def _squares(values: torch.Tensor) -> float:
     return _total(values.double().square()).item()
 
 
-def _adam(update: AdamUpdate, numbers: AdamNumbers) -> None:
-    gain, largest = 1 - numbers.beta2, update.max_exp_avg_sq
-    for place, param, grad in _pieces(update.spot):
+def _adam(
+    spot: Spot,
+    numbers: AdamNumbers,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    largest: torch.Tensor | None,
+) -> None:
+    gain = 1 - numbers.beta2
+    for place, param, grad in _pieces(spot):
         if numbers.l2:
             grad += param * numbers.l2
-        mean = _lerp(_wide(update.exp_avg[place], param), grad, 1 - numbers.beta1)
-        square = _wide(update.exp_avg_sq[place], param) * numbers.beta2 + (grad * gain) * grad
-        update.exp_avg[place] = mean
-        update.exp_avg_sq[place] = square
+        mean = _lerp(_wide(exp_avg[place], param), grad, 1 - numbers.beta1)
+        square = _wide(exp_avg_sq[place], param) * numbers.beta2 + (grad * gain) * grad
+        exp_avg[place] = mean
+        exp_avg_sq[place] = square
         if largest is not None:
             square = torch.maximum(_wide(largest[place], param), square)
             largest[place] = square
         moves = (mean * numbers.rate) / (square.sqrt() * numbers.root + numbers.eps)
-        _write(update.spot, place, param * numbers.shrink - moves)
+        _write(spot, place, param * numbers.shrink - moves)
 
 
 def _sgd(spot: Spot, numbers: SGDNumbers, buffer: torch.Tensor | None) -> None:
@@ -116,21 +123,22 @@ class TorchKernel:
     def adam(self, updates: Sequence[AdamUpdate]) -> None:
         """See `Kernel.adam`."""
         for update in updates:
-            _adam(update, update.numbers)
+            moments = flat(update.exp_avg), flat(update.exp_avg_sq)
+            _adam(update.spot.flat(), update.numbers, *moments, _flat(update.max_exp_avg_sq))
 
     def sgd(self, updates: Sequence[SGDUpdate]) -> None:
         """See `Kernel.sgd`."""
         for update in updates:
-            _sgd(update.spot, update.numbers, update.buffer)
+            _sgd(update.spot.flat(), update.numbers, _flat(update.buffer))
 
     def lion(self, updates: Sequence[LionUpdate]) -> None:
         """See `Kernel.lion`."""
         for update in updates:
-            _lion(update.spot, update.numbers, update.exp_avg)
+            _lion(update.spot.flat(), update.numbers, flat(update.exp_avg))
 
     def to_weight(self, spots: Sequence[Spot]) -> None:
         """See `Kernel.to_weight`."""
-        for spot in spots:
+        for spot in map(Spot.flat, spots):
             if spot.weight is not None:
                 spot.weight.copy_(spot.param)
 
@@ -138,7 +146,7 @@ class TorchKernel:
         """See `Kernel.squares`. A sum over fp64 can overflow: it is then as infinite as torch's norm."""
         return [
             sum((_squares(tensor[begin : begin + _PIECE]) for begin in range(0, tensor.numel(), _PIECE)), 0.0)
-            for tensor in tensors
+            for tensor in map(flat, tensors)
         ]
 
     # Adafactor
@@ -148,18 +156,20 @@ class TorchKernel:
         rows = torch.empty(shape.batch, shape.rows, dtype=torch.float64, device="cpu")
         cols = torch.zeros(shape.batch, shape.cols, dtype=torch.float64, device="cpu")
         for batches, place in _bands(shape):
-            squares = _view(spot.grad, shape)[batches, place].double().square()
+            squares = _view(flat(spot.grad), shape)[batches, place].double().square()
             rows[batches, place] = _sums(squares)
             cols[batches] += _sums(squares.transpose(-1, -2))
         return rows.view(-1), cols.view(-1)
 
     def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:
         """See `Kernel.matrix_norm`."""
+        spot = spot.flat()
         bands = (_moves(spot, shape, factors, *band) for band in _bands(shape))
         return sum((_squares(moves.view(-1)) for moves in bands), 0.0)
 
     def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
         """See `Kernel.matrix_apply`."""
+        spot = spot.flat()
         for band in _bands(shape):
             place = _view(spot.param, shape)[band]
             value = _wide(place, spot.param) * move.shrink - _moves(spot, shape, factors, *band) * move.rate
@@ -169,8 +179,8 @@ class TorchKernel:
 
     def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
         """See `Kernel.vector_variance`."""
-        total = 0.0
-        for place, param, grad in _pieces(spot):
+        total, variance = 0.0, flat(variance)
+        for place, param, grad in _pieces(spot.flat()):
             variance[place] = _lerp(_wide(variance[place], param), grad.square(), gain)
             moves = grad / _wide(variance[place], param).clamp(min=least).sqrt()
             total += _squares(moves)
@@ -178,9 +188,14 @@ class TorchKernel:
 
     def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
         """See `Kernel.vector_apply`."""
+        spot, variance = spot.flat(), flat(variance)
         for place, param, grad in _pieces(spot):
             moves = grad / _wide(variance[place], param).clamp(min=least).sqrt()
             _write(spot, place, param * move.shrink - moves * move.rate)
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else flat(tensor)
 
 
 def _view(tensor: torch.Tensor, shape: Matrices) -> torch.Tensor:

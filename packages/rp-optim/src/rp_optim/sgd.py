@@ -8,7 +8,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import check_option_flags
-from rp_optim.gradients import flat
 from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
 from rp_optim.kernel import by_kernel
 from rp_optim.updates import SGDNumbers, SGDUpdate
@@ -65,10 +64,10 @@ class SGD(HostOptimizer, torch.optim.SGD):
             first = state.get("momentum_buffer") is None
             if first:
                 # Written before it is read: no need for zeros.
-                state["momentum_buffer"] = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-                buffer = flat(state["momentum_buffer"])
-            else:
-                buffer = state_tensor(state, "momentum_buffer", parameter)
+                state["momentum_buffer"] = torch.empty_like(
+                    parameter, memory_format=torch.contiguous_format, requires_grad=False
+                )
+            buffer = state_tensor(state, "momentum_buffer", parameter)
         return SGDUpdate(taken.spot, _numbers(group, first=first), buffer)
 
 

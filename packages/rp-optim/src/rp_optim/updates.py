@@ -8,10 +8,18 @@ from typing import Protocol
 
 import torch
 
+from rp_optim.masters import own_data
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat, real view of the same memory, with a version counter of its own."""
+    data = own_data(tensor)
+    return (torch.view_as_real(data) if data.dtype.is_complex else data).view(-1)
+
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One parameter where it is updated: flat, real, contiguous views of memory on the host.
+    """One parameter where it is updated: contiguous memory on the host, in any shape; complex numbers are pairs.
 
     `grad` is worth ``grad * factor``: unscaling, clipping and the sign for maximizing are in the factor. `weight`
     also receives the result, rounded to its dtype.
@@ -21,6 +29,16 @@ class Spot:
     grad: torch.Tensor
     weight: torch.Tensor | None
     factor: float
+
+    @property
+    def count(self) -> int:
+        """Of its real numbers."""
+        return self.grad.numel() * (2 if self.grad.dtype.is_complex else 1)
+
+    def flat(self) -> Spot:
+        """The same memory, flat and real."""
+        weight = None if self.weight is None else flat(self.weight)
+        return Spot(flat(self.param), flat(self.grad), weight, self.factor)
 
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of the tensors that there are."""
@@ -123,7 +141,7 @@ class Move:
 
 
 class Kernel(Protocol):
-    """Updates parameters in place, some at a time. State tensors are flat and have the parameter's dtype.
+    """Updates parameters in place, some at a time. State tensors have the parameter's dtype.
 
     Sums come in fp64, added in an order that depends on nothing but the size.
     """
@@ -150,7 +168,7 @@ class Kernel(Protocol):
         ...
 
     def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
-        """The sum of the squares of each flat tensor; not finite exactly if one of its elements is not."""
+        """The sum of the squares of each contiguous tensor; not finite exactly if one of its elements is not."""
         ...
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
