@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import rp_optim
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PAIRS = [
     (rp_optim.Adam, torch.optim.Adam, {"amsgrad": True}),
@@ -470,3 +471,55 @@ def test_steps_are_counted_in_the_default_dtype_as_torch_does() -> None:
             assert optimizer.state[weight]["step"].dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_steps_that_were_loaded_in_several_shapes_and_dtypes_are_each_counted() -> None:
+    weights, optimizer = two(rp_optim.Adam, lr=0.1)
+    optimizer.step()
+    first, second = (optimizer.state[weight] for weight in weights)
+    first["step"], second["step"] = torch.full((1,), 4.0, dtype=torch.float64), torch.tensor(6.0)
+    optimizer.step()
+    assert (first["step"].item(), second["step"].item()) == (5, 7)
+    for weight, number in zip(weights, (4.0, 6.0), strict=True):
+        truth = torch.nn.Parameter(torch.ones(2, 3))
+        truth.grad = torch.ones(2, 3)
+        plain = torch.optim.Adam([truth], lr=0.1)
+        plain.step()
+        plain.state[truth]["step"] = torch.tensor(number)
+        plain.step()
+        torch.testing.assert_close(weight, truth, rtol=1e-6, atol=1e-6)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that reach torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(
+    rp_optim.kernel_in_use() == "torch", reason="torch's operations are what that kernel is made of"
+)
+@pytest.mark.parametrize("kind", [rp_optim.AdamW, rp_optim.Lion])
+def test_a_step_makes_no_operations_for_each_of_its_parameters(kind: Any) -> None:
+    # Each would let go of Python's lock, which threads that launch layers wait for.
+    def operations(number: int) -> int:
+        masters = [rp_optim.Master(torch.ones(8)) for _ in range(number)]
+        grads, there = (torch.ones(8, dtype=torch.bfloat16) for _ in range(2))
+        optimizer = kind(masters)
+        for _ in range(2):
+            for master in masters:
+                rp_optim.link(master, lambda: grads, lambda: there)
+            with Counting() as counting:
+                optimizer.step()
+            for master in masters:
+                rp_optim.unlink(master)
+        return counting.count
+
+    assert operations(40) == operations(2)
