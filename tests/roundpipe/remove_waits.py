@@ -90,7 +90,11 @@ WAITS = [
         "activations stay on the host until they are in",
     ),
     Wait("saved.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"),
-    Wait("saved.py", "self._retainer.keep(done, self._visiting)", "activations live until the layers are done"),
+    Wait(
+        "saved.py",
+        "self._retainer.keep(done, list(compress(self._visiting, map(not_, stays))))",
+        "activations live until the layers are done",
+    ),
     Wait("runtime.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait("run.py", "event.synchronize()", "the caller reads results when they have come"),
     Wait(

@@ -98,23 +98,83 @@ def test_a_forward_stage_holds_no_activations_but_those_between_two_layers() -> 
     assert max(Watching.inputs[:6]) <= 1
 
 
-def test_a_forward_stage_waits_for_its_device_between_layers_where_activations_are_large(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    paced: list[Event] = []
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """The ends of parts after which workers looked how far ahead they are."""
+    found: list[Event] = []
     pace = Lane.pace
 
     def counted(lane: Lane, done: Event) -> None:
-        paced.append(done)
+        found.append(done)
         pace(lane, done)
 
     monkeypatch.setattr(Lane, "pace", counted)
+    return found
+
+
+def test_a_forward_stage_waits_for_its_device_between_layers_where_activations_are_large(
+    monkeypatch: pytest.MonkeyPatch, paced: list[Event]
+) -> None:
     call(6, "layer")
     between_tasks = len(paced)
     monkeypatch.setattr(stage, "_LARGE_BYTES", 1)
     call(6, "layer")
-    # Between the layers of the forward stage, and after each of the backward stage.
-    assert len(paced) - between_tasks == between_tasks + 5 + 6
+    # Between the layers of the forward stage, and of the backward stage.
+    assert len(paced) - between_tasks == between_tasks + 5 + 5
+
+
+class Masked(nn.Linear):
+    """Hands a mask on beside its activations."""
+
+    def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x[0]) * x[1][:, :1], x[1]
+
+
+class Ending(nn.Linear):
+    """Takes the activations alone."""
+
+    def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return super().forward(x[0])
+
+
+def test_what_passes_through_a_forward_stage_does_not_travel(
+    monkeypatch: pytest.MonkeyPatch, paced: list[Event]
+) -> None:
+    # More than a row of activations, less than the mask.
+    monkeypatch.setattr(stage, "_LARGE_BYTES", 1000)
+    model = nn.Sequential(*(Masked(4, 4) for _ in range(6)), Ending(4, 3))
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan(6, "stage"))
+    with Runtime("cpu:1") as runtime:
+        wrapped = RoundPipe(model, runtime=runtime, model_run_config=config)
+        x, labels = batch(2)
+        wrapped.forward_backward(((x, torch.ones(2, 1000)),), None, labels, square_error)
+        wrapped.synchronize()
+    # One for each task: F, FB and six of one layer, in which the end of the microbatch counts for all.
+    assert len(paced) == 8
+
+
+def test_what_arrived_is_kept_where_the_next_layers_gradients_are_views_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage, "_LARGE_BYTES", 1)
+    torch.manual_seed(0)
+    # The gradient of what comes before `Unflatten` is a view of the gradient of what comes after it.
+    shaped = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(), nn.Linear(4, 3)
+    )
+    config = RoundPipeRunConfig(
+        num_microbatch=2,
+        execute_plan=Plan((range(3),), range(3, 5), (range(3),)),
+        recompute_grain="layer",
+    )
+    truth = twin(shaped)
+    x, labels = batch(4)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(shaped, runtime=runtime, model_run_config=config)
+        model.forward_backward((x,), None, labels, square_error)
+        model.synchronize()
+        train_call(truth, x, labels, microbatches=2)
+        assert_near(gradients(shaped), gradients(truth))
 
 
 def test_a_backward_stage_lets_what_arrived_for_a_layer_go_where_it_is_large(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -490,17 +492,64 @@ def test_steps_that_were_loaded_in_several_shapes_and_dtypes_are_each_counted() 
         torch.testing.assert_close(weight, truth, rtol=1e-6, atol=1e-6)
 
 
-class Counting(TorchDispatchMode):
-    """Counts the operations that reach torch's dispatcher."""
+@pytest.mark.parametrize("kernel", rp_optim.available_kernels())
+@pytest.mark.parametrize(("mine", "theirs"), [pair[:2] for pair in PAIRS if pair[0] is not rp_optim.SGD])
+def test_a_counter_that_several_parameters_share_goes_on_for_each_as_in_torch(
+    mine: Any, theirs: Any, kernel: str
+) -> None:
+    before = rp_optim.kernel_in_use()
+    rp_optim.use_kernel(kernel)
+    try:
+        found = []
+        for kind in (mine, theirs):
+            weights, optimizer = two(kind, lr=0.1)
+            optimizer.step()
+            optimizer.state[weights[1]]["step"] = optimizer.state[weights[0]]["step"]
+            optimizer.step()
+            found.append(weights)
+    finally:
+        rp_optim.use_kernel(before)
+    assert_close(*found)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("kernel", rp_optim.available_kernels())
+@pytest.mark.parametrize(("mine", "theirs"), [pair[:2] for pair in PAIRS])
+def test_a_parameter_that_is_listed_twice_is_stepped_twice_as_in_torch(
+    mine: Any, theirs: Any, kernel: str
+) -> None:
+    before = rp_optim.kernel_in_use()
+    rp_optim.use_kernel(kernel)
+    try:
+        found = []
+        for kind in (mine, theirs):
+            weight = torch.nn.Parameter(torch.linspace(-1, 1, 300).view(20, 15))
+            weight.grad = torch.ones(20, 15)
+            optimizer = kind([weight, weight], lr=0.1)
+            optimizer.step()
+            optimizer.step()
+            found.append([weight])
+    finally:
+        rp_optim.use_kernel(before)
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("kind", [rp_optim.Adam, rp_optim.Adafactor])
+def test_a_counter_that_was_set_to_a_plain_number_is_refused(kind: Any) -> None:
+    weights, optimizer = two(kind)
+    optimizer.step()
+    values = weights[0].detach().clone()
+    optimizer.state[weights[1]]["step"] = 3.0
+    with pytest.raises(rp_optim.InvalidParameter, match="'step' must be a tensor"):
+        optimizer.step()
+    assert torch.equal(weights[0], values)
+
+
+COMPILED = pytest.mark.skipif(
+    rp_optim.kernel_in_use() == "torch", reason="torch's operations are what that kernel is made of"
+)
+# Methods of tensors that keep Python's lock.
+KEEP_THE_LOCK = {"is_contiguous", "contiguous", "numel", "data_ptr"}
 
 
 @pytest.mark.skipif(
@@ -509,17 +558,56 @@ class Counting(TorchDispatchMode):
 @pytest.mark.parametrize("kind", [rp_optim.AdamW, rp_optim.Lion])
 def test_a_step_makes_no_operations_for_each_of_its_parameters(kind: Any) -> None:
     # Each would let go of Python's lock, which threads that launch layers wait for.
-    def operations(number: int) -> int:
+    def operations(number: int) -> Counter[str]:
         masters = [rp_optim.Master(torch.ones(8)) for _ in range(number)]
         grads, there = (torch.ones(8, dtype=torch.bfloat16) for _ in range(2))
-        optimizer = kind(masters)
+        optimizer, found = kind(masters), Counter[str]()
+
+        def note(frame: Any, event: str, function: Any) -> None:
+            del frame
+            if event == "c_call" and isinstance(getattr(function, "__self__", None), torch.Tensor):
+                found[function.__name__] += 1
+
         for _ in range(2):
             for master in masters:
                 rp_optim.link(master, lambda: grads, lambda: there)
-            with Counting() as counting:
+            found.clear()
+            sys.setprofile(note)
+            try:
                 optimizer.step()
+            finally:
+                sys.setprofile(None)
             for master in masters:
                 rp_optim.unlink(master)
-        return counting.count
+        return found
 
-    assert operations(40) == operations(2)
+    few, many = operations(2), operations(40)
+    assert many["data_ptr"] > few["data_ptr"]
+    grown = {name for name in many if many[name] > few[name]}
+    assert grown <= KEEP_THE_LOCK | {"is_neg"}
+
+
+@pytest.mark.skipif(
+    rp_optim.kernel_in_use() == "torch", reason="torch's operations are what that kernel is made of"
+)
+def test_what_is_asked_of_tensors_reaches_no_dispatcher() -> None:
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            Counting.count += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for number in (2, 40):
+        weights = [torch.nn.Parameter(torch.ones(8)) for _ in range(number)]
+        for weight in weights:
+            weight.grad = torch.ones(8)
+        optimizer = rp_optim.AdamW(weights)
+        optimizer.step()
+        Counting.count = 0
+        with Counting():
+            optimizer.step()
+        counts.append(Counting.count)
+    assert counts[0] == counts[1]

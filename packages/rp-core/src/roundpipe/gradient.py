@@ -28,7 +28,7 @@ class Gradient:
         self.layout = layout
         self.written: set[int] = set()
         self.block: torch.Tensor | None = None
-        # Made once, for steps: each would be an operation, which lets go of Python's lock.
+        # For steps, made once: each would be an operation, which lets go of Python's lock. Nobody else has them.
         self.views: list[torch.Tensor] = []
         self._backend = backend
         self._dtype = layout.dtype
@@ -82,7 +82,7 @@ class Gradient:
         return self.block if self.written else None
 
     def view(self, index: int) -> torch.Tensor:
-        """One parameter's gradient, in the block's dtype."""
+        """One parameter's gradient, in the block's dtype: a new tensor, to be given away."""
         if self.block is None:
             raise AssertionError("a gradient that was never written has no view")
         return self.layout.spans[index].of(self.block)

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 from typing import Any, Literal
 
 import rp_batch
@@ -57,10 +59,6 @@ class Packet:
         """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
-    def nbytes(self) -> int:
-        """Of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
 
 def _to_host(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -99,7 +97,7 @@ class Arrived:
 
 
 class Origins:
-    """Where the device tensors that may come out of a layer unchanged lie on the host already; keeps none."""
+    """Where device tensors that may come out of a layer unchanged lie on the host. Does not keep them alive."""
 
     def __init__(self) -> None:
         self._hosts: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
@@ -237,7 +235,9 @@ class Courier:
         """What was brought and not let go."""
         return sum(tensor.nbytes for tensor in self._visiting)
 
-    def let_go(self, done: Event) -> None:
-        """What was brought is needed until `done`."""
-        self._retainer.keep(done, self._visiting)
-        self._visiting = []
+    def let_go(self, done: Event, still: Iterable[Any] = ()) -> None:
+        """What was brought is needed until `done`, but for the memory of tensors that are `still` in use."""
+        used = {leaf.untyped_storage().data_ptr() for leaf in still if isinstance(leaf, torch.Tensor)}
+        stays = [tensor.untyped_storage().data_ptr() in used for tensor in self._visiting]
+        self._retainer.keep(done, list(compress(self._visiting, map(not_, stays))))
+        self._visiting = list(compress(self._visiting, stays))

@@ -174,9 +174,9 @@ class Stage:
         self._end_of_part()
         self._lane.prefetch_next()
 
-    def _end_of_part(self) -> None:
+    def _end_of_part(self, still: Sequence[Any] = ()) -> None:
         done = self._device.compute.record()
-        self._courier.let_go(done)
+        self._courier.let_go(done, still)
         self._lane.pace(done)
 
     # Forward: each layer's graph is dropped at once; it only tells which results require grad.
@@ -206,11 +206,12 @@ class Stage:
             # What the caller gets is theirs to write: nothing that a backward task will read.
             known = origins if boundary < self._call.num_layers else Origins()
             packet = self._courier.send(arrived.treedef, arrived.inside, grads, known, in_use=goes_on)
+            travels = _travelling_bytes(arrived, packet, known)
             self._exchange.put_input(boundary, microbatch, packet)
             for leaf, host in zip(arrived.inside, packet.leaves, strict=True):
                 if goes_on and isinstance(leaf, torch.Tensor):
                     origins.add(leaf, host)
-            if goes_on and packet.nbytes() >= _LARGE_BYTES:
+            if goes_on and travels >= _LARGE_BYTES:
                 # What arrived may pass through all layers: only what leaves is let go.
                 self._lane.pace(self._device.compute.record())
 
@@ -405,9 +406,9 @@ class Stage:
         whole = self._call.grain == "stage"
         for part in [layers] if whole else [range(layer, layer + 1) for layer in reversed(layers)]:
             grads = self._backward_through(part, microbatch, grads)
-            # What arrived for a part is used by no other one.
-            if self._courier.visiting_bytes() >= _LARGE_BYTES:
-                self._end_of_part()
+            if part.start > layers.start and self._courier.visiting_bytes() >= _LARGE_BYTES:
+                # Gradients may be views of those that arrived.
+                self._end_of_part(still=grads)
         self._return_grads(layers.start, microbatch, grads)
 
     def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
@@ -426,6 +427,7 @@ class Stage:
             if grad is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
         del output, leaves
+        self._device.compute.touch(read=[grad for _, grad in pairs], what="gradients of activations")
         if pairs:
             self._propagate([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         return [None if door is None else door.grad for door in arrived.doors]
@@ -440,6 +442,13 @@ class Stage:
         if self._exchange.wants_grad(boundary, microbatch):
             packet = self._courier.send(None, grads, [False] * len(grads), Origins())
             self._exchange.put_grad(boundary, microbatch, packet)
+
+
+def _travelling_bytes(arrived: Arrived, packet: Packet, known: Origins) -> int:
+    pairs = zip(arrived.inside, packet.leaves, strict=True)
+    return sum(
+        leaf.nbytes for leaf, host in pairs if isinstance(leaf, torch.Tensor) and known.find(leaf) is not host
+    )
 
 
 def _set(memories: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:

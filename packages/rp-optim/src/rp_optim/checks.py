@@ -10,7 +10,7 @@ import torch
 from rp_optim.errors import InvalidOption, InvalidParameter
 
 # A step asks this of every tensor, beside threads that launch layers. So it asks attributes, which keep Python's
-# lock; operations, such as ``is_complex()``, let go of it, and others take it.
+# lock; operations, such as ``is_complex()``, let go of it, and others take it. Only ``is_neg()`` has no attribute.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -129,4 +129,12 @@ def check_state(name: str, tensor: torch.Tensor, shape: Sequence[int], parameter
         raise InvalidParameter(
             f"{what} must have the shape {tuple(shape)} for a parameter of shape {tuple(parameter.shape)}, but "
             f"has {tuple(tensor.shape)} instead; load the state of this model"
+        )
+
+
+def check_counter(step: object) -> None:
+    """Raise for a count of steps that is no tensor: one that is set, not loaded."""
+    if step is not None and not isinstance(step, torch.Tensor):
+        raise InvalidParameter(
+            f"the state 'step' must be a tensor of one number, but is {step!r} instead; load_state_dict makes one"
         )

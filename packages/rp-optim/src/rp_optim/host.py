@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from rp_optim.checks import check_memory, check_option_flags, check_state, is_plain, resolved
+from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.gradients import gradient_of
 from rp_optim.masters import by_arrival, link_of
 from rp_optim.updates import Spot
@@ -93,6 +93,7 @@ class HostOptimizer(torch.optim.Optimizer):
             return
         self._check_parameter(parameter)
         state = self.state.get(parameter, {})
+        check_counter(state.get("step"))
         for name, shape in self._state_shapes(group, parameter).items():
             if (tensor := state.get(name)) is not None:
                 check_state(name, tensor, shape, parameter)
@@ -122,17 +123,17 @@ class HostOptimizer(torch.optim.Optimizer):
 
 
 def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:
-    """Pieces of about `_TOGETHER` elements."""
-    piece: list[Taken] = []
+    """Pieces of about `_TOGETHER` elements, none of which has a parameter twice."""
+    piece: dict[int, Taken] = {}
     size = 0
     for each in taken:
-        piece.append(each)
+        if size >= _TOGETHER or id(each.parameter) in piece:
+            yield list(piece.values())
+            piece, size = {}, 0
+        piece[id(each.parameter)] = each
         size += each.spot.count
-        if size >= _TOGETHER:
-            yield piece
-            piece, size = [], 0
     if piece:
-        yield piece
+        yield list(piece.values())
 
 
 def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
@@ -165,6 +166,9 @@ def count_steps(states: Sequence[State]) -> list[int]:
         if state.get("step") is None:
             state["step"] = torch.zeros((), dtype=dtype, device="cpu")
     steps: list[torch.Tensor] = [state["step"] for state in states]
+    if len(set(map(id, steps))) < len(steps):
+        # Loaded as one tensor, which each of them counts on.
+        return [int(step.add_(1)) for step in steps]
     # All at once: an operation for each would let go of Python's lock as often.
     torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] - torch's own optimizers use it
     if len({(step.dtype, step.device, step.shape) for step in steps}) > 1:
