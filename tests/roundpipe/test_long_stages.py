@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain import assert_near, batch, gradients, single_layers, square_error, train_call, twin
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, doing_recompute, stage
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, doing_recompute, save_for_recompute, stage
 from roundpipe.config import Grain
 from roundpipe.runtime import Lane
 from rp_sched import Plan
@@ -149,8 +149,34 @@ def test_what_passes_through_a_forward_stage_does_not_travel(
         x, labels = batch(2)
         wrapped.forward_backward(((x, torch.ones(2, 1000)),), None, labels, square_error)
         wrapped.synchronize()
-    # One for each task: F, FB and six of one layer, in which the end of the microbatch counts for all.
-    assert len(paced) == 8
+    # One for each task: F, FB and six of one layer; and one more in F, where the mask has arrived.
+    assert len(paced) == 8 + 1
+
+
+class Saving(nn.Linear):
+    """Saves its input for the recomputation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not doing_recompute():
+            save_for_recompute(x)
+        return super().forward(x)
+
+
+def test_what_layers_save_for_their_recomputation_travels(
+    monkeypatch: pytest.MonkeyPatch, paced: list[Event]
+) -> None:
+    monkeypatch.setattr(stage, "_LARGE_BYTES", 1)
+    saving = nn.Sequential(*(Saving(4, 4) for _ in range(6)), nn.Linear(4, 3))
+    # Recomputed whole: no activations leave but the last ones.
+    whole = Plan((range(6),), range(6, 7), (range(6),))
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=whole)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(saving, runtime=runtime, model_run_config=config)
+        x, labels = batch(2)
+        model.forward_backward((x,), None, labels, square_error)
+        model.synchronize()
+    # One for each task, and between the layers of F.
+    assert len(paced) == 3 + 5
 
 
 def test_what_arrived_is_kept_where_the_next_layers_gradients_are_views_of_it(
@@ -188,6 +214,55 @@ def test_a_backward_stage_lets_what_arrived_for_a_layer_go_where_it_is_large(
 
     monkeypatch.setattr(stage, "_LARGE_BYTES", 1)
     assert most(12) == most(5)
+
+
+class Spread(torch.autograd.Function):
+    """The same numbers; its gradient may be sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return grads[0].to_dense()
+
+
+class Spreading(nn.Linear):
+    """What comes after it may return sparse gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Spread.apply(super().forward(x))
+
+
+class Picking(nn.Module):
+    """Picks rows; their gradient is sparse, made of the one that it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(torch.tensor([2, 0, 1, 0], device=x.device), x, sparse=True)
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("large", [1, stage._LARGE_BYTES])
+def test_gradients_between_layers_may_be_sparse(monkeypatch: pytest.MonkeyPatch, grain: Grain, large: int) -> None:
+    monkeypatch.setattr(stage, "_LARGE_BYTES", large)
+    torch.manual_seed(0)
+    picking = nn.Sequential(Spreading(4, 4), Spreading(4, 4), Picking(), nn.Linear(4, 3))
+    config = RoundPipeRunConfig(
+        num_microbatch=1,
+        execute_plan=Plan((range(3),), range(3, 4), (range(3),)),
+        recompute_grain=grain,
+    )
+    truth = twin(picking)
+    x, labels = batch(4)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(picking, runtime=runtime, model_run_config=config)
+        model.forward_backward((x,), None, labels, square_error)
+        model.synchronize()
+        train_call(truth, x, labels, microbatches=1)
+        assert_near(gradients(picking), gradients(truth))
 
 
 class Slow(nn.Module):

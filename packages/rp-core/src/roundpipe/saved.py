@@ -60,8 +60,13 @@ class Packet:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has one memory of its own, neither sparse nor nested."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def _to_host(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if not is_dense(tensor):
         raise TypeError(f"inputs must be dense tensors, but one has layout {tensor.layout}; convert it first")
     held = backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)
     with torch.no_grad():
@@ -140,6 +145,8 @@ class Courier:
         self._device = lane.device
         self._retainer = lane.retainer
         self._visiting: list[torch.Tensor] = []
+        # Of what travelled either way, until someone sets it back.
+        self.carried_bytes = 0
 
     def bring(self, packet: Packet) -> list[Any]:
         """The packet's leaves on the device, ready for the compute stream."""
@@ -171,6 +178,7 @@ class Courier:
         there = device.empty(leaf.shape, leaf.dtype, stream=device.activations_in)
         device.activations_in.copy(there, leaf)
         self._visiting.append(there)
+        self.carried_bytes += there.nbytes
         return there
 
     def send(
@@ -207,7 +215,7 @@ class Courier:
         return Packet(treedef, tuple(held), tuple(grads), (event,))
 
     def _plain(self, tensor: torch.Tensor, *, in_use: bool) -> torch.Tensor:
-        if tensor.layout != torch.strided or tensor.is_nested:
+        if not is_dense(tensor):
             raise TypeError(
                 f"what layers hand on must be dense tensors, but one has layout {tensor.layout}; convert it in "
                 "the layer that made it"
@@ -229,15 +237,16 @@ class Courier:
     def _download(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)
         self._device.results_out.copy(host, tensor)
+        self.carried_bytes += tensor.nbytes
         return host
-
-    def visiting_bytes(self) -> int:
-        """What was brought and not let go."""
-        return sum(tensor.nbytes for tensor in self._visiting)
 
     def let_go(self, done: Event, still: Iterable[Any] = ()) -> None:
         """What was brought is needed until `done`, but for the memory of tensors that are `still` in use."""
-        used = {leaf.untyped_storage().data_ptr() for leaf in still if isinstance(leaf, torch.Tensor)}
+        tensors = [leaf for leaf in still if isinstance(leaf, torch.Tensor)]
+        if not all(map(is_dense, tensors)):
+            # The parts of a sparse gradient may lie there, too: it stays until the next time.
+            return
+        used = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         stays = [tensor.untyped_storage().data_ptr() in used for tensor in self._visiting]
         self._retainer.keep(done, list(compress(self._visiting, map(not_, stays))))
         self._visiting = list(compress(self._visiting, stays))

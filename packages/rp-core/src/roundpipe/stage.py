@@ -9,19 +9,19 @@ from typing import Any, Protocol, cast
 import rp_batch
 import torch
 from rp_sched import Task
-from rp_transfer import Backend
+from rp_transfer import Backend, Event
 
 from roundpipe.call import Call
 from roundpipe.measure import LayerTimes
 from roundpipe.recompute import Memory, Shelf, prepares
 from roundpipe.runtime import Lane
-from roundpipe.saved import Arrived, Courier, Origins, Packet, enter
+from roundpipe.saved import Arrived, Courier, Origins, Packet, enter, is_dense
 from roundpipe.state import Block
 from roundpipe.tracing import NOTHING, Tracer
 from roundpipe.twin import Twins
 from roundpipe.weights import Delivery, Weights
 
-# Between layers a worker waits for its device where what travels there is so large that it would pile up.
+# Between layers a worker waits for its device where so much travelled that it would pile up.
 _LARGE_BYTES = 64 << 20
 # Gradients that leave before the task is over wait for each other up to so many bytes of weights: each departure
 # costs turns of Python's lock while backward is being launched.
@@ -177,6 +177,10 @@ class Stage:
     def _end_of_part(self, still: Sequence[Any] = ()) -> None:
         done = self._device.compute.record()
         self._courier.let_go(done, still)
+        self._pace(done)
+
+    def _pace(self, done: Event) -> None:
+        self._courier.carried_bytes = 0
         self._lane.pace(done)
 
     # Forward: each layer's graph is dropped at once; it only tells which results require grad.
@@ -188,6 +192,9 @@ class Stage:
             # No name for the output: it would keep the graph while the next layer runs.
             arrived = self._cut(self._layer(layer, microbatch, arrived.tree(), again=False), origins)
             self._hand_over(layer + 1, microbatch, arrived, origins)
+            if layer + 1 < self._task.layers.stop and self._courier.carried_bytes >= _LARGE_BYTES:
+                # What arrived may pass through all layers: it is not let go.
+                self._pace(self._device.compute.record())
 
     def _cut(self, output: Any, origins: Origins) -> Arrived:
         leaves, treedef = rp_batch.flatten(output)
@@ -206,14 +213,10 @@ class Stage:
             # What the caller gets is theirs to write: nothing that a backward task will read.
             known = origins if boundary < self._call.num_layers else Origins()
             packet = self._courier.send(arrived.treedef, arrived.inside, grads, known, in_use=goes_on)
-            travels = _travelling_bytes(arrived, packet, known)
             self._exchange.put_input(boundary, microbatch, packet)
             for leaf, host in zip(arrived.inside, packet.leaves, strict=True):
                 if goes_on and isinstance(leaf, torch.Tensor):
                     origins.add(leaf, host)
-            if goes_on and travels >= _LARGE_BYTES:
-                # What arrived may pass through all layers: only what leaves is let go.
-                self._lane.pace(self._device.compute.record())
 
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         self._place = ("before {0}, microbatch {1}", boundary, microbatch)
@@ -406,7 +409,7 @@ class Stage:
         whole = self._call.grain == "stage"
         for part in [layers] if whole else [range(layer, layer + 1) for layer in reversed(layers)]:
             grads = self._backward_through(part, microbatch, grads)
-            if part.start > layers.start and self._courier.visiting_bytes() >= _LARGE_BYTES:
+            if part.start > layers.start and self._courier.carried_bytes >= _LARGE_BYTES:
                 # Gradients may be views of those that arrived.
                 self._end_of_part(still=grads)
         self._return_grads(layers.start, microbatch, grads)
@@ -427,7 +430,9 @@ class Stage:
             if grad is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
         del output, leaves
-        self._device.compute.touch(read=[grad for _, grad in pairs], what="gradients of activations")
+        self._device.compute.touch(
+            read=[grad for _, grad in pairs if is_dense(grad)], what="gradients of activations"
+        )
         if pairs:
             self._propagate([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
         return [None if door is None else door.grad for door in arrived.doors]
@@ -442,13 +447,6 @@ class Stage:
         if self._exchange.wants_grad(boundary, microbatch):
             packet = self._courier.send(None, grads, [False] * len(grads), Origins())
             self._exchange.put_grad(boundary, microbatch, packet)
-
-
-def _travelling_bytes(arrived: Arrived, packet: Packet, known: Origins) -> int:
-    pairs = zip(arrived.inside, packet.leaves, strict=True)
-    return sum(
-        leaf.nbytes for leaf, host in pairs if isinstance(leaf, torch.Tensor) and known.find(leaf) is not host
-    )
 
 
 def _set(memories: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:

@@ -69,12 +69,12 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         return {"row_var": (*batch[2:], rows, 1), "col_var": (*batch[2:], 1, cols)}
 
     def _update(self, taken: Sequence[Taken]) -> None:
-        for each in taken:
-            self._update_one(each.group, each.parameter, each.spot)
+        steps = count_steps([self.state[each.parameter] for each in taken])
+        for each, number in zip(taken, steps, strict=True):
+            self._update_one(each.group, each.parameter, each.spot, number)
 
-    def _update_one(self, group: Group, parameter: torch.Tensor, spot: Spot) -> None:
+    def _update_one(self, group: Group, parameter: torch.Tensor, spot: Spot, number: int) -> None:
         state = self.state[parameter]
-        (number,) = count_steps([state])
         if spot.grad.numel() == 0:
             return
         update = _update_vector if parameter.dim() < 2 else _update_matrix
