@@ -158,7 +158,7 @@ class Saving(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not doing_recompute():
-            save_for_recompute(x)
+            save_for_recompute(x.detach())
         return super().forward(x)
 
 
