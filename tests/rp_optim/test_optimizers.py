@@ -545,6 +545,14 @@ def test_a_counter_that_was_set_to_a_plain_number_is_refused(kind: Any) -> None:
     assert torch.equal(weights[0], values)
 
 
+@pytest.mark.parametrize("kind", [rp_optim.SGD, rp_optim.Lion])
+def test_a_count_that_an_optimizer_does_not_read_may_be_anything(kind: Any) -> None:
+    weights, optimizer = two(kind)
+    optimizer.state[weights[0]]["step"] = 3
+    optimizer.step()
+    assert not torch.equal(weights[0], torch.ones(2, 3))
+
+
 COMPILED = pytest.mark.skipif(
     rp_optim.kernel_in_use() == "torch", reason="torch's operations are what that kernel is made of"
 )
@@ -552,9 +560,7 @@ COMPILED = pytest.mark.skipif(
 KEEP_THE_LOCK = {"is_contiguous", "contiguous", "numel", "data_ptr"}
 
 
-@pytest.mark.skipif(
-    rp_optim.kernel_in_use() == "torch", reason="torch's operations are what that kernel is made of"
-)
+@COMPILED
 @pytest.mark.parametrize("kind", [rp_optim.AdamW, rp_optim.Lion])
 def test_a_step_makes_no_operations_for_each_of_its_parameters(kind: Any) -> None:
     # Each would let go of Python's lock, which threads that launch layers wait for.
@@ -587,9 +593,7 @@ def test_a_step_makes_no_operations_for_each_of_its_parameters(kind: Any) -> Non
     assert grown <= KEEP_THE_LOCK | {"is_neg"}
 
 
-@pytest.mark.skipif(
-    rp_optim.kernel_in_use() == "torch", reason="torch's operations are what that kernel is made of"
-)
+@COMPILED
 def test_what_is_asked_of_tensors_reaches_no_dispatcher() -> None:
     class Counting(TorchDispatchMode):
         count = 0

@@ -54,6 +54,8 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         del foreach
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, maximize=maximize)
 
+    _counts_steps = True
+
     def _check_parameter(self, parameter: torch.Tensor) -> None:
         super()._check_parameter(parameter)
         if parameter.is_complex():

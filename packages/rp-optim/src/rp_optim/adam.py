@@ -58,6 +58,8 @@ class Adam(HostOptimizer, torch.optim.Adam):
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
         )
 
+    _counts_steps = True
+
     def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
         return dict.fromkeys(names, parameter.shape)

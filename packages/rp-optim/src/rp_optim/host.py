@@ -35,6 +35,9 @@ class Taken:
 class HostOptimizer(torch.optim.Optimizer):
     """A step that updates parameters in the order in which their gradients are there, some at a time."""
 
+    # Whether the state has the number of steps, which `count_steps` counts.
+    _counts_steps = False
+
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as in torch.
 
@@ -93,7 +96,8 @@ class HostOptimizer(torch.optim.Optimizer):
             return
         self._check_parameter(parameter)
         state = self.state.get(parameter, {})
-        check_counter(state.get("step"))
+        if self._counts_steps:
+            check_counter(state.get("step"))
         for name, shape in self._state_shapes(group, parameter).items():
             if (tensor := state.get(name)) is not None:
                 check_state(name, tensor, shape, parameter)
