@@ -11,6 +11,7 @@ import roundpipe
 import torch
 from plain import assert_near, batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
+from roundpipe.state import signature, walk
 from rp_sched import Plan
 from torch import nn
 
@@ -264,3 +265,27 @@ def test_weights_that_stay_where_they_are_have_none(two: Runtime) -> None:
 def test_other_values_are_refused(two: Runtime) -> None:
     with pytest.raises(ValueError, match="double_buffer must be True, False or None"):
         RoundPipe(mlp(), runtime=two, double_buffer="yes")  # type: ignore[arg-type]
+
+
+FRONT, BACK = 64, 128
+
+
+class Exchanged(nn.Parameter):
+    """Once it is `moving`, lies elsewhere each time somebody looks, as if a step were published in between."""
+
+    moving = False
+    looks = 0
+
+    def data_ptr(self) -> int:
+        self.looks += self.moving
+        return BACK if self.looks % 2 == 0 and self.moving else FRONT
+
+
+def test_a_parameter_that_changes_places_while_one_looks_has_not_changed() -> None:
+    # Else the next call would take the model for another one, and publish a result before its time.
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = weight = Exchanged(torch.ones(2, 2))
+    walked, places = walk([layer]), {BACK: FRONT}
+    resting = signature(walked, places)
+    weight.moving = True
+    assert [signature(walked, places) for _ in range(3)] == [resting] * 3

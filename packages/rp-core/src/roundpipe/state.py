@@ -142,7 +142,7 @@ def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
     `places`: addresses that count as others, since the engine itself moves parameters there and back.
     """
     tensors = tuple(
-        (id(tensor), tensor.requires_grad, places.get(tensor.data_ptr(), tensor.data_ptr()), _has_hooks(tensor))
+        (id(tensor), tensor.requires_grad, _place(tensor, places), _has_hooks(tensor))
         for modules in walked
         for module in modules
         for table in (module._parameters, module._buffers)  # pyright: ignore[reportPrivateUsage] - as `tensors_of` goes by
@@ -150,6 +150,12 @@ def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
         if tensor is not None
     )
     return walked, tensors
+
+
+def _place(tensor: torch.Tensor, places: Mapping[int, int]) -> int:
+    # Asked once: the optimizer's thread may exchange a parameter's memory meanwhile.
+    address = tensor.data_ptr()
+    return places.get(address, address)
 
 
 # What torch keeps in every module; the rest of a module's attributes are its class's or its user's.
