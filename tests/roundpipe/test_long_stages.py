@@ -179,6 +179,18 @@ def test_what_layers_save_for_their_recomputation_travels(
     assert len(paced) == 3 + 5
 
 
+def check_gradients(row: nn.Sequential, cut: Plan, grain: Grain, *, microbatches: int) -> None:
+    config = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=cut, recompute_grain=grain)
+    truth = twin(row)
+    x, labels = batch(4)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(row, runtime=runtime, model_run_config=config)
+        model.forward_backward((x,), None, labels, square_error)
+        model.synchronize()
+        train_call(truth, x, labels, microbatches=microbatches)
+        assert_near(gradients(row), gradients(truth))
+
+
 def test_what_arrived_is_kept_where_the_next_layers_gradients_are_views_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,19 +200,7 @@ def test_what_arrived_is_kept_where_the_next_layers_gradients_are_views_of_it(
     shaped = nn.Sequential(
         nn.Linear(4, 4), nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.Flatten(), nn.Linear(4, 3)
     )
-    config = RoundPipeRunConfig(
-        num_microbatch=2,
-        execute_plan=Plan((range(3),), range(3, 5), (range(3),)),
-        recompute_grain="layer",
-    )
-    truth = twin(shaped)
-    x, labels = batch(4)
-    with Runtime("cpu:1") as runtime:
-        model = RoundPipe(shaped, runtime=runtime, model_run_config=config)
-        model.forward_backward((x,), None, labels, square_error)
-        model.synchronize()
-        train_call(truth, x, labels, microbatches=2)
-        assert_near(gradients(shaped), gradients(truth))
+    check_gradients(shaped, Plan((range(3),), range(3, 5), (range(3),)), "layer", microbatches=2)
 
 
 def test_a_backward_stage_lets_what_arrived_for_a_layer_go_where_it_is_large(
@@ -250,19 +250,7 @@ def test_gradients_between_layers_may_be_sparse(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(stage, "_LARGE_BYTES", large)
     torch.manual_seed(0)
     picking = nn.Sequential(Spreading(4, 4), Spreading(4, 4), Picking(), nn.Linear(4, 3))
-    config = RoundPipeRunConfig(
-        num_microbatch=1,
-        execute_plan=Plan((range(3),), range(3, 4), (range(3),)),
-        recompute_grain=grain,
-    )
-    truth = twin(picking)
-    x, labels = batch(4)
-    with Runtime("cpu:1") as runtime:
-        model = RoundPipe(picking, runtime=runtime, model_run_config=config)
-        model.forward_backward((x,), None, labels, square_error)
-        model.synchronize()
-        train_call(truth, x, labels, microbatches=1)
-        assert_near(gradients(picking), gradients(truth))
+    check_gradients(picking, Plan((range(3),), range(3, 4), (range(3),)), grain, microbatches=1)
 
 
 class Slow(nn.Module):

@@ -6,6 +6,7 @@ import copy
 import io
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -492,45 +493,39 @@ def test_steps_that_were_loaded_in_several_shapes_and_dtypes_are_each_counted() 
         torch.testing.assert_close(weight, truth, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", rp_optim.available_kernels())
-@pytest.mark.parametrize(("mine", "theirs"), [pair[:2] for pair in PAIRS if pair[0] is not rp_optim.SGD])
-def test_a_counter_that_several_parameters_share_goes_on_for_each_as_in_torch(
-    mine: Any, theirs: Any, kernel: str
-) -> None:
+@pytest.fixture(params=rp_optim.available_kernels())
+def _each_kernel(request: pytest.FixtureRequest) -> Iterator[None]:
     before = rp_optim.kernel_in_use()
-    rp_optim.use_kernel(kernel)
-    try:
-        found = []
-        for kind in (mine, theirs):
-            weights, optimizer = two(kind, lr=0.1)
-            optimizer.step()
-            optimizer.state[weights[1]]["step"] = optimizer.state[weights[0]]["step"]
-            optimizer.step()
-            found.append(weights)
-    finally:
-        rp_optim.use_kernel(before)
+    rp_optim.use_kernel(request.param)
+    yield
+    rp_optim.use_kernel(before)
+
+
+@pytest.mark.usefixtures("_each_kernel")
+@pytest.mark.parametrize(("mine", "theirs"), [pair[:2] for pair in PAIRS if pair[0] is not rp_optim.SGD])
+def test_a_counter_that_several_parameters_share_goes_on_for_each_as_in_torch(mine: Any, theirs: Any) -> None:
+    found = []
+    for kind in (mine, theirs):
+        weights, optimizer = two(kind, lr=0.1)
+        optimizer.step()
+        optimizer.state[weights[1]]["step"] = optimizer.state[weights[0]]["step"]
+        optimizer.step()
+        found.append(weights)
     assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-@pytest.mark.parametrize("kernel", rp_optim.available_kernels())
+@pytest.mark.usefixtures("_each_kernel")
 @pytest.mark.parametrize(("mine", "theirs"), [pair[:2] for pair in PAIRS])
-def test_a_parameter_that_is_listed_twice_is_stepped_twice_as_in_torch(
-    mine: Any, theirs: Any, kernel: str
-) -> None:
-    before = rp_optim.kernel_in_use()
-    rp_optim.use_kernel(kernel)
-    try:
-        found = []
-        for kind in (mine, theirs):
-            weight = torch.nn.Parameter(torch.linspace(-1, 1, 300).view(20, 15))
-            weight.grad = torch.ones(20, 15)
-            optimizer = kind([weight, weight], lr=0.1)
-            optimizer.step()
-            optimizer.step()
-            found.append([weight])
-    finally:
-        rp_optim.use_kernel(before)
+def test_a_parameter_that_is_listed_twice_is_stepped_twice_as_in_torch(mine: Any, theirs: Any) -> None:
+    found = []
+    for kind in (mine, theirs):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 300).view(20, 15))
+        weight.grad = torch.ones(20, 15)
+        optimizer = kind([weight, weight], lr=0.1)
+        optimizer.step()
+        optimizer.step()
+        found.append([weight])
     assert_close(*found)
 
 

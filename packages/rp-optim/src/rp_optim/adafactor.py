@@ -39,6 +39,8 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
     Raises `ValueError` as `rp_optim.Adam` does, and for complex parameters.
     """
 
+    _counts_steps = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -53,8 +55,6 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
     ) -> None:
         del foreach
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, maximize=maximize)
-
-    _counts_steps = True
 
     def _check_parameter(self, parameter: torch.Tensor) -> None:
         super()._check_parameter(parameter)

@@ -34,6 +34,8 @@ class Adam(HostOptimizer, torch.optim.Adam):
     that are not on the host, dense, contiguous and floating.
     """
 
+    _counts_steps = True
+
     def __init__(
         self,
         params: ParamsT,
@@ -57,8 +59,6 @@ class Adam(HostOptimizer, torch.optim.Adam):
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
         )
-
-    _counts_steps = True
 
     def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))

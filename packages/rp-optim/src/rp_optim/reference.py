@@ -155,8 +155,9 @@ class TorchKernel:
         """See `Kernel.matrix_squares`."""
         rows = torch.empty(shape.batch, shape.rows, dtype=torch.float64, device="cpu")
         cols = torch.zeros(shape.batch, shape.cols, dtype=torch.float64, device="cpu")
+        grad = _view(flat(spot.grad), shape)
         for batches, place in _bands(shape):
-            squares = _view(flat(spot.grad), shape)[batches, place].double().square()
+            squares = grad[batches, place].double().square()
             rows[batches, place] = _sums(squares)
             cols[batches] += _sums(squares.transpose(-1, -2))
         return rows.view(-1), cols.view(-1)
