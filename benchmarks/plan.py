@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rp_sched import Course, Limits, Plan, Replanner, Search, check_order, plan, simulate
-from rp_sched.classic import CLASSIC, even_stages
+from rp_sched.planners.classic import CLASSIC, even_stages
 from side_by_side import side_by_side
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rp_sched"))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from rp_transfer import Backend, Conveyor, Device, Layout, group, open_backend
-from rp_transfer.copies import CHUNK_BYTES
+from rp_transfer.order.conveyor import CHUNK_BYTES
 from safetensors import safe_open
 from safetensors.torch import save_file
 from side_by_side import side_by_side

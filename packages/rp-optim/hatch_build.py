@@ -18,7 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 def _builder(root: str) -> Any:
     # By its path: the package itself needs torch, which is not there when a wheel is built.
-    spec = importlib.util.spec_from_file_location("rp_optim_build", Path(root) / "src/rp_optim/build.py")
+    spec = importlib.util.spec_from_file_location("rp_optim_build", Path(root) / "src/rp_optim/kernels/build.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +28,7 @@ def _builder(root: str) -> Any:
 
 
 class KernelHook(BuildHookInterface):
-    """Builds ``rp_optim/_kernels.so``; a wheel that has it fits one platform, and any Python on it."""
+    """Builds ``rp_optim/kernels/_kernels.so``; a wheel that has it fits one platform, and any Python on it."""
 
     PLUGIN_NAME = "custom"
 
@@ -48,7 +48,7 @@ class KernelHook(BuildHookInterface):
         except (builder.BuildFailed, OSError) as error:
             self.app.display_warning(f"the kernels will be compiled on first use: {error}")
             return
-        build_data["force_include"][str(library)] = "rp_optim/_kernels.so"
+        build_data["force_include"][str(library)] = "rp_optim/kernels/_kernels.so"
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain import assert_near, batch, gradients, square_error, twin, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.randomness import draw_seed, mix
+from roundpipe.device.randomness import draw_seed, mix
 from rp_sched import Plan
 from torch import nn
 

@@ -11,7 +11,7 @@ import roundpipe
 import torch
 from plain import assert_near, batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
-from roundpipe.state import signature, walk
+from roundpipe.state.model_state import signature, walk
 from rp_sched import Plan
 from torch import nn
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from plain import square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.footprint import Footprint, resident_bytes, rows_of
-from roundpipe.measure import ModelTimer
-from roundpipe.replanning import PlanInUse
+from roundpipe.planning.adaptive import PlanInUse
+from roundpipe.planning.footprint import Footprint, resident_bytes, rows_of
+from roundpipe.telemetry.layer_times import ModelTimer
 from rp_sched import LayerCost, Limits, Task
 from rp_transfer import MemoryUse
 from torch import nn

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 import pytest
-import roundpipe.gradient
+import roundpipe.state.gradient
 import torch
 from plain import batch, mlp, square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime

@@ -9,8 +9,8 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.run import Run
-from roundpipe.weights import Delivery
+from roundpipe.device.weights import Delivery
+from roundpipe.execution.run import Run
 from rp_sched import Plan
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -128,7 +128,7 @@ def test_a_gradient_that_comes_after_its_layer_has_left_is_an_error_not_a_wrong_
 def test_gradients_wait_for_each_other_up_to_a_size(
     nbytes: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roundpipe.stage._DEPARTURE_BYTES", nbytes)
+    monkeypatch.setattr("roundpipe.execution.stage._DEPARTURE_BYTES", nbytes)
     sent: list[int] = []
     send_home = Run.send_home
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from plain import batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.measure import YOUNG_CALLS, LayerTimes, ModelTimer
-from roundpipe.replanning import PlanInUse
+from roundpipe.planning.adaptive import PlanInUse
+from roundpipe.telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
 from rp_sched import LayerCost, Limits
 from torch import nn
 
@@ -169,9 +169,9 @@ def test_with_a_plan_of_the_users_nothing_is_timed(two: Runtime) -> None:
 @pytest.mark.usefixtures("verbose")
 def test_verbose_logs_what_each_layer_took(two: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     model = wrapped(two)
-    with caplog.at_level(logging.INFO, logger="roundpipe.measure"):
+    with caplog.at_level(logging.INFO, logger="roundpipe.telemetry.layer_times"):
         train(model, 2)
-    tables = [record.getMessage() for record in caplog.records if record.name == "roundpipe.measure"]
+    tables = [record.getMessage() for record in caplog.records if record.name == "roundpipe.telemetry.layer_times"]
     assert len(tables) == 2
     first, header, *rows = tables[0].splitlines()
     assert first == "model 'm', fused calls of 3 microbatches: milliseconds of one microbatch"
@@ -183,9 +183,9 @@ def test_verbose_logs_what_each_layer_took(two: Runtime, caplog: pytest.LogCaptu
 def test_by_itself_nothing_is_logged_or_printed(
     two: Runtime, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with caplog.at_level(logging.DEBUG, logger="roundpipe.measure"):
+    with caplog.at_level(logging.DEBUG, logger="roundpipe.telemetry.layer_times"):
         train(wrapped(two), 3)
-    assert not [record for record in caplog.records if record.name == "roundpipe.measure"]
+    assert not [record for record in caplog.records if record.name == "roundpipe.telemetry.layer_times"]
     assert capfd.readouterr() == ("", "")
 
 
@@ -231,7 +231,7 @@ def test_a_plan_made_from_guesses_gives_way_to_one_made_from_times_with_one_line
     plan = in_use()
     guessed = plan.course()
     feed(plan, SKEWED)
-    with caplog.at_level(logging.INFO, logger="roundpipe.replanning"):
+    with caplog.at_level(logging.INFO, logger="roundpipe.planning.planner.adaptive"):
         measured = plan.course()
         assert plan.course() is measured
     assert measured.plan != guessed.plan
@@ -244,7 +244,7 @@ def test_times_that_are_as_guessed_change_no_plan_and_log_nothing(caplog: pytest
     plan = in_use()
     guessed = plan.course().plan
     feed(plan, [1.0] * 6)
-    with caplog.at_level(logging.INFO, logger="roundpipe.replanning"):
+    with caplog.at_level(logging.INFO, logger="roundpipe.planning.planner.adaptive"):
         assert plan.course().plan == guessed
     assert not caplog.records
 
@@ -294,7 +294,7 @@ def test_nothing_is_searched_where_a_call_could_notice(why: str) -> None:
 def test_a_model_logs_when_its_plan_changes_and_goes_on_with_the_right_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with Runtime("cpu:2") as runtime, caplog.at_level(logging.INFO, logger="roundpipe.replanning"):
+    with Runtime("cpu:2") as runtime, caplog.at_level(logging.INFO, logger="roundpipe.planning.planner.adaptive"):
         model, steady = wrapped(runtime), wrapped(runtime, plan="all fused")
         wanted = train(steady, 6)
         found = train(model, 2)
@@ -306,6 +306,6 @@ def test_a_model_logs_when_its_plan_changes_and_goes_on_with_the_right_numbers(
         before = {key: plan._course.plan for key, (_, plan) in model._engine._planner._plans.items()}
         train(model, 1)
         after = {key: plan._course.plan for key, (_, plan) in model._engine._planner._plans.items()}
-        lines = [record for record in caplog.records if record.name == "roundpipe.replanning"]
+        lines = [record for record in caplog.records if record.name == "roundpipe.planning.planner.adaptive"]
         assert len(lines) == sum(before[key] != after[key] for key in before)
         assert found == pytest.approx(wanted[:2], rel=1e-5)

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error, weights
 from roundpipe import Busy, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, tracing
-from roundpipe.profiling import profile
-from roundpipe.summary import summarize
-from roundpipe.tracing import Span
+from roundpipe.telemetry.profiling import profile
+from roundpipe.telemetry.summary import summarize
+from roundpipe.telemetry.tracing import Span
 from rp_sched import Plan
 from rp_transfer import CpuBackend
 from torch import nn

@@ -50,7 +50,7 @@ import roundpipe
 assert threading.active_count() == before
 assert not torch.cuda.is_initialized()
 assert "cupy" not in sys.modules and "transformers" not in sys.modules
-from roundpipe import runtime
+from roundpipe.runtime import runtime
 assert not runtime._default
 print("quiet")
 """
@@ -269,7 +269,7 @@ def test_training_is_the_same_where_pinning_is_refused(monkeypatch: pytest.Monke
         del devices
         return CpuBackend(2, strict=strict, pin_limit_bytes=100)
 
-    monkeypatch.setattr("roundpipe.runtime.open_backend", limited)
+    monkeypatch.setattr("roundpipe.runtime.runtime.open_backend", limited)
     losses: list[list[torch.Tensor]] = []
     for refused in (True, False):
         with Runtime("cpu:2") as runtime, pytest.warns(PinningWarning) if refused else nullcontext():
@@ -326,9 +326,7 @@ def test_attributes_of_the_wrapped_model_are_found(two: Runtime) -> None:
 # Documentation
 
 
-@pytest.mark.parametrize(
-    "name", [found.name for found in pkgutil.iter_modules(roundpipe.__path__, "roundpipe.") if not found.ispkg]
-)
+@pytest.mark.parametrize("name", [found.name for found in pkgutil.walk_packages(roundpipe.__path__, "roundpipe.")])
 def test_the_examples_in_the_documentation_are_true(name: str) -> None:
     if name.endswith("__main__"):
         pytest.skip("it runs the command line")

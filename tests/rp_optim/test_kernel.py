@@ -17,11 +17,11 @@ import rp_optim
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rp_optim import build
 from rp_optim.gradients import squares_of
-from rp_optim.kernel import Kernels, current_kernel
-from rp_optim.native import Library
-from rp_optim.updates import AdamNumbers, AdamUpdate, Spot
+from rp_optim.kernels import build
+from rp_optim.kernels.kernel import Kernels, current_kernel
+from rp_optim.kernels.native import Library
+from rp_optim.optimizers.updates import AdamNumbers, AdamUpdate, Spot
 
 NATIVE = tuple(name for name in rp_optim.available_kernels() if name != "torch")
 
@@ -312,7 +312,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def found(caplog: pytest.LogCaptureFixture) -> tuple[tuple[str, ...], str]:
     """The kernels that a new process would find, and the one line that it would log."""
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger="rp_optim.kernel"):
+    with caplog.at_level(logging.INFO, logger="rp_optim.kernels.kernel"):
         kernels = tuple(Kernels().all())
     (record,) = caplog.records
     return kernels, f"{record.levelname} {record.getMessage()}"
@@ -356,7 +356,7 @@ def test_a_library_in_the_wheel_that_cannot_be_loaded_is_told_of(
 ) -> None:
     broken = tmp_path / "_kernels.so"
     broken.write_bytes(b"of another machine")
-    monkeypatch.setattr(rp_optim.kernel, "_IN_WHEEL", broken)
+    monkeypatch.setattr(rp_optim.kernels.kernel, "_IN_WHEEL", broken)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     kernels, said = found(caplog)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import rp_optim
-from rp_optim import build
-from rp_optim.native import Library
+from rp_optim.kernels import build
+from rp_optim.kernels.native import Library
 
 MODULES = [
-    module.name for module in pkgutil.iter_modules(rp_optim.__path__, "rp_optim.") if "._" not in module.name
+    module.name for module in pkgutil.walk_packages(rp_optim.__path__, "rp_optim.") if "._" not in module.name
 ]
 PACKAGE = Path(__file__).parents[2] / "packages" / "rp-optim"
 
@@ -53,6 +53,8 @@ def test_the_wheel_has_the_library(tmp_path: Path) -> None:
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert {"rp_optim/_kernels.so", "rp_optim/csrc/kernels.c", "rp_optim/py.typed"} <= set(archive.namelist())
-        library = Library(Path(archive.extract("rp_optim/_kernels.so", tmp_path)), build.source_hash())
+        assert {"rp_optim/kernels/_kernels.so", "rp_optim/kernels/csrc/kernels.c", "rp_optim/py.typed"} <= set(
+            archive.namelist()
+        )
+        library = Library(Path(archive.extract("rp_optim/kernels/_kernels.so", tmp_path)), build.source_hash())
     assert "scalar" in library.variants()

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import models
 from rp_sched import LayerCost, check_order, simulate
-from rp_sched.classic import CLASSIC, even_stages, gpipe, interleaved, looped_bfs, one_f_one_b
+from rp_sched.planners.classic import CLASSIC, even_stages, gpipe, interleaved, looped_bfs, one_f_one_b
 
 patient = settings(max_examples=60, deadline=None)
 

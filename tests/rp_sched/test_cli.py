@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rp_sched import Task, check_order
 from rp_sched.cli import main
-from rp_sched.schedules import NAMES
+from rp_sched.report.schedules import NAMES
 
 LAYER = {"forward_ms": 2.0, "backward_ms": 4.0, "weight_bytes": 1e9, "boundary_bytes": 10}
 PROBLEM = {"layers": [{**LAYER, "repeat": 6}, {"forward_ms": 5.0}], "limits": {"stage_bytes": 4e9, "hop_ms": 0.5}}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rp_sched
 
-MODULES = sorted(module.name for module in pkgutil.iter_modules(rp_sched.__path__, "rp_sched."))
+MODULES = sorted(module.name for module in pkgutil.walk_packages(rp_sched.__path__, "rp_sched."))
 README = Path(__file__).parents[2] / "packages" / "rp-sched" / "README.md"
 NEW_MODULES = "import sys; before = set(sys.modules); import rp_sched; print(*set(sys.modules) - before)"
 

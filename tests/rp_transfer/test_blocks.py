@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_transfer import CpuBackend, Layout, Unordered
-from rp_transfer.blocks import ALIGNMENT
+from rp_transfer.memory.blocks import ALIGNMENT
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool])
 SHAPES = st.lists(st.integers(0, 5), max_size=4)

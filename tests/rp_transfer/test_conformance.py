@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_transfer import Backend, CpuBackend, open_backend
-from rp_transfer.programs import Free
 from rp_transfer.testing import (
     check,
     check_caught,
@@ -21,6 +20,7 @@ from rp_transfer.testing import (
     run_on,
     without,
 )
+from rp_transfer.testing.programs import Free
 
 SEEDS = st.integers(0, 2**32 - 1)
 COUNTS = pytest.mark.parametrize("count", [1, 2, 4])

@@ -9,10 +9,11 @@ import tracemalloc
 
 import pytest
 import torch
-from rp_transfer import Closed, CpuBackend, Retainer, Unordered, cpu
-from rp_transfer.bounded import bounded
-from rp_transfer.cpu import CpuDevice
+from rp_transfer import Closed, CpuBackend, Retainer, Unordered
+from rp_transfer.cpu import backend as cpu
+from rp_transfer.cpu.backend import CpuDevice
 from rp_transfer.testing import check
+from rp_transfer.testing.timeout import bounded
 
 SMALLEST = {
     torch.int8: -(2**7),

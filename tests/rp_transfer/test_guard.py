@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rp_transfer.guard import Guard
+from rp_transfer.memory.guard import Guard
 
 INTERRUPTS = 300
 

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_transfer import Layout, PinningWarning
+from rp_transfer.cuda.pinned_pool import HostMemory
 from rp_transfer.errors import PinningRefused
-from rp_transfer.host import HostMemory
-from rp_transfer.pages import PAGE_BYTES, Pinned, whole_pages
-from rp_transfer.regions import Regions
+from rp_transfer.memory.pages import PAGE_BYTES, Pinned, whole_pages
+from rp_transfer.memory.regions import Regions
 
 
 class Driver:

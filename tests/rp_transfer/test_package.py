@@ -11,7 +11,11 @@ import sys
 import pytest
 import rp_transfer
 
-MODULES = sorted(module.name for module in pkgutil.iter_modules(rp_transfer.__path__) if module.name != "cuda")
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(rp_transfer.__path__, "rp_transfer.")
+    if not module.name.startswith("rp_transfer.cuda")
+)
 
 IMPORT = """
 import sys, threading
@@ -31,14 +35,14 @@ def test_importing_opens_no_device_no_thread_and_no_cupy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["", *MODULES])
+@pytest.mark.parametrize("name", ["rp_transfer", *MODULES])
 def test_the_examples_run(name: str) -> None:
-    module = importlib.import_module(f"rp_transfer.{name}".rstrip("."))
+    module = importlib.import_module(name)
     assert doctest.testmod(module).failed == 0
 
 
 def test_there_are_examples() -> None:
-    modules = [importlib.import_module(f"rp_transfer.{name}") for name in MODULES]
+    modules = [importlib.import_module(name) for name in MODULES]
     assert sum(doctest.testmod(module).attempted for module in modules) > 30
 
 

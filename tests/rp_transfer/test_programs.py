@@ -10,10 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_transfer import CpuBackend, NotConforming
-from rp_transfer.bounded import bounded
-from rp_transfer.cpu import CpuEvent, CpuStream
-from rp_transfer.programs import Copy, Free, Lane, Piece, Program, Read, Record, Step, Take, Wait, Write
-from rp_transfer.promises import PROMISES
+from rp_transfer.cpu.backend import CpuEvent, CpuStream
 from rp_transfer.testing import (
     check,
     check_caught,
@@ -27,6 +24,9 @@ from rp_transfer.testing import (
     run_on,
     without,
 )
+from rp_transfer.testing.contract import PROMISES
+from rp_transfer.testing.programs import Copy, Free, Lane, Piece, Program, Read, Record, Step, Take, Wait, Write
+from rp_transfer.testing.timeout import bounded
 
 SEEDS = st.integers(0, 2**32 - 1)
 IN, OUT = Lane(0, "weights_in"), Lane(0, "results_out")

@@ -100,7 +100,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.delitem(sys.modules, "rp_transfer.cuda", raising=False)
+    monkeypatch.delitem(sys.modules, "rp_transfer.cuda.backend", raising=False)
     return monkeypatch
 
 
@@ -125,11 +125,11 @@ def cupy_whose_version_is(call: object) -> types.ModuleType:
 
 def forget_the_cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
     # The one imported beside a CuPy made up here must not outlive this test, nor hide in the package.
-    import rp_transfer
+    import rp_transfer.cuda
 
-    monkeypatch.setitem(sys.modules, "rp_transfer.cuda", types.ModuleType("placeholder"))
-    monkeypatch.delitem(sys.modules, "rp_transfer.cuda")
-    monkeypatch.setattr(rp_transfer, "cuda", None, raising=False)
+    monkeypatch.setitem(sys.modules, "rp_transfer.cuda.backend", types.ModuleType("placeholder"))
+    monkeypatch.delitem(sys.modules, "rp_transfer.cuda.backend")
+    monkeypatch.setattr(rp_transfer.cuda, "backend", None, raising=False)
 
 
 def test_cupy_for_another_cuda_is_refused_with_the_right_one(two_gpus: pytest.MonkeyPatch) -> None:

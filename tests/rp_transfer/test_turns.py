@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     rule,
 )
 from rp_transfer import CpuBackend, Ticket, Turns
-from rp_transfer.bounded import bounded
+from rp_transfer.testing.timeout import bounded
 
 
 def test_readers_stand_beside_each_other_and_a_writer_alone() -> None:

@@ -36,8 +36,11 @@ def defined(scope: ast.AST, name: str) -> ast.AST | None:
 
 
 def exists(name: str) -> bool:
-    package, module, *path = name.split(".")
-    file = PACKAGES[package] / f"{module}.py"
+    package, *path = name.split(".")
+    place = PACKAGES[package]
+    while path and (place / path[0]).is_dir():
+        place /= path.pop(0)
+    file = place / f"{path.pop(0)}.py"
     found: ast.AST | None = tree(file) if file.is_file() else None
     for part in path:
         found = None if found is None else defined(found, part)
@@ -50,7 +53,7 @@ def test_every_name_is_in_the_code(name: str) -> None:
 
 
 def test_a_name_that_is_not_there_would_be_noticed() -> None:
-    wrong = ["roundpipe.stages.Stage", "roundpipe.stage.Stages", "roundpipe.stage.Stage.runs"]
+    wrong = ["roundpipe.stages.Stage", "roundpipe.execution.stage.Stages", "roundpipe.execution.stage.Stage.runs"]
     assert [name for name in wrong if exists(name)] == []
     assert len(NAMES) > 100
 

@@ -4,8 +4,6 @@ Importing this starts nothing: devices and threads open with a `Runtime`, or wit
 """
 
 from roundpipe import optim
-from roundpipe.auto import AutoRoundPipe
-from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import (
     OptimizerCtx,
     doing_optimizer,
@@ -13,15 +11,17 @@ from roundpipe.context import (
     get_recompute_data,
     save_for_recompute,
 )
+from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
-from roundpipe.memory import MemoryReport
-from roundpipe.module import RoundPipe
-from roundpipe.packed import RoundPipePackedData
-from roundpipe.plans import ModelExecutePlan
-from roundpipe.profiling import profile
-from roundpipe.runtime import Runtime
-from roundpipe.scaler import GradScaler
-from roundpipe.wrap import wrap_model_to_roundpipe
+from roundpipe.execution.packed_data import RoundPipePackedData
+from roundpipe.models.auto import AutoRoundPipe
+from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.models.wrap import wrap_model_to_roundpipe
+from roundpipe.optimizer.scaler import GradScaler
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.settings.execute_plan import ModelExecutePlan
+from roundpipe.settings.run_config import RoundPipeRunConfig
+from roundpipe.telemetry.profiling import profile
 
 __version__ = "0.1.0"
 

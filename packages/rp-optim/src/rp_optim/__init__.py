@@ -1,7 +1,5 @@
 """Optimizers that run on the host at the speed of its memory, and the thread that runs them."""
 
-from rp_optim.adafactor import Adafactor
-from rp_optim.adam import Adam, AdamW
 from rp_optim.clip import clip_grad_norm_
 from rp_optim.errors import (
     InvalidLink,
@@ -13,12 +11,14 @@ from rp_optim.errors import (
     ScalerMisuse,
     WrongThread,
 )
-from rp_optim.kernel import available_kernels, kernel_in_use, use_kernel
-from rp_optim.lion import Lion
+from rp_optim.kernels.kernel import available_kernels, kernel_in_use, use_kernel
 from rp_optim.masters import UNCHANGED, Master, Ready, link, unlink
+from rp_optim.optimizers.adafactor import Adafactor
+from rp_optim.optimizers.adam import Adam, AdamW
+from rp_optim.optimizers.lion import Lion
+from rp_optim.optimizers.sgd import SGD
 from rp_optim.publish import write_weights
 from rp_optim.scaler import GradScaler
-from rp_optim.sgd import SGD
 from rp_optim.worker import OptimizerThread
 
 __version__ = "0.1.0"

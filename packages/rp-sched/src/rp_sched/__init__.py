@@ -1,21 +1,21 @@
 """Plan pipelines: costs in, plan and task list out. Standard library only."""
 
-from rp_sched.balance import balance
-from rp_sched.costs import LayerCost, Limits
-from rp_sched.course import Course
-from rp_sched.deal import Dealer
 from rp_sched.errors import Infeasible, InvalidCost, InvalidOrder, InvalidPlan, InvalidTask, SchedError
-from rp_sched.estimate import Estimator
-from rp_sched.loads import host_bytes
-from rp_sched.plan import Mode, Plan
-from rp_sched.replan import Replanner
-from rp_sched.roundrobin import RoundRobin
-from rp_sched.search import Search
-from rp_sched.simulate import simulate
-from rp_sched.solve import Strategy, plan
-from rp_sched.tasks import Kind, Task, check_order, order
-from rp_sched.timeline import Idle, Reason, Span, Timeline
-from rp_sched.together import plan_together
+from rp_sched.planners.adaptive import Search
+from rp_sched.planners.balance import balance
+from rp_sched.planners.estimator import Estimator
+from rp_sched.planners.multi_model import plan_together
+from rp_sched.planners.planner import Strategy, plan
+from rp_sched.planners.replanner import Replanner
+from rp_sched.planners.roundrobin import RoundRobin
+from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.tasks import Kind, Task, check_order, order
+from rp_sched.simulation.assignment import Dealer
+from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.simulate import simulate
+from rp_sched.simulation.stage_costs import host_bytes
+from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline
 
 __version__ = "0.1.0"
 

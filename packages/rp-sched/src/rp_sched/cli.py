@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
-from rp_sched.arguments import whole
-from rp_sched.compare import compare
 from rp_sched.errors import InvalidTask
-from rp_sched.files import read
-from rp_sched.plan import Mode
-from rp_sched.render import gantt, svg
-from rp_sched.roundrobin import RoundRobin
-from rp_sched.schedules import NAMES, Calls, Setting, schedules
-from rp_sched.solve import Strategy
-from rp_sched.tasks import Task
-from rp_sched.timeline import Timeline
-from rp_sched.trace import trace
+from rp_sched.planners.planner import Strategy
+from rp_sched.planners.roundrobin import RoundRobin
+from rp_sched.problem.checks import whole
+from rp_sched.problem.files import read
+from rp_sched.problem.plan import Mode
+from rp_sched.problem.tasks import Task
+from rp_sched.report.compare import compare
+from rp_sched.report.render import gantt, svg
+from rp_sched.report.schedules import NAMES, Calls, Setting, schedules
+from rp_sched.report.trace import trace
+from rp_sched.simulation.timeline import Timeline
 
 USAGE_ERROR = 2
 # Calls that are played to show how they follow each other.

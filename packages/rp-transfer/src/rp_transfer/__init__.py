@@ -9,9 +9,7 @@ Importing this opens nothing: no device, stream, thread or context.
 """
 
 from rp_transfer.api import Backend, Device, Event, HostUse, MemoryUse, Stream
-from rp_transfer.blocks import Group, Kind, Layout, Span, group, tensors_of
-from rp_transfer.copies import Conveyor
-from rp_transfer.cpu import CpuBackend
+from rp_transfer.cpu.backend import CpuBackend
 from rp_transfer.errors import (
     BackendUnavailable,
     Closed,
@@ -21,9 +19,11 @@ from rp_transfer.errors import (
     TransferError,
     Unordered,
 )
-from rp_transfer.retain import Retainer
+from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, tensors_of
+from rp_transfer.order.conveyor import Conveyor
+from rp_transfer.order.retain import Retainer
+from rp_transfer.order.turns import Ticket, Turns
 from rp_transfer.select import open_backend, parse_devices
-from rp_transfer.turns import Ticket, Turns
 
 __version__ = "0.1.0"
 

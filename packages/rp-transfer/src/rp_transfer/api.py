@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from rp_transfer.blocks import Layout
+from rp_transfer.memory.blocks import Layout
 
 
 @dataclass(frozen=True, slots=True)

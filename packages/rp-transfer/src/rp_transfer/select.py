@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rp_transfer.api import Backend
-from rp_transfer.cpu import CpuBackend
+from rp_transfer.cpu.backend import CpuBackend
 from rp_transfer.errors import BackendUnavailable, DeviceStringError
 
 VARIABLE = "ROUNDPIPE_DEVICES"
@@ -93,7 +93,7 @@ def _open_cuda(indices: tuple[int, ...] | None) -> Backend:
     if missing:
         raise BackendUnavailable(f"cuda:{missing[0]} was asked for, but {visible} CUDA devices are visible")
     try:
-        from rp_transfer.cuda import CudaBackend
+        from rp_transfer.cuda.backend import CudaBackend
     except ImportError as error:
         raise BackendUnavailable(
             f"CUDA devices need CuPy, which cannot be imported ({error}); "

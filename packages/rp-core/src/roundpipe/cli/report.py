@@ -12,7 +12,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from roundpipe.tables import readable_bytes
+from roundpipe.telemetry.tables import readable_bytes
 
 
 @dataclass(frozen=True, slots=True)

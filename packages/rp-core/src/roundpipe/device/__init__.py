@@ -1,0 +1,1 @@
+"""One task's tensors on its device."""

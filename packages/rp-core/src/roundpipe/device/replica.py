@@ -1,0 +1,222 @@
+"""Twins: the layers as they are on one device, the same modules over other tensors.
+
+A twin is a deep copy whose memo maps the host's tensors to the device's, so bound methods and partials point at
+the twin, and whose hook tables are the host layer's own. It is built once; before a task its tensors are pointed
+at that task's blocks, so no module tree is walked then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from roundpipe.device.compiling import Compiler
+from roundpipe.state.gradient import sum_dtype
+from roundpipe.state.model_state import Block, LayerState
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def named_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """The module's own ``named_modules``, whose types torch leaves open."""
+    found = module.named_modules(prefix=prefix)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast("Iterator[tuple[str, torch.nn.Module]]", found)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether any hook is registered on the module itself.
+
+    >>> has_hooks(torch.nn.Tanh())
+    False
+    """
+    return any(getattr(module, table) for table in _HOOK_TABLES)
+
+
+class Twins:
+    """One model's layers on one device. The calling thread builds them, the device's thread uses them."""
+
+    def __init__(
+        self, device: torch.device, layers: Sequence[LayerState], compiler: Compiler | None = None
+    ) -> None:
+        self._device = device
+        self._compiler = compiler
+        self._layers = layers
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._flags: dict[int, tuple[bool, ...]] = {}
+        self._parts: dict[int, list[_Part]] = {}
+        # Whose parts these are, in the order of the layer's own ``modules()``, to look at them without a walk; and
+        # what was there.
+        self._owners: dict[int, list[torch.nn.Module]] = {}
+        self._content: dict[int, list[object]] = {}
+        # Twins whose layer changed them in forward.
+        self._spoilt: set[int] = set()
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
+
+    def ensure(self, indices: range) -> None:
+        """Build the twins of these layers that do not exist yet; on the thread whose call will run them."""
+        if self._compiler is not None:
+            self._compiler.raise_limits()
+        # A twin outlives this call: under the caller's inference mode its tensors could never be trained.
+        with torch.inference_mode(False):
+            for index in indices:
+                if index not in self._modules or index in self._spoilt:
+                    self._modules[index] = self._built(self._layers[index])
+                    self._note_parts(index)
+                    self._flags.pop(index, None)
+                    self._spoilt.discard(index)
+
+    def _note_parts(self, index: int) -> None:
+        module = self._modules[index]
+        self._parts[index] = list(_parts(module))
+        self._owners[index] = list(module.modules())
+        self._content[index] = _content(self._owners[index])
+
+    def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
+        """A layer's twin, with these training flags in the order of ``modules()``."""
+        twin = self._modules[index]
+        if self._flags.get(index) != training:
+            # Not in the twin's order of now: forward may have taken a module out and put it back behind others.
+            for module, flag in zip(self._owners[index], training, strict=True):
+                module.training = flag
+            self._flags[index] = training
+        return twin
+
+    def check(self, index: int) -> None:
+        """Refuse a layer that has added, replaced or removed a module, parameter or buffer: its twin alone did so.
+
+        Raises `TypeError` naming the layer and what is not as it was. The twin is made anew for the next call.
+        """
+        content = _content(self._owners[index])
+        if content == self._content[index]:
+            return
+        before, now = self._parts[index], list(_parts(self._modules[index]))
+        changed = [
+            part
+            for part, others in [*((part, now) for part in before), *((part, before) for part in now)]
+            if not any(_same(part, other) for other in others)
+        ]
+        if not changed:
+            # Taken out and put back: in another order, they are what they were.
+            self._content[index] = content
+            return
+        self._spoilt.add(index)
+        kind, name, _ = changed[0]
+        raise TypeError(_refusal(index, kind, name, was_there=name in [part[1] for part in before]))
+
+    def bind(self, block: Block, memory: torch.Tensor) -> None:
+        """Point the block's twins at device memory: (numel,)."""
+        for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
+            self._tensors[id(tensor)].data = view
+
+    def attach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
+        """Let gradients be added to these, until `detach`."""
+        for twin, gradient in zip(self.tensors(block), sums, strict=True):
+            twin.grad = gradient
+
+    def detach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
+        """The end of `attach`: layers that are called have no ``.grad``, or they could not be compiled."""
+        for twin, gradient in zip(self.tensors(block), sums, strict=True):
+            if twin.grad is not None and twin.grad is not gradient:
+                gradient.copy_(twin.grad)
+            twin.grad = None
+
+    def tensors(self, block: Block) -> list[torch.Tensor]:
+        """The block's twins."""
+        return [self._tensors[id(tensor)] for tensor in block.tensors]
+
+    def release(self, block: Block) -> None:
+        """Let go of the device memory."""
+        dtype = block.layout.dtype
+        if dtype not in self._nothing:
+            self._nothing[dtype] = _nothing(dtype, self._device)
+        for twin in self.tensors(block):
+            twin.data = self._nothing[dtype]
+
+    def _built(self, layer: LayerState) -> torch.nn.Module:
+        twin = self._copy(layer)
+        if self._compiler is not None:
+            self._compiler.compile(twin)
+        return twin
+
+    def _copy(self, layer: LayerState) -> torch.nn.Module:
+        memo: dict[int, object] = {}
+        for block in layer.blocks:
+            for tensor in block.tensors:
+                memo[id(tensor)] = self._twin_tensor(tensor)
+        for module in layer.module.modules():
+            for name in _HOOK_TABLES:
+                table: object = getattr(module, name)
+                memo[id(table)] = table
+        try:
+            return copy.deepcopy(layer.module, memo)
+        except Exception as error:
+            raise TypeError(
+                f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied for a device, as "
+                f"copy.deepcopy must ({error}); keep locks, files and streams out of layers"
+            ) from error
+
+    def _twin_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = _empty_like(tensor, self._device)
+        return self._tensors[id(tensor)]
+
+
+# A kind, a name, and what is there.
+_Part = tuple[str, str, object]
+_Table = Mapping[str, object]
+
+
+def _parts(module: torch.nn.Module) -> Iterator[_Part]:
+    """The modules, parameters and buffers that a module is made of."""
+    for name, owner in named_modules(module):
+        for kind, table in _tables(owner).items():
+            for own, part in table.items():
+                yield kind, f"{name}.{own}" if name else own, part
+
+
+def _tables(owner: torch.nn.Module) -> dict[str, _Table]:
+    return {"module": owner._modules, "parameter": owner._parameters, "buffer": owner._buffers}  # pyright: ignore[reportPrivateUsage] - no public view has empty places
+
+
+def _content(owners: Iterable[torch.nn.Module]) -> list[object]:
+    """The names in each one's tables, and which objects they stand for; whoever keeps it keeps these, too."""
+    return [(*table, *map(id, table.values())) for owner in owners for table in _tables(owner).values()]
+
+
+def _same(one: _Part, other: _Part) -> bool:
+    return one[1] == other[1] and one[2] is other[2]
+
+
+def _refusal(index: int, kind: str, name: str, *, was_there: bool) -> str:
+    if kind == "buffer" and was_there:
+        what, instead = "replaced its buffer", f"write it in place, as in self.{name}.copy_(new)"
+    else:
+        what, instead = f"added, replaced or removed its {kind}", "do that between calls"
+    return f"layer {index} {what} {name!r} in forward; {instead}"
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = _nothing(tensor.dtype, device)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return empty
+    twin = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    if tensor.requires_grad:
+        twin.grad_dtype = sum_dtype(tensor.dtype)
+    vars(twin).update(vars(tensor))
+    return twin

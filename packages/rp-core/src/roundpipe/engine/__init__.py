@@ -1,0 +1,1 @@
+"""One model's calls and steps, in the order of their launch."""

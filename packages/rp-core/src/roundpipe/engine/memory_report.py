@@ -1,0 +1,133 @@
+"""What a model and its runtime take of the host's memory and the devices'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rp_transfer import MemoryUse
+from torch.optim import Optimizer
+
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.state.model_state import Block, ModelState
+from roundpipe.telemetry.tables import readable_bytes, table
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Memory in bytes, at one moment; prints as a table.
+
+    `weights_bytes` (frozen and trained, these with second copies), `buffers_bytes`, `gradients_bytes` and
+    `masters_bytes` (the optimizer's parameters) are this model's on the host. `optimizer_bytes` is the state of
+    the optimizers that were given, None if none was. `activations_bytes` is what is left of the runtime's memory
+    without blocks and gradients of all its models: activations, results, idle buffers kept for later calls, and
+    what copies go through. `pinned_bytes`, of the machine's `host_total_bytes`, are the runtime's. `devices` are
+    used and peak bytes of each device, all models together. `predicted_bytes` is what this model's last call was
+    to take on one, foreseen from the calls before it; None where none was measured, and on CPU devices.
+
+    >>> MemoryReport(2, 0, 2, 4, 8, 100, 4096, 1 << 30, ()).host_bytes
+    116
+    """
+
+    weights_bytes: int
+    buffers_bytes: int
+    gradients_bytes: int
+    masters_bytes: int
+    optimizer_bytes: int | None
+    activations_bytes: int
+    pinned_bytes: int
+    host_total_bytes: int
+    devices: tuple[MemoryUse, ...]
+    predicted_bytes: int | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """The host's kinds together; optimizer state only where it is known."""
+        kinds = (self.weights_bytes, self.buffers_bytes, self.gradients_bytes, self.masters_bytes)
+        return sum(kinds) + (self.optimizer_bytes or 0) + self.activations_bytes
+
+    def __str__(self) -> str:
+        unknown = "not given" if self.optimizer_bytes is None else readable_bytes(self.optimizer_bytes)
+        host = [
+            ["weights", readable_bytes(self.weights_bytes)],
+            ["buffers", readable_bytes(self.buffers_bytes)],
+            ["gradients", readable_bytes(self.gradients_bytes)],
+            ["masters", readable_bytes(self.masters_bytes)],
+            ["optimizer state", unknown],
+            ["activations and pool", readable_bytes(self.activations_bytes)],
+            ["together", readable_bytes(self.host_bytes)],
+            ["pinned", readable_bytes(self.pinned_bytes)],
+            ["the machine has", readable_bytes(self.host_total_bytes)],
+        ]
+        devices = [
+            [
+                use.name,
+                readable_bytes(use.used_bytes),
+                readable_bytes(use.peak_bytes),
+                readable_bytes(use.total_bytes),
+            ]
+            for use in self.devices
+        ]
+        foreseen = [] if self.predicted_bytes is None else [f"foreseen: {readable_bytes(self.predicted_bytes)}"]
+        tables = [table(["host", "bytes"], host), "", table(["device", "used", "peak", "has"], devices)]
+        return "\n".join(tables + foreseen)
+
+
+def memory_report(
+    runtime: Runtime,
+    states: Sequence[ModelState],
+    optimizers: Sequence[object],
+    predicted_bytes: int | None = None,
+) -> MemoryReport:
+    """The memory of one model, in one part or several, and of the runtime it shares.
+
+    Raises `TypeError` for what is no optimizer.
+    """
+    host = runtime.host_memory()
+    blocks = [block for state in states for block in state.blocks]
+    own = [block for other in list(runtime.states) for block in other.blocks]
+    given = sum(_given_bytes(block) + _gradient_bytes(block) for block in own)
+    return MemoryReport(
+        weights_bytes=_bytes(block for block in blocks if block.kind != "buffer") + sum(map(_back_bytes, blocks)),
+        buffers_bytes=_bytes(block for block in blocks if block.kind == "buffer"),
+        gradients_bytes=sum(map(_gradient_bytes, blocks)),
+        masters_bytes=sum(master.nbytes for state in states for master in list(state.masters.values())),
+        optimizer_bytes=sum(map(_state_bytes, optimizers)) if optimizers else None,
+        # Blocks may come and go between two looks.
+        activations_bytes=max(host.used_bytes - given, 0),
+        pinned_bytes=host.pinned_bytes,
+        host_total_bytes=host.total_bytes,
+        devices=runtime.memory(),
+        predicted_bytes=predicted_bytes,
+    )
+
+
+def _bytes(blocks: Iterable[Block]) -> int:
+    return sum(tensor.nbytes for block in blocks for tensor in block.host_tensors())
+
+
+def _given_bytes(block: Block) -> int:
+    # What stayed where it was is not the runtime's.
+    return 0 if block.memory is None else block.memory.nbytes + _back_bytes(block)
+
+
+def _back_bytes(block: Block) -> int:
+    return 0 if block.back is None else block.back.nbytes
+
+
+def _gradient_bytes(block: Block) -> int:
+    held = None if block.gradient is None else block.gradient.block
+    return 0 if held is None else held.nbytes
+
+
+def _state_bytes(optimizer: object) -> int:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"memory_report takes optimizers, but got a {type(optimizer).__name__} instead; give it the "
+            "torch.optim.Optimizer that steps this model"
+        )
+    states: list[Mapping[str, Any]] = list(optimizer.state.values())  # Any: each optimizer has its own
+    values = [value for state in states for value in list(state.values())]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

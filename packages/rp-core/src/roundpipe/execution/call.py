@@ -1,0 +1,90 @@
+"""What all tasks of one call share and none of them changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe.device.randomness import Randomness
+from roundpipe.settings.run_config import Grain
+from roundpipe.state.model_state import ModelState
+
+LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The caller's autocast settings for one kind of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def current(cls) -> tuple[Autocast, ...]:
+        """The calling thread's settings."""
+        return tuple(
+            cls(
+                kind,
+                torch.is_autocast_enabled(kind),
+                torch.get_autocast_dtype(kind),
+                torch.is_autocast_cache_enabled(),
+            )
+            for kind in ("cpu", "cuda")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One training or inference call.
+
+    `flags` are the layers' training flags at launch; `randomness` is None where random numbers are left alone;
+    `spare_bytes` are free on each device while it is carried out.
+    """
+
+    name: str
+    state: ModelState
+    flags: tuple[tuple[bool, ...], ...]
+    with_grad: bool
+    grain: Grain
+    is_planned: bool
+    randomness: Randomness | None
+    autocast: tuple[Autocast, ...]
+    spare_bytes: int = 0
+    loss_fn: LossFn | None = None
+    keep_outputs: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return len(self.state.layers)
+
+    @contextmanager
+    def ambience(self) -> Generator[None]:
+        """The caller's grad mode and autocast, in a worker's thread."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.with_grad))
+            for setting in self.autocast:
+                if setting.enabled:
+                    stack.enter_context(
+                        torch.autocast(setting.device_type, setting.dtype, cache_enabled=setting.cache)
+                    )
+            yield
+
+    @contextmanager
+    def without_autocast(self) -> Generator[None]:
+        """Backward runs outside autocast, as the caller's own would: forward has chosen the dtypes already."""
+        with ExitStack() as stack:
+            for setting in self.autocast:
+                if setting.enabled:
+                    stack.enter_context(torch.autocast(setting.device_type, enabled=False))
+            yield
+
+    def where(self, layer: int) -> str:
+        """A layer in words."""
+        return f"layer {layer} ({type(self.state.layers[layer].module).__name__})"

@@ -1,0 +1,473 @@
+"""The bodies of tasks: a range of layers, forward, backward, or both with the loss between, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, cast
+
+import rp_batch
+import torch
+from rp_sched import Task
+from rp_transfer import Backend, Event
+
+from roundpipe.device.packet import Arrived, Courier, Origins, Packet, enter, is_dense
+from roundpipe.device.recompute import Memory, Shelf, prepares
+from roundpipe.device.replica import Twins
+from roundpipe.device.weights import Delivery, Weights
+from roundpipe.execution.call import Call
+from roundpipe.runtime.runtime import Lane
+from roundpipe.state.model_state import Block
+from roundpipe.telemetry.layer_times import LayerTimes
+from roundpipe.telemetry.tracing import NOTHING, Tracer
+
+# Between layers a worker waits for its device where so much travelled that it would pile up.
+_LARGE_BYTES = 64 << 20
+# Gradients that leave before the task is over wait for each other up to so many bytes of weights: each departure
+# costs turns of Python's lock while backward is being launched.
+_DEPARTURE_BYTES = 128 << 20
+_FORWARD = "in {0}, forward, microbatch {1}"
+_RECOMPUTATION = "in {0}, recomputation, microbatch {1}"
+
+
+class Exchange(Shelf, Protocol):
+    """Where a task takes what earlier tasks left, and leaves what later ones take.
+
+    Boundary i lies before layer i.
+    """
+
+    def take_input(self, boundary: int, microbatch: int) -> Packet:
+        """The activations at a boundary; blocks until they are handed over."""
+        ...
+
+    def take_grad(self, boundary: int, microbatch: int) -> Packet:
+        """The gradients of the activations at a boundary; a leaf without gradient is None."""
+        ...
+
+    def take_label(self, microbatch: int) -> Packet:
+        """The labels."""
+        ...
+
+    def take_buffers(self, layer: int, microbatch: int) -> Packet | None:
+        """The buffers that the layer started from, if it wrote them."""
+        ...
+
+    def wants_input(self, boundary: int, microbatch: int) -> bool:
+        """Whether a later task takes the activations at a boundary."""
+        ...
+
+    def wants_grad(self, boundary: int, microbatch: int) -> bool:
+        """Whether someone takes the gradients at a boundary."""
+        ...
+
+    def put_input(self, boundary: int, microbatch: int, packet: Packet) -> None:
+        """Hand activations over."""
+        ...
+
+    def put_grad(self, boundary: int, microbatch: int, packet: Packet) -> None:
+        """Hand gradients over."""
+        ...
+
+    def put_buffers(self, layer: int, microbatch: int, packet: Packet) -> None:
+        """Keep the buffers that a layer started from."""
+        ...
+
+    def put_loss(self, microbatch: int, packet: Packet) -> None:
+        """Hand the losses over."""
+        ...
+
+    def send_home(self, delivery: Delivery, where: str) -> None:
+        """Have gradients carried to the host; `where` says in words what failed if that does."""
+        ...
+
+
+class Stage:
+    """Carries out one task on its lane's device."""
+
+    def __init__(
+        self,
+        call: Call,
+        task: Task,
+        lane: Lane,
+        backend: Backend,
+        twins: Twins,
+        weights: Weights,
+        exchange: Exchange,
+        times: LayerTimes | None,
+        tracer: Tracer | None,
+    ) -> None:
+        self._times = times
+        self._tracer = tracer
+        self._call = call
+        self._task = task
+        self._lane = lane
+        self._device = lane.device
+        self._twins = twins
+        self._weights = weights
+        self._exchange = exchange
+        self._courier = Courier(backend, lane, weights.holds, tracer)
+        self._memory = Memory(lane.device.torch_device, self._courier, exchange)
+        # What is being done: in words once somebody asks, with the layer's name for ``{0}`` and the microbatch for
+        # ``{1}``.
+        self._place: tuple[str, int, int] | None = None
+        # The buffers that a layer's next microbatch starts from, where they have gone home already.
+        self._snapshots: dict[int, Packet] = {}
+
+    def where(self) -> str:
+        """What was being done last, in words."""
+        if self._place is None:
+            return f"{self._task!r}, on {self._device.name}"
+        words, layer, microbatch = self._place
+        return f"{words.format(self._call.where(layer), microbatch)}, on {self._device.name}"
+
+    def run(self) -> None:
+        """All microbatches, then the gradients and buffers home."""
+        body = {"F": self._forward, "B": self._backward, "FB": self._fused}[self._task.kind]
+        with self._device.computing(), self._call.ambience():
+            self._lane.retainer.flush()
+            self._weights.upload()
+            for microbatch in self._task.microbatches:
+                with self._told(microbatch):
+                    body(microbatch)
+                self._end_of_microbatch()
+            self._check_layers()
+            self._weights.return_buffers()
+            if self._task.kind != "F":
+                self._send_home(self._weights.all_sums())
+            self._weights.release()
+
+    def _send_home(self, blocks: Sequence[Block]) -> None:
+        where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
+        self._exchange.send_home(self._weights.deliver(blocks), where)
+
+    def _check_layers(self) -> None:
+        for layer in self._task.layers:
+            self._place = ("in {0}, after its last microbatch", layer, -1)
+            self._twins.check(layer)
+
+    # Told to whoever records
+
+    def _told(self, microbatch: int) -> AbstractContextManager[None]:
+        if self._tracer is None:
+            return NOTHING
+        task, device = self._task, self._device
+        name = f"{task.kind}[{task.layers.start}:{task.layers.stop}] m{microbatch}"
+        return self._tracer.on_stream(device, device.compute, "task", name)
+
+    def _part(self, name: str) -> AbstractContextManager[None]:
+        if self._tracer is None:
+            return NOTHING
+        return self._tracer.on_stream(self._device, self._device.compute, "layer", name)
+
+    def _waiting(self, reason: str, what: str) -> AbstractContextManager[None]:
+        return NOTHING if self._tracer is None else self._tracer.waiting(self._device, reason, what)
+
+    def step_aside(self) -> None:
+        """Let go of what is on the device, once the work already put there is done with it."""
+        with self._device.computing():
+            self._courier.let_go(self._device.compute.record())
+            self._weights.abandon()
+            self._weights.release()
+
+    def _end_of_microbatch(self) -> None:
+        self._weights.note_microbatch()
+        self._end_of_part()
+        self._lane.prefetch_next()
+
+    def _end_of_part(self, still: Sequence[Any] = ()) -> None:
+        done = self._device.compute.record()
+        self._courier.let_go(done, still)
+        self._pace(done)
+
+    def _pace(self, done: Event) -> None:
+        self._courier.carried_bytes = 0
+        self._lane.pace(done)
+
+    # Forward: each layer's graph is dropped at once; it only tells which results require grad.
+
+    def _forward(self, microbatch: int) -> None:
+        arrived, origins = self._arrive(self._task.layers.start, microbatch)
+        for layer in self._task.layers:
+            self._weights.bind(self._call.state.layers[layer], training=False)
+            # No name for the output: it would keep the graph while the next layer runs.
+            arrived = self._cut(self._layer(layer, microbatch, arrived.tree(), again=False), origins)
+            self._hand_over(layer + 1, microbatch, arrived, origins)
+            if layer + 1 < self._task.layers.stop and self._courier.carried_bytes >= _LARGE_BYTES:
+                # What arrived may pass through all layers: it is not let go.
+                self._pace(self._device.compute.record())
+
+    def _cut(self, output: Any, origins: Origins) -> Arrived:
+        leaves, treedef = rp_batch.flatten(output)
+        grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        inside, doors = enter(leaves, grads)
+        for leaf, new in zip(leaves, inside, strict=True):
+            host = origins.find(leaf)
+            if host is not None and new is not leaf:
+                origins.add(new, host)
+        return Arrived(treedef, inside, doors)
+
+    def _hand_over(self, boundary: int, microbatch: int, arrived: Arrived, origins: Origins) -> None:
+        if self._exchange.wants_input(boundary, microbatch):
+            grads = [door is not None for door in arrived.doors]
+            goes_on = boundary < self._task.layers.stop
+            # What the caller gets is theirs to write: nothing that a backward task will read.
+            known = origins if boundary < self._call.num_layers else Origins()
+            packet = self._courier.send(arrived.treedef, arrived.inside, grads, known, in_use=goes_on)
+            self._exchange.put_input(boundary, microbatch, packet)
+            for leaf, host in zip(arrived.inside, packet.leaves, strict=True):
+                if goes_on and isinstance(leaf, torch.Tensor):
+                    origins.add(leaf, host)
+
+    def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
+        self._place = ("before {0}, microbatch {1}", boundary, microbatch)
+        with self._waiting("stage before", "what comes before this layer, to be computed"):
+            packet = self._exchange.take_input(boundary, microbatch)
+        grads = packet.grads if self._call.with_grad else [False] * len(packet.grads)
+        inside, doors = enter(self._courier.bring(packet), grads)
+        origins = Origins()
+        for leaf, host in zip(inside, packet.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                origins.add(leaf, host)
+        return Arrived(packet.treedef, inside, doors), origins
+
+    # One layer
+
+    def _layer(self, layer: int, microbatch: int, tree: Any, *, again: bool) -> Any:
+        self._place = (_RECOMPUTATION if again else _FORWARD, layer, microbatch)
+        twin = self._twins.module(layer, self._call.flags[layer])
+
+        call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
+        if prepares(twin):
+            call = (call[0], {**call[1], "prepared": self._prepared(layer, microbatch, twin, call, again=again)})
+        enter_memory = self._memory.again if again else self._memory.first
+
+        def body() -> Any:
+            if self._times is not None or self._tracer is not None:
+                with self._timed_forward(layer):
+                    return run()
+            return run()
+
+        def run() -> Any:
+            with enter_memory(layer, microbatch):
+                return twin(*call[0], **call[1])
+
+        has_buffers = self._call.state.layers[layer].has_buffers
+        output = (self._with_buffers if has_buffers else self._seeded)(layer, microbatch, body, again=again)
+        if has_buffers or microbatch == self._task.microbatches.start:
+            self._twins.check(layer)
+        return output
+
+    @contextmanager
+    def _timed_forward(self, layer: int) -> Generator[None]:
+        times = self._times
+        with (
+            NOTHING if self._tracer is None else self._part(f"forward of {self._call.where(layer)}"),
+            NOTHING if times is None else times.forward(layer, self._device.compute),
+        ):
+            yield
+
+    def _prepared(
+        self,
+        layer: int,
+        microbatch: int,
+        twin: torch.nn.Module,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        again: bool,
+    ) -> Any:
+        if again:
+            return self._memory.prepared(layer, microbatch)
+        prepare = cast("Callable[..., Any]", twin.prepare)
+        buffers = self._weights.buffers(self._call.state.layers[layer])
+        versions = self._weights.versions(buffers)
+        # Numbers of its own: the recomputation draws those of forward without it.
+        place = self._call.num_layers + 1 + layer
+        found = self._seeded(place, microbatch, lambda: prepare(*call[0], **call[1]), again=False)
+        if self._weights.versions(buffers) != versions:
+            raise TypeError("prepare wrote a buffer, which a recomputation would not; write it in forward")
+        return self._memory.keep_prepared(layer, microbatch, found)
+
+    def _seeded(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
+        randomness = self._call.randomness
+        if randomness is None:
+            return body()
+        run = randomness.again if again else randomness.forward
+        return run(self._device.generator(), layer, microbatch, body)
+
+    def _with_buffers(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
+        memories = self._weights.buffers(self._call.state.layers[layer])
+        if again:
+            if (packet := self._exchange.take_buffers(layer, microbatch)) is not None:
+                _set(memories.values(), self._courier.bring(packet))
+            return self._seeded(layer, microbatch, body, again=True)
+        before = {block: memory.clone() for block, memory in memories.items()}
+        versions = self._weights.versions(memories)
+
+        def from_the_start() -> Any:
+            # A layer that turns out to need random numbers of its own is run a second time.
+            _set(memories.values(), before.values())
+            return body()
+
+        output = self._seeded(layer, microbatch, from_the_start, again=False)
+        written = [
+            block for block in memories if self._writes(block, before[block], memories[block], versions[block])
+        ]
+        self._keep_buffers(layer, microbatch, written, list(before.values()))
+        return output
+
+    def _writes(self, block: Block, before: torch.Tensor, after: torch.Tensor, versions: list[int]) -> bool:
+        # Batch norm writes its statistics past the version counters, so a layer's first run is looked at closely.
+        if self._weights.versions((block,))[block] != versions:
+            return True
+        if block.writes is None:
+            block.writes = not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+        return block.writes
+
+    def _keep_buffers(
+        self, layer: int, microbatch: int, written: Sequence[Block], before: Sequence[torch.Tensor]
+    ) -> None:
+        for block in written:
+            self._weights.note_written(block)
+        if not self._exchange.will_recompute(layer, microbatch):
+            return
+        if layer not in self._snapshots:
+            self._snapshots[layer] = self._courier.send(None, before, [False] * len(before), Origins())
+        self._exchange.put_buffers(layer, microbatch, self._snapshots[layer])
+        if written:
+            del self._snapshots[layer]
+
+    def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
+        for layer in layers:
+            self._weights.bind(self._call.state.layers[layer], training=True)
+            before = self._used_bytes(microbatch)
+            tree = self._layer(layer, microbatch, tree, again=again)
+            if self._times is not None and before is not None:
+                self._times.keep(layer, (self._used_bytes(microbatch) or 0) - before)
+            self._mark_backward(layer, microbatch, tree)
+        return tree
+
+    def _used_bytes(self, microbatch: int) -> int | None:
+        # Of the first microbatch, which is none of the smaller ones.
+        is_measured = self._times is not None and microbatch == self._task.microbatches.start
+        return self._device.memory().used_bytes if is_measured else None
+
+    def _mark_backward(self, layer: int, microbatch: int, output: Any) -> None:
+        place = ("in {0}, backward, microbatch {1}", layer, microbatch)
+
+        def enter_layer(grad: torch.Tensor) -> None:
+            del grad
+            self._place = place
+            if self._times is not None:
+                self._times.enter_backward(layer, self._device.compute)
+            if microbatch == self._task.microbatches[-1]:
+                self._send_complete(layer)
+
+        for leaf in rp_batch.flatten(output)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
+
+    def _send_complete(self, layer: int) -> None:
+        # What was made later goes through first: all that is above the layer has been gone through.
+        blocks = self._weights.complete_above(layer, self._task.layers)
+        if sum(block.nbytes for block in blocks) >= _DEPARTURE_BYTES:
+            self._send_home(blocks)
+
+    # Forward, loss and backward
+
+    def _fused(self, microbatch: int) -> None:
+        layers = self._task.layers
+        arrived, _ = self._arrive(layers.start, microbatch)
+        output = self._through(layers, microbatch, arrived.tree(), again=False)
+        if self._call.keep_outputs:
+            leaves, treedef = rp_batch.flatten(output)
+            packet = self._courier.send(treedef, leaves, [False] * len(leaves), Origins(), in_use=True)
+            self._exchange.put_input(layers.stop, microbatch, packet)
+        losses = self._loss(output, microbatch)
+        del output
+        self._propagate(losses, None)
+        self._return_grads(layers.start, microbatch, [None if d is None else d.grad for d in arrived.doors])
+
+    def _loss(self, output: Any, microbatch: int) -> list[torch.Tensor]:
+        labels = self._exchange.take_label(microbatch)
+        label = rp_batch.unflatten(labels.treedef, self._courier.bring(labels))
+        self._place = ("in the loss function, forward, microbatch {1}", -1, microbatch)
+        loss_fn = self._call.loss_fn
+        assert loss_fn is not None
+        with self._part("loss function"):
+            found = self._seeded(self._call.num_layers, microbatch, lambda: loss_fn(output, label), again=False)
+        losses, treedef = _check_losses(found)
+        packet = self._courier.send(treedef, losses, [False] * len(losses), Origins())
+        self._exchange.put_loss(microbatch, packet)
+        self._place = ("in the loss function, backward, microbatch {1}", -1, microbatch)
+        return losses
+
+    # Backward
+
+    def _backward(self, microbatch: int) -> None:
+        layers = self._task.layers
+        grads = self._arriving_grads(layers.stop, microbatch)
+        whole = self._call.grain == "stage"
+        for part in [layers] if whole else [range(layer, layer + 1) for layer in reversed(layers)]:
+            grads = self._backward_through(part, microbatch, grads)
+            if part.start > layers.start and self._courier.carried_bytes >= _LARGE_BYTES:
+                # Gradients may be views of those that arrived.
+                self._end_of_part(still=grads)
+        self._return_grads(layers.start, microbatch, grads)
+
+    def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
+        self._place = ("after {0}, backward, microbatch {1}", boundary - 1, microbatch)
+        with self._waiting("stage before", "the gradients of what comes after, to be computed"):
+            packet = self._exchange.take_grad(boundary, microbatch)
+        return self._courier.bring(packet)
+
+    def _backward_through(self, layers: range, microbatch: int, grads: Sequence[Any]) -> Sequence[Any]:
+        arrived, _ = self._arrive(layers.start, microbatch)
+        output = self._through(layers, microbatch, arrived.tree(), again=True)
+        leaves = rp_batch.flatten(output)[0]
+        pairs = [
+            (leaf, grad)
+            for leaf, grad in zip(leaves, grads, strict=True)
+            if grad is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        del output, leaves
+        self._device.compute.touch(
+            read=[grad for _, grad in pairs if is_dense(grad)], what="gradients of activations"
+        )
+        if pairs:
+            self._propagate([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+        return [None if door is None else door.grad for door in arrived.doors]
+
+    def _propagate(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+        with self._call.without_autocast(), self._part("backward"), self._weights.adding():
+            torch.autograd.backward(tensors, grads)
+        if self._times is not None:
+            self._times.leave_backward(self._device.compute)
+
+    def _return_grads(self, boundary: int, microbatch: int, grads: Sequence[torch.Tensor | None]) -> None:
+        if self._exchange.wants_grad(boundary, microbatch):
+            packet = self._courier.send(None, grads, [False] * len(grads), Origins())
+            self._exchange.put_grad(boundary, microbatch, packet)
+
+
+def _set(memories: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for memory, value in zip(memories, values, strict=True):
+            memory.copy_(value)
+
+
+def _check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:
+    leaves, treedef = rp_batch.flatten(found)
+    if isinstance(found, torch.Tensor | list | tuple):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if tensors and len(tensors) == len(leaves) and all(tensor.numel() == 1 for tensor in tensors):
+            return tensors, treedef
+    raise TypeError(
+        "loss_fn must return a tensor of one element or a sequence of such tensors, but returned "
+        f"{_described(found)} instead; reduce it with .sum() or .mean()"
+    )
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, torch.Tensor):
+        return f"a tensor of shape {tuple(found.shape)}"
+    return repr(type(found).__name__)

@@ -1,0 +1,1 @@
+"""What users hold: models over rows of layers, and modules taken apart."""

@@ -1,0 +1,292 @@
+"""What all wrapped models have in common: a name, the optimizer's parameters, steps, and attributes that are found
+on what was wrapped."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from roundpipe.context import doing_optimizer
+from roundpipe.engine.group import Joint
+from roundpipe.engine.memory_report import MemoryReport
+from roundpipe.runtime.runtime import Runtime
+
+
+def caller() -> str:
+    """The ``file:line`` outside this package that the calling code serves."""
+    here = Path(__file__).parents[1]
+    frame = inspect.currentframe()
+    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(here):
+        frame = frame.f_back
+    if frame is None:
+        return "unnamed"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+class RoundPipeBase(nn.Module):
+    """A model that was wrapped: `RoundPipe`, or `AutoRoundPipe`.
+
+    `model` is what was wrapped, `original_model` what that was made from, if anything (see `set_original_model`).
+    Attributes that the wrapper lacks are read from, written to and deleted from these two.
+    """
+
+    model: nn.Module
+    original_model: nn.Module | None
+    name: str
+    runtime: Runtime
+    optim_dtype: torch.dtype | None
+    _joint: Joint
+
+    def __init__(self, model: nn.Module, name: str | None, optim_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        _check(model, name, optim_dtype)
+        self._own("original_model", None)
+        self.model = model
+        self._own("name", caller() if name is None else name)
+        self._own("optim_dtype", optim_dtype)
+
+    # Between calls
+
+    def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Run ``step_fn(*args, **kwargs)`` on the optimizer's thread, over the gradients of all calls so far.
+
+        An asynchronous step returns at once, and calls read its result after the next step (or `synchronize`). A
+        synchronous one returns when it is done, and calls read its result from now on.
+
+        Raises what a synchronous `step_fn` raises; an asynchronous one's error is raised by the next call.
+        """
+        if not callable(step_fn):
+            raise TypeError(f"step_fn must be callable, but is a {type(step_fn).__name__} instead")
+        if not isinstance(is_async, bool):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+            raise TypeError(
+                f"is_async must be a bool, but is {is_async!r} instead; arguments of step_fn come after it"
+            )
+        self._joint.step(lambda: step_fn(*args, **kwargs), is_async=is_async)
+
+    def synchronize(self) -> None:
+        """Wait for everything; afterwards parameters are current and have their gradients in ``.grad``.
+
+        Raises what failed since the last call.
+        """
+        self._joint.synchronize()
+
+    def sync_optim_param(self) -> None:
+        """Bring the results of all steps so far to the model's parameters; gradients go on where they are.
+
+        On the training loop's thread it waits for the steps; calls read the result from now on, as after
+        `synchronize`. Inside a step function the results of the steps before it are in the parameters already, and
+        its own comes at its end if it is synchronous, otherwise with the next step: calls under way still read the
+        weights, so it returns at once.
+
+        Raises what failed since the last call.
+        """
+        self._joint.sync_optim_param()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients on the host, also those of a call that failed; `set_to_none` changes nothing."""
+        del set_to_none
+        self._joint.zero_grad()
+
+    def reset(self) -> None:
+        """Start again from the published weights: drop gradients, and a failed step's half-made update.
+
+        The optimizer's own state, such as moments, is the caller's to reload.
+        """
+        self._joint.reset()
+
+    def memory_report(self, *optimizers: torch.optim.Optimizer) -> MemoryReport:
+        """What this model takes on the host, by kind, and what its runtime takes on the devices, now.
+
+        Args:
+            optimizers: whose state is counted, too; a model does not know its optimizers.
+
+        >>> from roundpipe import RoundPipe
+        >>> with Runtime("cpu:1") as runtime:
+        ...     RoundPipe(nn.Linear(4, 4, bias=False), runtime=runtime).memory_report().weights_bytes
+        64
+
+        Raises `TypeError` for what is no optimizer.
+        """
+        return self._joint.memory_report(optimizers)
+
+    # Parameters
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters to give to an optimizer: one for each trainable parameter, in `optim_dtype`."""
+        for _, parameter in self.optim_named_parameters():
+            yield parameter
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Like `optim_parameters`, with the names that ``model.named_parameters()`` gives on what was wrapped."""
+        masters = self._joint.masters()
+        for name, parameter in self.model.named_parameters(prefix, remove_duplicate=remove_duplicate):
+            # The row itself may hold parameters that no layer uses.
+            if parameter.requires_grad and parameter in masters:
+                yield name, masters[parameter]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The optimizer's parameters inside a step function; elsewhere the model's own, with a warning."""
+        for _, parameter in self.named_parameters(recurse=recurse):
+            yield parameter
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """See `parameters`."""
+        if doing_optimizer():
+            # All parameters are those of the wrapped model.
+            yield from self.optim_named_parameters(prefix, remove_duplicate) if recurse else ()
+            return
+        warnings.warn(
+            "these are the model's own parameters, which lag behind the optimizer's; give an optimizer "
+            "model.optim_parameters(), or read model.model.parameters() after model.synchronize()",
+            stacklevel=2,
+        )
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def requires_grad_(self, requires_grad: bool = True) -> RoundPipeBase:
+        """Freeze or unfreeze all parameters; seen by the next call."""
+        self.model.requires_grad_(requires_grad)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights; the optimizer's parameters become the loaded ones, and a failed step is forgotten.
+
+        With `assign` the given tensors take the parameters' places, as in torch; tied parameters stay tied, and
+        with ``pin_model="off"`` tensors of a memory-mapped file stay where they are.
+        """
+        with self._joint.replacing_weights():
+            before = self._places()
+            found = super().load_state_dict(state_dict, strict, assign)
+            if assign:
+                self._joint.replaced(self._keep_tied(before))
+            return found
+
+    def _places(self) -> dict[str, torch.Tensor]:
+        # Torch leaves the types of this one open.
+        return dict(nn.Module.named_parameters(self, remove_duplicate=False))
+
+    def _keep_tied(self, before: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """What took each parameter's place; of several for a tied one, the last, as when values are copied."""
+        after = self._places()
+        replaced = {old: after[name] for name, old in before.items()}
+        for name, old in before.items():
+            if after[name] is not replaced[old]:
+                module, _, own = name.rpartition(".")
+                setattr(self.get_submodule(module), own, replaced[old])
+        return replaced
+
+    def train(self, mode: bool = True) -> RoundPipeBase:
+        """Set training mode, on the model this was made from as well."""
+        super().train(mode)
+        if self.original_model is not None:
+            self.original_model.train(mode)
+        return self
+
+    # What a model that is spread over devices cannot do
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        del fn, recurse
+        raise RuntimeError(
+            "a RoundPipe model stays on the host in the dtype it was wrapped in; convert it before wrapping it"
+        )
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: layers may be compiled, the engine around them may not.
+
+        Raises `TypeError`.
+        """
+        del args, kwargs
+        raise TypeError("a RoundPipe model cannot be compiled as a whole; compile its layers before wrapping it")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"RoundPipe model {self.name!r} has devices and threads, which cannot be copied; call synchronize(), "
+            "then copy.deepcopy(model.model), and wrap the copy"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"RoundPipe model {self.name!r} has devices and threads, which cannot be pickled or copied; call "
+            "synchronize(), then save model.model.state_dict()"
+        )
+
+    # Attributes
+
+    def set_original_model(self, original_model: nn.Module) -> None:
+        """Let attributes that this model lacks be found on the model it was made from.
+
+        Raises `TypeError` for what is no module.
+        """
+        if not isinstance(original_model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"original_model must be an nn.Module, but is a {type(original_model).__name__}")
+        self._own("original_model", original_model)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            for source in self._sources():
+                if hasattr(source, name):
+                    return getattr(source, name)
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        holders = [] if self._has_own(name) else [source for source in self._sources() if hasattr(source, name)]
+        self._refuse_modules(name, value, holders)
+        for holder in holders:
+            setattr(holder, name, value)
+        if not holders:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        holders = [] if self._has_own(name) else [source for source in self._sources() if hasattr(source, name)]
+        for holder in holders:
+            delattr(holder, name)
+        if not holders:
+            super().__delattr__(name)  # pyright: ignore[reportUnknownMemberType]
+
+    def _own(self, name: str, value: object) -> None:
+        # The wrapper's own attributes, past the forwarding and past the registration of modules.
+        object.__setattr__(self, name, value)
+
+    def _has_own(self, name: str) -> bool:
+        return name == "model" or name in self.__dict__ or hasattr(type(self), name)
+
+    def _is_wrapping(self) -> bool:
+        return "model" in self.__dict__.get("_modules", {})
+
+    def _sources(self) -> list[nn.Module]:
+        found = (self.__dict__.get("original_model"), self.__dict__.get("_modules", {}).get("model"))
+        return [source for source in found if source is not None]
+
+    def _refuse_modules(self, name: str, value: object, holders: list[nn.Module]) -> None:
+        """Refuse a module or parameter that no call would use: one that is not on the wrapped model itself."""
+        if not (self._is_wrapping() and isinstance(value, nn.Module | nn.Parameter)):
+            return
+        if holders != [self.model]:
+            raise TypeError(
+                f"{name} = {type(value).__name__}: calls use the layers in model.model only; replace it there, or "
+                "put it into the model before wrapping"
+            )
+
+
+def _check(model: object, name: object, optim_dtype: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
+    if isinstance(model, RoundPipeBase):
+        raise TypeError(f"model is wrapped already, as {model.name!r}; wrap what is in it, model.model")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, but is {name!r} instead")
+    if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
+        raise TypeError(
+            f"optim_dtype must be a floating-point torch.dtype or None, but is {optim_dtype!r} instead"
+        )

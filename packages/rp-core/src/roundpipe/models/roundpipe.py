@@ -1,0 +1,237 @@
+"""RoundPipe: a model whose layers stream through the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import rp_batch
+import torch
+from rp_sched import LayerCost, Mode
+from torch import nn
+
+from roundpipe.device.compiling import options_of
+from roundpipe.device.replica import has_hooks, named_modules
+from roundpipe.engine.engine import Engine
+from roundpipe.engine.group import Joint
+from roundpipe.execution.call import LossFn
+from roundpipe.execution.packed_data import Arrivals
+from roundpipe.models.base import RoundPipeBase
+from roundpipe.runtime.runtime import Runtime, default_runtime
+from roundpipe.settings.run_config import RoundPipeRunConfig, given
+from roundpipe.state.model_state import PinMode
+
+
+def _loss_is_output(outputs: Any, labels: Any) -> Any:
+    del labels
+    return outputs
+
+
+class RoundPipe(RoundPipeBase):
+    """Trains a model whose weights, gradients and optimizer state stay in host memory.
+
+    Args:
+        model: an ``nn.Sequential``, each child a layer, or any other module, which is then one layer. On the CPU.
+        optim_dtype: dtype of the optimizer's parameters; default: each parameter's own. With 16-bit weights take
+            `torch.float32`: 16-bit ones take half of the memory, but lose updates under 1/256 of them (bf16).
+        name: shown in errors; default: the ``file:line`` of the call.
+        model_run_config: settings for all calls, which each call's `run_config` may override.
+        pin_model: ``"alloc"`` moves the weights into pinned blocks, ``"register"`` pins them where they are,
+            ``"off"`` leaves them alone (for weights mapped from a file).
+        runtime: the devices to run on; default: one shared by all models, see ``ROUNDPIPE_DEVICES``.
+        compile_layers: run the layers through `torch.compile`, all layers of a kind with one compilation a device;
+            a dict gives its arguments. The first call of each kind compiles, which takes a while.
+        double_buffer: keep the weights twice, if `pin_model` is ``"alloc"``: steps write theirs at once, and calls
+            need not wait for that, so small batches are faster. Default: where the second copy takes no more than
+            a sixteenth of the machine's memory. What shares memory with a parameter, such as the tensors of a
+            `state_dict()`, then holds its weights until the next step only: copy what is to be kept, ask anew for
+            what is to be current.
+
+    >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> with Runtime("cpu:2") as runtime:
+    ...     model = RoundPipe(layers, runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    ...     optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    ...     loss = model.forward_backward(
+    ...         input_args=(torch.ones(6, 4),), label=torch.ones(6, 1),
+    ...         loss_fn=lambda outputs, labels: (outputs - labels).square().sum() / 6,
+    ...     )
+    ...     model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    ...     model.synchronize()
+
+    An ``nn.Sequential`` whose forward is its own is one layer, too.
+
+    Raises `ValueError` or `TypeError` for a model or a setting that cannot be used.
+    """
+
+    model_run_config: RoundPipeRunConfig
+    _engine: Engine
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig | None = None,
+        pin_model: PinMode = "alloc",
+        *,
+        runtime: Runtime | None = None,
+        compile_layers: bool | Mapping[str, Any] = False,
+        double_buffer: bool | None = None,
+    ) -> None:
+        super().__init__(model, name, optim_dtype)
+        _check_model(model, pin_model, runtime, double_buffer)
+        options = options_of(compile_layers)
+        self._own("model_run_config", given("model_run_config", model_run_config))
+        self._own("runtime", runtime or default_runtime())
+        engine = Engine(
+            self.name, partial(_row, model), self.runtime, pin_model, optim_dtype, options, double_buffer
+        )
+        self._own("_engine", engine)
+        self._own("_joint", Joint(self.name, [engine], self.runtime))
+
+    # Calls
+
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+        """Run the model like the one it wraps; the result is on the host and can be backpropagated through.
+
+        Raises `RuntimeError` if gradients are asked for while torch's grad mode is off, and what a layer raises.
+        """
+        config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
+        wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
+        if wants_grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
+            )
+        _check_outputs(config)
+        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
+        parts = self._split(args, kwargs, arrivals, config)
+        return self._merge(self._engine.forward(parts, arrivals, config, wants_grad=wants_grad), parts, config)
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: LossFn = _loss_is_output,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Run forward and backward over all microbatches in one go.
+
+        Args:
+            input_args, input_kwargs: what the model's forward takes.
+            label: any tree; split like the inputs and given to `loss_fn`.
+            loss_fn: ``(outputs, labels)`` of one microbatch, on its device, to a loss or a sequence of losses;
+                default: the outputs are the loss.
+            return_outputs: return ``(loss, outputs)``.
+
+        Returns the sum of the losses over the microbatches, 0-dim on the host, or a list of such sums. Gradients
+        are added to those there are, until a step function or `zero_grad` drops them.
+
+        Raises `RuntimeError` while torch's grad mode is off; what a layer or `loss_fn` raises, with a note that
+        says where.
+        """
+        _check_arguments(input_args, input_kwargs, loss_fn)
+        if not torch.is_grad_enabled():
+            raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
+        config = given("run_config", run_config).over(self.model_run_config)
+        if config.requires_grad is False:
+            raise ValueError(
+                "forward_backward computes gradients, but requires_grad is False; call forward instead"
+            )
+        _check_outputs(config)
+        kwargs = dict(input_kwargs or {})
+        arrivals = Arrivals(self.runtime.backend, (input_args, kwargs, label))
+        parts = self._split(input_args, kwargs, arrivals, config)
+        labels = rp_batch.split(label, len(parts), config.split_label, sizes=parts.sizes, exact=True, name="label")
+        losses, outputs = self._engine.forward_backward(
+            parts, labels, arrivals, loss_fn, config, keep=return_outputs
+        )
+        return (losses, self._merge(outputs, parts, config)) if return_outputs else losses
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the calls; for models that this one is a part of."""
+        return self._engine
+
+    def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
+        """What the planner takes each layer to cost: measured in calls of this type, or guessed from sizes."""
+        return self._engine.layer_costs(run_type)
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, config: RoundPipeRunConfig
+    ) -> rp_batch.Parts[Any]:
+        count = config.num_microbatch or len(self.runtime.lanes) + 1
+        parts = rp_batch.split((args, kwargs), count, config.split_input)
+        arrivals.check(count, parts)
+        return parts
+
+    def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
+        if config.merge_output is False:
+            return outputs
+        merged = rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes)
+        if config.output_device is None:
+            return merged
+        return rp_batch.map_leaves(
+            lambda leaf: leaf.to(config.output_device) if isinstance(leaf, torch.Tensor) else leaf, merged
+        )
+
+
+def _row(model: nn.Module) -> list[nn.Module]:
+    """The layers: the children of an ``nn.Sequential``, unless its forward is its own; else the model as one."""
+    if not isinstance(model, nn.Sequential) or not _is_plain(model):
+        return [model]
+    if len(model) == 0:
+        raise ValueError("the nn.Sequential has no layers; give it at least one")
+    if has_hooks(model):
+        raise ValueError(
+            "the nn.Sequential itself has hooks, which would not run, since its layers are called one by one; put "
+            "them on layers"
+        )
+    return list(model)
+
+
+def _is_plain(row: nn.Sequential) -> bool:
+    own = type(row).forward is not nn.Sequential.forward  # pyright: ignore[reportUnknownMemberType]
+    return not own and "forward" not in vars(row)
+
+
+def _check_model(model: nn.Module, pin_model: object, runtime: object, double_buffer: object) -> None:
+    for name, module in named_modules(model):
+        if isinstance(module, RoundPipeBase):
+            raise TypeError(
+                f"{name!r} in the model is wrapped already, as {module.name!r}; wrap the whole only, or use "
+                "AutoRoundPipe over the parts"
+            )
+    if pin_model not in get_args(PinMode):
+        raise ValueError(f"pin_model must be 'alloc', 'register' or 'off', but is {pin_model!r} instead")
+    if double_buffer not in (True, False, None):
+        raise ValueError(f"double_buffer must be True, False or None, but is {double_buffer!r} instead")
+    if runtime is not None and not isinstance(runtime, Runtime):
+        raise TypeError(f"runtime must be a Runtime or None, but is {runtime!r} instead")
+
+
+def _check_outputs(config: RoundPipeRunConfig) -> None:
+    """Before any work is done: that outputs can go where they are asked for."""
+    there = config.output_device
+    if there is None:
+        return
+    if config.merge_output is False and there.type != "cpu":
+        raise ValueError(
+            f"merge_output=False leaves outputs in microbatches on the host, but output_device is {there}; leave "
+            "one of them None, or move the outputs yourself"
+        )
+    try:
+        torch.empty(0, device=there)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"output_device is {there}, where torch can put no tensor: {error}") from error
+
+
+def _check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:
+    if not isinstance(input_args, tuple):
+        raise TypeError(f"input_args must be a tuple, but is a {type(input_args).__name__}; write (x,)")
+    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
+        raise TypeError(f"input_kwargs must be a dict, but is a {type(input_kwargs).__name__}; write {{'x': x}}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable, but is a {type(loss_fn).__name__} instead")

@@ -1,0 +1,141 @@
+"""Wrapping any model in one line: a preset where there is one, a row as it is, anything else taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import rp_presets
+from torch import nn
+
+from roundpipe.models.auto import AutoRoundPipe
+from roundpipe.models.base import RoundPipeBase, caller
+from roundpipe.models.partition import Rules, Splitter, config_for, flat_row, module_bytes
+from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.runtime.runtime import default_runtime
+from roundpipe.settings.run_config import RoundPipeRunConfig, given
+
+
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = 16 * 1024,
+    upper_threshold: int | None = None,
+    skip_modules: Container[nn.Module] = (),
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] | None = None,
+    model_run_config: RoundPipeRunConfig | None = None,
+    name: str | None = None,
+    **roundpipe_kwargs: Any,
+) -> RoundPipe | AutoRoundPipe:
+    """Wrap a model; a Hugging Face model with a preset becomes a row of layers that shares its parameters.
+
+    Args:
+        model: the model, on the CPU.
+        use_sequential_preset: True asks for a preset, False for none, None for one if there is one.
+        lower_threshold: bytes of parameters and buffers below which a submodule is left on the host.
+        upper_threshold: bytes up to which a submodule is wrapped whole; default: the size of the model divided by
+            the number of devices + 1.
+        skip_modules: submodules that stay as they are, on the host.
+        override_config: settings for submodules that are wrapped, over `model_run_config`.
+        model_run_config, name, roundpipe_kwargs: for `RoundPipe`.
+
+    An ``nn.Sequential`` is wrapped as a row, with the layers of larger rows inside it. Any other model without a
+    preset is taken apart: submodules become `RoundPipe` models in their places, *in the model itself*, and the
+    result is an `AutoRoundPipe`, whose calls are slower and which has no `forward_backward`. A model in which
+    nothing is worth taking out is wrapped as a single layer.
+
+    The attributes of `model` stay readable on the result.
+
+    >>> from roundpipe import Runtime
+    >>> with Runtime("cpu") as runtime:
+    ...     len(wrap_model_to_roundpipe(nn.Sequential(nn.Linear(2, 2)), runtime=runtime).model)
+    1
+
+    Raises `NotImplementedError` if `use_sequential_preset` is True and there is no preset for the model;
+    `ValueError` or `TypeError` for a model or an argument that cannot be used. Then the model is as it was.
+    """
+    _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
+    name = caller() if name is None else name
+    row = None if use_sequential_preset is False else _preset(model, required=use_sequential_preset is True)
+    rules = Rules(
+        lower_threshold,
+        _upper(model, upper_threshold, roundpipe_kwargs),
+        skip_modules,
+        _configs(override_config),
+        given("model_run_config", model_run_config),
+    )
+    if row is None and isinstance(model, nn.Sequential):
+        row = flat_row(model, rules.upper_bytes)
+    if row is None:
+        return _taken_apart(model, name, rules, roundpipe_kwargs)
+    wrapped = _whole(row, model, name, rules, roundpipe_kwargs)
+    if row is not model:
+        wrapped.set_original_model(model)
+    return wrapped
+
+
+def _preset(model: nn.Module, *, required: bool) -> nn.Module | None:
+    try:
+        return rp_presets.to_sequential(model)
+    except rp_presets.UnsupportedModel:
+        if required:
+            raise
+        return None
+
+
+def _whole(
+    row: nn.Module, model: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]
+) -> RoundPipe:
+    _check_used(rules, (model,))
+    return RoundPipe(row, name=name, model_run_config=config_for(model, rules), **roundpipe_kwargs)
+
+
+def _taken_apart(
+    model: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]
+) -> RoundPipe | AutoRoundPipe:
+    splitter = Splitter(model, name, rules, roundpipe_kwargs)
+    try:
+        splitter.split(model)
+        if not splitter.wrapped and not any(module in rules.skip for module in model.modules()):
+            return _whole(model, model, name, rules, roundpipe_kwargs)
+        _check_used(rules, splitter.wrapped)
+        return AutoRoundPipe(model, name=name, **roundpipe_kwargs)
+    except BaseException:
+        splitter.undo()
+        raise
+
+
+def _upper(model: nn.Module, upper_threshold: int | None, roundpipe_kwargs: Mapping[str, Any]) -> int:
+    if upper_threshold is not None:
+        return upper_threshold
+    runtime = roundpipe_kwargs.get("runtime") or default_runtime()
+    return module_bytes(model) // (len(runtime.lanes) + 1)
+
+
+def _configs(override: Mapping[nn.Module, RoundPipeRunConfig] | None) -> dict[nn.Module, RoundPipeRunConfig]:
+    return {module: given("override_config", config) for module, config in (override or {}).items()}
+
+
+def _check_used(rules: Rules, wrapped: tuple[nn.Module, ...]) -> None:
+    for module in rules.override:
+        if module not in wrapped:
+            found = ", ".join(sorted({type(made).__name__ for made in wrapped})) or "nothing"
+            raise ValueError(
+                f"override_config names a {type(module).__name__} that is not wrapped by itself; wrapped were: "
+                f"{found}. Name one of those, or change the thresholds"
+            )
+
+
+def _check(model: object, preset: object, lower: object, upper: object, skip: Container[nn.Module]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
+    for part in model.modules():
+        if isinstance(part, RoundPipeBase):
+            raise TypeError(f"the model, or a part of it, is wrapped already, as {part.name!r}; wrap it once")
+    if preset not in (True, False, None):
+        raise ValueError(f"use_sequential_preset must be True, False or None, but is {preset!r} instead")
+    for name, value in (("lower_threshold", lower), ("upper_threshold", 0 if upper is None else upper)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} must be a number of bytes, 0 or more, but is {value!r} instead")
+    if model in skip:
+        raise ValueError("skip_modules holds the model itself, so nothing is left to wrap; leave it out")

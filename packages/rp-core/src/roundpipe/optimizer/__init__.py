@@ -1,0 +1,1 @@
+"""Optimizer steps on their own thread."""

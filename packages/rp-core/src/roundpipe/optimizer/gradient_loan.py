@@ -1,0 +1,140 @@
+"""Loans: gradients lent to the masters for one step, read where they lie, each block as soon as it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from rp_optim import link, unlink
+from rp_transfer import Ticket
+
+from roundpipe.device.weights import described
+from roundpipe.state.gradient import Gradient
+from roundpipe.state.model_state import Block, ModelState
+from roundpipe.telemetry.tracing import NOTHING, OPTIMIZER, Tracer
+
+
+class Incomplete(BaseException):
+    """Gradients of this step were never finished; not an `Exception`: a step function cannot go on after it."""
+
+
+class Loan:
+    """One block's gradients in a step, on the optimizer's thread; `ticket` is their turn.
+
+    The weights that devices read are published once the step function has returned: a step that fails leaves them
+    whole.
+    """
+
+    def __init__(
+        self, state: ModelState, block: Block, ticket: Ticket, num_runs: int, tracer: Tracer | None = None
+    ) -> None:
+        self._tracer = tracer
+        assert block.gradient is not None
+        self.block = block
+        self.gradient: Gradient = block.gradient
+        self._state = state
+        self._ticket = ticket
+        self._num_runs = num_runs
+        self._arrived = False
+        self._lent: list[torch.nn.Parameter] = []
+        self._versions: list[int] = []
+
+    def masters(self) -> list[torch.nn.Parameter]:
+        """The block's masters, in its order."""
+        return [self._state.masters[parameter] for parameter in self.block.tensors]
+
+    def lend(self) -> None:
+        """Link every master to its place in the gradient block."""
+        # What a step that failed left there.
+        self.block.complete = {}
+        for index, master in enumerate(self.masters()):
+            link(
+                master,
+                partial(self._gradient, index),
+                partial(self._destination, index),
+                self._ready,
+                partial(self._note_complete, index),
+            )
+            self._lent.append(master)
+            self._versions.append(master._version)
+
+    def has_changed(self) -> bool:
+        """Whether the step has updated any of the masters."""
+        return bool(self.block.complete) or [master._version for master in self._lent] != self._versions
+
+    def end(self) -> list[torch.Tensor | object | None]:
+        """End the links; what `rp_optim.unlink` says of each."""
+        lent, self._lent, self._versions = self._lent, [], []
+        return [unlink(master) for master in lent]
+
+    def drop(self) -> None:
+        """End the links without a look at what has become of the gradients."""
+        for master in self._lent:
+            master.grad = None
+        self.end()
+
+    def arrive(self) -> None:
+        """Block until all tasks that add to these gradients are over."""
+        if self._arrived:
+            return
+        with NOTHING if self._tracer is None else self._waiting(self._tracer):
+            self._ticket.enter()
+        self._arrived = True
+        if (held := self.gradient.first_or_none()) is not None:
+            written = (held,) if self.block.back is None else (held, self.block.back)
+            self._state.backend.host_touch(read=(held,), write=written, what="the step's gradients")
+
+    def _waiting(self, tracer: Tracer) -> AbstractContextManager[None]:
+        name = f"wait for the gradients of {described(self.block)}"
+        return tracer.on_host(OPTIMIZER, "wait", name, reason="gradients")
+
+    def _ready(self, wait: bool, /) -> bool:
+        if not (self._arrived or wait or self._ticket.open()):
+            return False
+        self.arrive()
+        self.check_complete()
+        return True
+
+    def check_complete(self) -> None:
+        """Raise `Incomplete` if a run that adds to the gradients has failed."""
+        broken = self._state.broken
+        # A run launched after this step has no part in its gradients.
+        if broken is not None and broken.run < self._num_runs:
+            raise Incomplete(broken.error)
+
+    def _destination(self, index: int) -> torch.Tensor | None:
+        # Of other strides, such as channels-last, it is written when it is published.
+        there = self.block.back is not None and self.block.back_values[index].is_contiguous()
+        return self.block.back_values[index] if there else None
+
+    def _note_complete(self, index: int) -> None:
+        self.block.complete[index] = self._lent[index]._version
+
+    def _gradient(self, index: int) -> torch.Tensor | None:
+        return self.gradient.views[index].contiguous() if index in self.gradient.written else None
+
+
+def take_back(loans: Sequence[Loan]) -> None:
+    """End the loans: what the step function left in a ``.grad`` goes on being added to, as in torch."""
+    moved: list[tuple[Gradient, int, torch.Tensor]] = []
+    for loan in loans:
+        # Perhaps dropped without a look: it must have come before it can go.
+        loan.arrive()
+        loan.check_complete()
+    for loan in loans:
+        for index, remains in enumerate(loan.end()):
+            if remains is None:
+                loan.gradient.drop((index,))
+            elif isinstance(remains, torch.Tensor):
+                # Perhaps another parameter's place: nothing is written before all has been read.
+                moved.append((loan.gradient, index, remains.clone()))
+    for gradient, index, value in moved:
+        gradient.put(index, value)
+
+
+def abandon(loans: Iterable[Loan]) -> None:
+    """End the loans of a step that failed, and leave the gradients as they are."""
+    for loan in loans:
+        loan.drop()

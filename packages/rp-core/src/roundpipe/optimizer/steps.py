@@ -1,0 +1,215 @@
+"""The optimizer's side of a model: steps on the optimizer's thread, and their results in the weights.
+
+Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`). A step leaves its result in
+the masters; it is brought into the weights, each block in its turn, by a synchronous step at its end, otherwise
+by the next step (or `synchronize`) at its beginning: so between two steps calls read the result of the step before
+the last one. Where weights have a second block, the step wrote it there already, and the two change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
+from functools import partial
+
+from rp_transfer import Ticket
+
+from roundpipe.context import OptimizerCtx
+from roundpipe.device.weights import described
+from roundpipe.optimizer.gradient_loan import Incomplete, Loan, abandon, take_back
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.runtime.tickets import Take, taking
+from roundpipe.state.model_state import Block, ModelState
+from roundpipe.telemetry import tracing
+from roundpipe.telemetry.tracing import NOTHING, OPTIMIZER, Tracer
+
+Turns = dict[Block, Ticket]
+
+
+class Updates:
+    """The steps of one model, launched by the calling thread."""
+
+    def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
+        self._name = name
+        self._state = state
+        self._runtime = runtime
+        self._pending: list[Future[None]] = []
+
+    # Launch, on the calling thread
+
+    def prepare(self, take: Take, *, is_async: bool) -> Part:
+        """Take a step's turns: publish the last result, then update; a synchronous result is published at once."""
+        state = self._state
+        state.make_masters()
+        state.make_backs()
+        before = self._publication(take) if state.unpublished else {}
+        gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient}
+        after = {} if is_async else self._publication(take)
+        # Until it is certain: to publish once too often changes nothing.
+        state.unpublished = True
+        return Part(self._name, state, before, gradients, after, is_async=is_async)
+
+    def publish(self) -> None:
+        """Let calls from now on read the last result."""
+        if self._state.unpublished:
+            with taking() as take:
+                self.submit(partial(_publish_all, self._name, self._state, self._publication(take)))
+            self._state.unpublished = False
+
+    def _publication(self, take: Take) -> Turns:
+        self._state.version += 1
+        return {block: take(block.turns, write=True) for block in self._state.trainable}
+
+    def submit(self, job: Callable[[Tracer | None], None]) -> Future[None]:
+        """Queue a job whose errors are this model's."""
+        tracer = tracing.current()
+        # In the caller's context variables, where newer torch keeps settings.
+        future = self._runtime.optimizer.submit(copy_context().run, job, tracer)
+        if tracer is not None:
+            tracer.follow(future)
+        self._pending.append(future)
+        return future
+
+    def share(self, other: Updates) -> None:
+        """Wait for the other model's steps, too: from now on both are stepped together."""
+        other._pending.extend(self._pending)
+        self._pending = other._pending
+
+    def errors(self) -> list[BaseException]:
+        """The errors of steps that are over, and were not returned before."""
+        over = [future for future in self._pending if future.done()]
+        self._pending[:] = [future for future in self._pending if not future.done()]
+        return [error for future in over if (error := future.exception()) is not None]
+
+    def wait(self) -> None:
+        """Block until all steps are over; `error` then tells how they went."""
+        for future in self._pending:
+            future.exception()
+
+
+class Part:
+    """One model's part in a step: the turns that were taken for it."""
+
+    def __init__(
+        self,
+        name: str,
+        state: ModelState,
+        before: Turns,
+        gradients: Turns,
+        after: Turns,
+        *,
+        is_async: bool,
+    ) -> None:
+        self.name = name
+        self.state = state
+        self.before = before
+        self.after = after
+        self._gradients = gradients
+        self._num_runs = state.num_runs
+        self._is_async = is_async
+
+    def note_launched(self) -> None:
+        """The step will be run for certain; on the calling thread."""
+        self.state.unpublished = self._is_async
+
+    def loans(self, tracer: Tracer | None) -> list[Loan]:
+        """The gradients, to be lent."""
+        return [
+            Loan(self.state, block, ticket, self._num_runs, tracer) for block, ticket in self._gradients.items()
+        ]
+
+    def leave(self) -> None:
+        """Give up the turns that are left."""
+        _leave(self.before, self._gradients, self.after)
+
+
+# On the optimizer's thread
+
+
+def run_step(
+    name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer | None = None
+) -> None:
+    """Run a step function over the gradients of all parts, which are updated together or not at all."""
+    try:
+        for part in parts:
+            _publish(tracer, part.name, part.state, part.before)
+        if all(part.state.failed is None for part in parts):
+            with NOTHING if tracer is None else tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
+                _update(name, parts, step_fn, tracer)
+        for part in parts:
+            _publish(tracer, part.name, part.state, part.after)
+    finally:
+        for part in parts:
+            part.leave()
+
+
+def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer | None) -> None:
+    loans = [loan for part in parts for loan in part.loans(tracer)]
+    try:
+        for loan in loans:
+            loan.lend()
+        with OptimizerCtx(), _stepping(parts):
+            step_fn()
+        take_back(loans)
+    except Incomplete:
+        # The call that failed tells so itself; what the step has done by then cannot be undone.
+        if any(loan.has_changed() for loan in loans):
+            _note_failed(parts, "a call failed while its step was under way")
+        abandon(loans)
+    except BaseException as error:
+        error.add_note(f"RoundPipe: in model {name!r}, in the step function, on the optimizer's thread")
+        _note_failed(parts, repr(error))
+        abandon(loans)
+        raise
+
+
+@contextmanager
+def _stepping(parts: Sequence[Part]) -> Generator[None]:
+    for part in parts:
+        part.state.is_stepping = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.state.is_stepping = False
+
+
+def _note_failed(parts: Sequence[Part], words: str) -> None:
+    for part in parts:
+        part.state.failed = words
+
+
+def _publish_all(name: str, state: ModelState, turns: Turns, tracer: Tracer | None) -> None:
+    try:
+        _publish(tracer, name, state, turns)
+    finally:
+        _leave(turns)
+
+
+def _publish(tracer: Tracer | None, name: str, state: ModelState, turns: Turns) -> None:
+    told = f"publication of {name}"
+    with NOTHING if tracer is None or not turns else tracer.on_host(OPTIMIZER, "publication", told):
+        _publish_blocks(tracer, state, turns)
+
+
+def _publish_blocks(tracer: Tracer | None, state: ModelState, turns: Turns) -> None:
+    for block, ticket in turns.items():
+        with NOTHING if tracer is None else _waiting(tracer, block):
+            ticket.enter()
+        # The masters of a step that failed are neither the old nor the new ones.
+        if state.failed is None:
+            block.publish(state.backend, [state.masters[parameter] for parameter in block.tensors])
+        ticket.leave()
+
+
+def _waiting(tracer: Tracer, block: Block) -> AbstractContextManager[None]:
+    name = f"wait for those who read the weights of {described(block)}"
+    return tracer.on_host(OPTIMIZER, "wait", name, reason="readers")
+
+
+def _leave(*turns: Turns) -> None:
+    for tickets in turns:
+        for ticket in tickets.values():
+            ticket.leave()

@@ -1,0 +1,1 @@
+"""From measured costs to the tasks of a call."""

@@ -1,0 +1,136 @@
+"""The plan in use for one kind of call: made from guesses at first, then from measured layer times."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from rp_sched import Course, LayerCost, Limits, Mode, Replanner, Search
+
+from roundpipe.telemetry.layer_times import ModelTimer
+
+_LOG = logging.getLogger(__name__)
+# One sample beside the one that is dropped could be anything; two agree or show that times swing.
+_FIRST_SAMPLES = 2
+# Searching holds Python's lock, so a lane may come late by a slice. It has two microbatches queued on its device
+# before it waits for anything: where one takes so long, nobody notices.
+_SLICE_MS = 1.0
+_PAUSE_S = 10e-3
+_LONG_MICROBATCH_MS = 20.0
+# A search that goes on too long would hold the results up: only while most of the call is still to come.
+_PART_OF_CALL = 0.5
+# Of the device's memory, for the weights that are fetched ahead.
+_AHEAD = (0.5, 0.25, 0.125, 0.0625)
+
+
+class PlanInUse:
+    """Follows the measurements of `timer`; a change of the plan is logged in one line.
+
+    `guesses` are costs and limits for as long as nothing is measured; their link speed gives way to the measured
+    one.
+    """
+
+    def __init__(
+        self,
+        timer: ModelTimer,
+        guesses: Sequence[LayerCost],
+        limits: Limits,
+        *,
+        devices: int,
+        microbatches: int,
+        mode: Mode,
+    ) -> None:
+        self._timer = timer
+        self._layers = tuple(guesses)
+        self._devices = devices
+        self._microbatches = microbatches
+        self._mode: Mode = mode
+        # The plan that is there at once: while times are only guessed, a longer search is not worth its time.
+        self._course, self._limits = min(
+            ((self._first(choice), choice) for choice in _choices(guesses, limits)),
+            key=lambda found: found[0].alone_ms(devices),
+        )
+        self._replanner: Replanner | None = None
+        self._is_searched = False
+        self._call_ms: tuple[Course | None, float] = (None, 0.0)
+
+    def _first(self, limits: Limits) -> Course:
+        search = Search(
+            self._layers, devices=self._devices, microbatches=self._microbatches, mode=self._mode, limits=limits
+        )
+        return search.best
+
+    def course(self) -> Course:
+        """The plan for the next call, at once."""
+        before = self._course
+        if self._replanner is None and self._timer.estimator.samples >= _FIRST_SAMPLES:
+            self._replanner = self._from_measurements()
+        if self._replanner is not None:
+            self._course = self._replanner.course()
+        if self._course is not before:
+            self._is_searched = False
+            self._tell(before, "layer times")
+        return self._course
+
+    def _from_measurements(self) -> Replanner:
+        speed = self._timer.upload_gb_s()
+        return Replanner(
+            self._layers,
+            devices=self._devices,
+            microbatches=self._microbatches,
+            mode=self._mode,
+            limits=replace(self._limits, upload_gb_s=speed, download_gb_s=speed),
+            estimator=self._timer.estimator,
+        )
+
+    def tell(self, before: PlanInUse) -> None:
+        """Log that this plan is in use instead of another one, if they differ."""
+        self.course()
+        self._tell(before._course, "memory")
+
+    def _tell(self, before: Course, why: str) -> None:
+        if self._course.plan != before.plan:
+            _LOG.info(
+                "%s: replanned from measured %s: %r, was %r", self._timer.what, why, self._course.plan, before.plan
+            )
+
+    def improve(self, *, budget_ms: float) -> bool:
+        """Look for about so long for a better plan for the next call; whether nothing is left to look at."""
+        if self._replanner is None:
+            return True
+        self._is_searched = self._replanner.improve(budget_ms=budget_ms)
+        return self._is_searched
+
+    def improve_while(self, wait: Callable[[float], bool]) -> None:
+        """Search while the devices are busy, in so small a part of the time that no call is held up.
+
+        Args:
+            wait: waits so many seconds for the call's first task; whether it is over.
+        """
+        if self._replanner is None or self._is_searched or self._microbatch_ms() < _LONG_MICROBATCH_MS:
+            return
+        until = time.perf_counter() + self._predicted_ms() * _PART_OF_CALL / 1e3
+        while time.perf_counter() < until and not wait(_PAUSE_S):
+            if self.improve(budget_ms=_SLICE_MS):
+                return
+
+    def _microbatch_ms(self) -> float:
+        return self._course.busy_ms / self._course.steps
+
+    def _predicted_ms(self) -> float:
+        if self._call_ms[0] is not self._course:
+            self._call_ms = (self._course, self._course.alone_ms(self._devices))
+        return self._call_ms[1]
+
+
+def _choices(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
+    """Where memory is short: large stages leave little room for activations, small ones are many."""
+    room = limits.device_memory_bytes
+    wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)
+    if room is None or wanted <= room or limits.stage_bytes is not None:
+        yield limits
+    else:
+        for share in _AHEAD:
+            yield replace(limits, ahead_bytes=max(int(room * share), 1))

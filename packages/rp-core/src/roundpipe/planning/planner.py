@@ -1,0 +1,241 @@
+"""Which tasks a call becomes: the user's plan or a planned one, as a list with a device for each task."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import rp_sched
+from rp_sched import LayerCost, Limits, Mode, Plan, Task
+
+from roundpipe.planning.adaptive import PlanInUse
+from roundpipe.planning.footprint import Footprint, resident_bytes, rows_of
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.settings.execute_plan import MODEL_SHARE, ModelExecutePlan
+from roundpipe.settings.run_config import RoundPipeRunConfig
+from roundpipe.state.model_state import LayerState, ModelState
+from roundpipe.telemetry.layer_times import LayerTimes, ModelTimer
+
+# Guesses, until times are measured; only their proportions matter. A byte of weights takes so many ms for one
+# microbatch's forward pass, and twice as long over the link: about what an H100 on PCIe 5 needs for 4096 tokens.
+_FORWARD_MS_PER_BYTE = 1e-6
+_LINK_GB_S = 0.5
+# Of a device's memory: what may be planned with once calls were measured, the rest is lost between blocks; and the
+# least, however much layers seem to work in.
+_USABLE = 0.95
+_LEAST_SHARE = 0.3
+# So many launches that were watched are remembered: those that may be under way at once, and some that failed.
+_LAUNCHES = 8
+
+
+class Planner:
+    """Plans one model's calls on a runtime, from guesses at first and then from what calls took.
+
+    Plans and measurements are kept until the model's blocks change. `parts` are a call's microbatches.
+    """
+
+    def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
+        self._name = name
+        self._state = state
+        self._runtime = runtime
+        self._on_host = runtime.lanes[0].device.torch_device.type == "cpu"
+        self.forget()
+
+    def forget(self) -> None:
+        """Plan and measure anew, the layers as they are now."""
+        self._timers: dict[tuple[Mode, int], ModelTimer] = {}
+        self._plans: dict[object, tuple[int, PlanInUse]] = {}
+        self._footprint = Footprint(self._state.layers)
+        self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
+        # What the last call was to take on a device, foreseen from those before it, and what it was to leave.
+        self.predicted_bytes: int | None = None
+        self.spare_bytes = 0
+
+    def watch(
+        self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], tasks: Sequence[Task]
+    ) -> LayerTimes | None:
+        """Where what a call takes goes, if it is wanted; a user's plan does not depend on it."""
+        timer = self._timer(mode, len(parts))
+        if not timer.is_watching() or (config.execute_plan is not None and not timer.VERBOSE):
+            return None
+        self._launches.append(LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes()))
+        return self._launches[-1]
+
+    def take(self, times: LayerTimes) -> None:
+        """Take in what a launch took."""
+        times.timer.take(times)
+        # The memory of CPU devices is the host's, whose layers' activations nobody counts.
+        if self._on_host:
+            return
+        self._footprint.note_kept(times.kept, times.rows)
+        if (peak := self._peak_bytes()) > times.peak_bytes and times in self._launches:
+            largest = max(self._launched_since(times), key=self._resident_bytes)
+            self._footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows))
+
+    def _launched_since(self, times: LayerTimes) -> list[LayerTimes]:
+        # The next call is launched before this one is over: the peak is that of either.
+        launches = list(self._launches)
+        return launches[launches.index(times) :]
+
+    def _resident_bytes(self, times: LayerTimes) -> int:
+        return resident_bytes(times.tasks, self._guesses(times.rows))
+
+    def _peak_bytes(self) -> int:
+        return max(use.peak_bytes for use in self._runtime.memory())
+
+    def improve_while(
+        self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], wait: Callable[[float], bool]
+    ) -> None:
+        """See `PlanInUse.improve_while`. The cores of CPU devices are never idle while a call waits for them."""
+        if config.execute_plan is None and not self._on_host:
+            self._plan(mode, parts).improve_while(wait)
+
+    def _timer(self, mode: Mode, microbatches: int) -> ModelTimer:
+        key = (mode, microbatches)
+        if key not in self._timers:
+            what = f"model {self._name!r}, {mode} calls of {microbatches} microbatches"
+            self._timers[key] = ModelTimer(what, len(self._state.layers))
+        return self._timers[key]
+
+    def tasks(
+        self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], *, input_grads: bool
+    ) -> tuple[Task, ...]:
+        """The tasks of a call, dealt as the plan asks: in turns that go round from call to call, or not.
+
+        Raises `rp_sched.SchedError` (a `ValueError`) for a user's plan that does not fit the model or the call.
+        """
+        tasks = self._dealt(config, mode, parts)
+        self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
+        # Below the lowest layer that is trained there is nothing to propagate to.
+        lowest = 0 if input_grads else self._state.first_trainable()
+        kept = tuple(_from(lowest, task) for task in tasks if task.kind != "B" or task.layers.stop > lowest)
+        if self._footprint.is_measured:
+            costs = self._guesses(rows_of(parts))
+            self.predicted_bytes = resident_bytes(kept, costs) + self._footprint.working_bytes
+            spare = self._usable_bytes() - self.predicted_bytes
+            self.spare_bytes = max(spare, 0) if self._footprint.knows_peak else 0
+        return kept
+
+    def _dealt(self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any]) -> tuple[Task, ...]:
+        if config.execute_plan is not None:
+            return self._turns(self._checked(config.execute_plan, mode), mode, len(parts))
+        course = self._plan(mode, parts).course()
+        if course.plan.in_turn:
+            return self._turns(course.plan, mode, len(parts))
+        return self._runtime.dealer.deal(course)
+
+    def _checked(self, plan: Plan | ModelExecutePlan, mode: Mode) -> Plan:
+        if isinstance(plan, ModelExecutePlan):
+            plan.check_valid(len(self._state.layers), mode)
+            return plan.to_plan(mode)
+        found = _for_mode(plan, mode)
+        found.check(len(self._state.layers), mode)
+        return found
+
+    def _turns(self, plan: Plan, mode: Mode, microbatches: int) -> tuple[Task, ...]:
+        count, first = len(self._runtime.lanes), self._runtime.next_device
+        return rp_sched.order(plan, mode=mode, devices=count, microbatches=microbatches, first_device=first)
+
+    def _plan(self, mode: Mode, parts: Sequence[Any]) -> PlanInUse:
+        # Whether a layer writes its buffers is known once it has run.
+        writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
+        rows = _rounded_up(rows_of(parts))
+        key = (mode, len(parts), writers, 0 if self._on_host else rows)
+        version, plan = self._plans.get(key, (-1, None))
+        if plan is None or version != self._footprint.version:
+            before, plan = plan, self._new_plan(mode, len(parts), rows)
+            self._plans[key] = (self._footprint.version, plan)
+            if before is not None:
+                plan.tell(before)
+        return plan
+
+    def costs(self, mode: Mode) -> list[LayerCost]:
+        """What each layer is taken to cost: as measured in calls of this mode, if there were any."""
+        guesses = self._guesses(0)
+        timers = [timer for (kind, _), timer in self._timers.items() if kind == mode]
+        best = max((timer.estimator for timer in timers), key=lambda found: found.samples, default=None)
+        if best is None or not best.samples:
+            return guesses
+        # A copy: the estimator remembers which times it last gave, to tell when they have moved.
+        return list(copy.deepcopy(best).costs(guesses))
+
+    def _guesses(self, rows: int) -> list[LayerCost]:
+        return [
+            _guessed_cost(layer, self._footprint.kept_bytes(layer.index, rows)) for layer in self._state.layers
+        ]
+
+    def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
+        costs = self._guesses(0 if self._on_host else rows)
+        budget = self._budget(max(cost.weight_bytes + cost.gradient_bytes for cost in costs))
+        return PlanInUse(
+            self._timer(mode, microbatches),
+            [_at_most(cost, budget) for cost in costs],
+            Limits(device_memory_bytes=budget, upload_gb_s=_LINK_GB_S, download_gb_s=_LINK_GB_S),
+            devices=len(self._runtime.lanes),
+            microbatches=microbatches,
+            mode=mode,
+        )
+
+    def _budget(self, largest_layer_bytes: int) -> int:
+        smallest = self._device_bytes()
+        guessed = int(smallest * MODEL_SHARE)
+        if not (self._footprint.is_measured and self._footprint.knows_peak):
+            return guessed
+        # A layer that could be planned for the first call can be for the next, however much layers work in.
+        least = max(int(smallest * _LEAST_SHARE), min(largest_layer_bytes, guessed))
+        return max(self._usable_bytes() - self._footprint.working_bytes, least)
+
+    def _usable_bytes(self) -> int:
+        return int(self._device_bytes() * _USABLE)
+
+    def _device_bytes(self) -> int:
+        return min(use.total_bytes for use in self._runtime.memory())
+
+
+def _rounded_up(rows: int) -> int:
+    # So that batches of about the same length share a plan.
+    return math.ceil(2 ** (math.ceil(4 * math.log2(rows)) / 4))
+
+
+def _at_most(cost: LayerCost, budget: int) -> LayerCost:
+    # Whether a single layer fits is seen when it runs: torch's allocator knows, a guess does not.
+    room = max(budget - cost.weight_bytes - cost.gradient_bytes, 0)
+    return replace(cost, kept_bytes=min(cost.kept_bytes, room))
+
+
+def _for_mode(plan: Plan, mode: Mode) -> Plan:
+    # A plan for training calls also says how other calls are cut: its fused stage is one more stage there.
+    if mode == "fused":
+        return plan
+    tail = () if plan.fused is None else (plan.fused,)
+    up = replace(plan, forward=(*plan.forward, *tail), fused=None, groups=())
+    if mode == "infer":
+        return replace(up, backward=(), backward_groups=())
+    return replace(up, backward=(*tail, *plan.backward))
+
+
+def _from(lowest: int, task: Task) -> Task:
+    """A backward task without the layers below; they need no recomputation, so no weights either."""
+    start, stop = task.layers.start, task.layers.stop
+    return replace(task, layers=range(lowest, stop)) if task.kind == "B" and start < lowest else task
+
+
+def _may_write(layer: LayerState) -> bool:
+    return any(block.kind == "buffer" and block.writes is not False for block in layer.blocks)
+
+
+def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:
+    # A tied block is one block, however many layers of a stage use it: it counts with the last of them.
+    own = [block for block in layer.blocks if max(block.users) == layer.index]
+    nbytes = sum(block.nbytes for block in own)
+    return LayerCost(
+        _FORWARD_MS_PER_BYTE * (nbytes + 1),
+        weight_bytes=nbytes,
+        trainable_bytes=sum(block.nbytes for block in own if block.kind == "trainable"),
+        kept_bytes=kept_bytes,
+        writes_buffers=_may_write(layer),
+    )

@@ -1,0 +1,1 @@
+"""What users may set for a model or a call."""

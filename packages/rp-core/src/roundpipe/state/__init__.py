@@ -1,0 +1,1 @@
+"""A model's weights, gradients and masters on the host."""

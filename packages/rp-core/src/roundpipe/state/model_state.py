@@ -1,0 +1,380 @@
+"""What a model keeps on the host: blocks of weights, gradients and buffers, masters, and the lines for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from rp_optim import Master, write_weights
+from rp_transfer import Backend, Group, Kind, Turns, group, tensors_of
+
+from roundpipe.state.gradient import Gradient
+
+PinMode = Literal["alloc", "register", "off"]
+
+
+class Block:
+    """Tensors of one kind and dtype that the same layers use, and the line for whoever reads or writes them.
+
+    `memory` is their one contiguous block, (numel,), or None where they stay in the storages they came in, which
+    `registration` keeps pinned if they are registered. `is_staged` says that some of this memory is not pinned, so
+    that the host itself reads it for the devices. `writes` is whether running a layer was seen to change these
+    buffers; None until one has run in this mode.
+
+    `back` is a second block, if there is one: a step writes its result there while devices read `memory`, and the
+    two change places when it is published. `complete` are the parameters whose result is there: their indices, and
+    the version that their master had then.
+    """
+
+    def __init__(self, backend: Backend, found: Group, memory: torch.Tensor | None, registration: object) -> None:
+        self.kind = found.kind
+        self.users = found.users
+        self.tensors = found.tensors
+        self.layout = found.layout
+        self.turns = Turns()
+        self.gradient = Gradient(backend, self.layout) if found.kind == "trainable" else None
+        self.memory = memory
+        self.registration = registration
+        self.writes: bool | None = None
+        self.back: torch.Tensor | None = None
+        self.back_values: list[torch.Tensor] = []
+        self.complete: dict[int, int] = {}
+        if memory is not None:
+            self.layout.move_in(memory, self.tensors)
+        # Written by the engine without a trace in the parameters' version counters, which tell of other writers.
+        self.values = [tensor.data for tensor in self.tensors]
+        self.seen = [tensor._version for tensor in self.tensors]
+        self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
+
+    @property
+    def nbytes(self) -> int:
+        """Size on a device."""
+        return self.layout.nbytes
+
+    def pieces(self, target: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs (part of a device block, host tensor) that together are the block."""
+        if self.memory is not None:
+            yield target, self.memory
+            return
+        for span, value in zip(self.layout.spans, self.values, strict=True):
+            yield target[span.offset : span.offset + span.numel], value.view(-1)
+
+    def host_tensors(self) -> Sequence[torch.Tensor]:
+        """The host memory that `pieces` reads."""
+        return self.values if self.memory is None else (self.memory,)
+
+    def make_back(self, backend: Backend) -> None:
+        """Make the second block."""
+        self.back = backend.host_empty((self.layout.numel,), self.layout.dtype)
+        self.back_values = self.layout.storages(self.back)
+
+    def publish(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
+        """Let devices read the masters' numbers from now on; nobody is reading the block."""
+        stale = [i for i, master in enumerate(masters) if self.complete.get(i) != master._version]
+        targets = self.values if self.back is None else self.back_values
+        written = self.host_tensors() if self.back is None else (self.back,)
+        backend.host_touch(write=written, what="publishing weights")
+        write_weights([masters[i] for i in stale], [targets[i] for i in stale])
+        if self.back is not None:
+            self._change_places()
+
+    def _change_places(self) -> None:
+        self.complete = {}
+        self.memory, self.back = self.back, self.memory
+        self.values, self.back_values = self.back_values, self.values
+        for tensor, old, new in zip(self.tensors, self.back_values, self.values, strict=True):
+            # One that was given other memory, as by ``to(dtype)``, keeps that.
+            if tensor.data_ptr() == old.data_ptr():
+                tensor.data = new
+
+    def changed_outside(self) -> list[int]:
+        """Indices of the tensors that code outside the engine has written since this was last asked."""
+        changed = [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
+        for index in changed:
+            self.seen[index] = self.tensors[index]._version
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """One layer on the host, and the blocks it uses."""
+
+    index: int
+    module: torch.nn.Module
+    blocks: tuple[Block, ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(block.kind == "trainable" for block in self.blocks)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether it has buffers, which running it may write."""
+        return any(block.kind == "buffer" for block in self.blocks)
+
+    def nbytes(self, *kinds: Kind) -> int:
+        """Bytes of its blocks of these kinds, or of all."""
+        return sum(block.nbytes for block in self.blocks if not kinds or block.kind in kinds)
+
+
+Signature = tuple[object, ...]
+
+# Of the machine's memory: what a second copy of the weights takes without being asked for.
+_LITTLE = 1 / 16
+
+
+# All modules of each layer, in the order of ``modules()``: torch's walk takes long, and each call needs several.
+Walk = tuple[tuple[torch.nn.Module, ...], ...]
+
+
+def walk(layers: Sequence[torch.nn.Module]) -> Walk:
+    """The layers' modules as they are now."""
+    return tuple(tuple(layer.modules()) for layer in layers)
+
+
+def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
+    """What blocks and twins were built from: all modules, each tensor, whether it is trained, where it lies.
+
+    `places`: addresses that count as others, since the engine itself moves parameters there and back.
+    """
+    tensors = tuple(
+        (id(tensor), tensor.requires_grad, _place(tensor, places), _has_hooks(tensor))
+        for modules in walked
+        for module in modules
+        for table in (module._parameters, module._buffers)  # pyright: ignore[reportPrivateUsage] - as `tensors_of` goes by
+        for tensor in table.values()
+        if tensor is not None
+    )
+    return walked, tensors
+
+
+def _place(tensor: torch.Tensor, places: Mapping[int, int]) -> int:
+    # Asked once: the optimizer's thread may exchange a parameter's memory meanwhile.
+    address = tensor.data_ptr()
+    return places.get(address, address)
+
+
+# What torch keeps in every module; the rest of a module's attributes are its class's or its user's.
+_OWN = frozenset(vars(torch.nn.Module()))
+
+
+def attributes(walked: Walk) -> list[tuple[str, object]]:
+    """The plain attributes of all modules, such as a dropout's ``p`` or a patched ``forward``."""
+    every = (module for modules in walked for module in modules)
+    return [(name, value) for module in every for name, value in vars(module).items() if name not in _OWN]
+
+
+def training_flags(walked: Walk) -> tuple[tuple[bool, ...], ...]:
+    """The training flag of every module of every layer, in the order of ``modules()``."""
+    return tuple(tuple(module.training for module in modules) for modules in walked)
+
+
+def _has_hooks(tensor: torch.Tensor) -> bool:
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode) -> tuple[LayerState, ...]:
+    """Lay the layers' tensors out in blocks.
+
+    A block holds what exactly the same layers use: so a tied parameter gets one of its own, and a module that
+    stands twice in the row one for both.
+
+    Raises `ValueError` for tensors that are not on the host, and for buffers that require grad.
+    """
+    for index, module in enumerate(modules):
+        for kind, tensor in tensors_of(module):
+            _check_tensor(index, module, kind, tensor)
+    blocks = _build_blocks(backend, group(modules), pin)
+    return tuple(
+        LayerState(index, module, tuple(block for block in blocks if index in block.users))
+        for index, module in enumerate(modules)
+    )
+
+
+def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> list[Block]:
+    moving = [found for found in groups if _moves(found, pin)]
+    memories = dict(zip(moving, backend.host_blocks([found.layout for found in moving]), strict=True))
+    staying = [tensor for found in groups if found not in memories for tensor in found.tensors]
+    registration = backend.register(staying) if pin == "register" else None
+    return [Block(backend, found, memories.get(found), registration) for found in groups]
+
+
+def _moves(found: Group, pin: PinMode) -> bool:
+    return pin == "alloc" or found.kind == "buffer" or not all(tensor.is_contiguous() for tensor in found.tensors)
+
+
+def _check_tensor(index: int, module: torch.nn.Module, kind: Kind, tensor: torch.Tensor) -> None:
+    where = f"layer {index} ({type(module).__name__})"
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{where} has a tensor on {tensor.device}, but the model must be on the CPU; call .cpu()")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{where} has a {tensor.layout} tensor, but weights must be dense (torch.strided)")
+    if _has_hooks(tensor):
+        raise ValueError(
+            f"{where} has a hook on a parameter, which the devices' copies would not run; put it on the module, "
+            "or change gradients in the step function"
+        )
+    if kind == "buffer" and tensor.requires_grad:
+        raise ValueError(f"{where} has a buffer that requires grad; register it as a parameter")
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The earliest run that failed and left part of its gradients: its number, and its error in words."""
+
+    run: int
+    error: str
+
+
+class ModelState:
+    """All of one model on the host. The calling thread changes it under the runtime's launch lock.
+
+    `version` counts the publications of new weights that have been launched; `unpublished` says that the
+    optimizer has a result that no call reads yet. `quiet` are the layers that were seen to draw no CPU random
+    numbers. `num_runs` counts the runs launched that add gradients; `broken` is the first of them that left only
+    part. `failed` tells the error of a step that left part of its update. Both are words: errors themselves hold
+    all that their frames hold. `is_stepping` is read and written by the optimizer's thread: a step function is
+    running.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        modules: Sequence[torch.nn.Module],
+        pin: PinMode,
+        optim_dtype: torch.dtype | None,
+        double_buffer: bool | None = False,
+    ) -> None:
+        self._double_buffer = double_buffer
+        self.backend = backend
+        self.modules = tuple(modules)
+        self.pin: PinMode = pin
+        self.optim_dtype = optim_dtype
+        self.version = 0
+        self.unpublished = False
+        self.quiet: set[int] = set()
+        self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
+        self.num_runs = 0
+        self.broken: Broken | None = None
+        self._breaking = threading.Lock()
+        self.failed: str | None = None
+        self.is_stepping = False
+        self.build()
+
+    @torch.inference_mode(False)
+    def build(self) -> None:
+        """Make the blocks anew from the layers as they are; nothing may be running."""
+        self.layers = build_layers(self.backend, self.modules, self.pin)
+        self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
+        self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
+        self._places: dict[int, int] = {}
+        self._walked = walk(self.modules)
+        self.signature = signature(self._walked, self._places)
+        self.flags = training_flags(self._walked)
+        self.attributes = attributes(self._walked)
+
+    def changed(self) -> bool:
+        """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`.
+
+        `note_flags` and `note_attributes` go by the modules that are seen here.
+        """
+        self._walked = walk(self.modules)
+        return signature(self._walked, self._places) != self.signature
+
+    def written_outside(self) -> list[torch.Tensor]:
+        """The trainable parameters that code outside the engine has written since this was last asked."""
+        return [block.tensors[index] for block in self.trainable for index in block.changed_outside()]
+
+    def moved_outside(self) -> list[torch.Tensor]:
+        """The trainable parameters that were given other memory since `build`."""
+        return [
+            tensor
+            for block in self.trainable
+            for tensor, value in zip(block.tensors, block.values, strict=True)
+            if tensor.data_ptr() != value.data_ptr()
+        ]
+
+    def rebuild(self) -> None:
+        """`build` again, and keep the gradients of the parameters that are still trained."""
+        held = {
+            tensor: block.gradient.view(index).clone()
+            for block in self.trainable
+            if block.gradient is not None
+            for index, tensor in enumerate(block.tensors)
+            if index in block.gradient.written
+        }
+        self.build()
+        for block in self.trainable:
+            for index, tensor in enumerate(block.tensors):
+                if block.gradient is not None and tensor in held:
+                    block.gradient.put(index, held[tensor])
+
+    def trainable_tensors(self) -> list[torch.Tensor]:
+        """All trainable parameters."""
+        return [tensor for block in self.trainable for tensor in block.tensors]
+
+    def lines(self) -> list[Turns]:
+        """The lines for all blocks and gradients."""
+        return [block.turns for block in self.blocks] + [
+            block.gradient.turns for block in self.trainable if block.gradient is not None
+        ]
+
+    def note_broken(self, run: int, error: BaseException) -> None:
+        """A run failed; called on any thread."""
+        with self._breaking:
+            if self.broken is None or run < self.broken.run:
+                self.broken = Broken(run, repr(error))
+
+    def note_flags(self) -> None:
+        """Take over the layers' training flags."""
+        flags = training_flags(self._walked)
+        if flags != self.flags:
+            self.flags = flags
+            self._forget_habits()
+
+    def note_attributes(self) -> bool:
+        """Take over the modules' plain attributes; returns whether any was added, replaced or deleted."""
+        found = attributes(self._walked)
+        same = len(found) == len(self.attributes) and all(
+            name == old_name and value is old
+            for (name, value), (old_name, old) in zip(found, self.attributes, strict=True)
+        )
+        if not same:
+            self.attributes = found
+            self._forget_habits()
+        return not same
+
+    def _forget_habits(self) -> None:
+        # In another mode a layer may draw other random numbers and write other buffers.
+        self.quiet = set()
+        for block in self.blocks:
+            block.writes = None
+
+    @torch.inference_mode(False)
+    def make_masters(self) -> None:
+        """A master, in the optimizer's dtype, for each trainable parameter that has none."""
+        for block in self.trainable:
+            for parameter, value in zip(block.tensors, block.values, strict=True):
+                if parameter not in self.masters:
+                    dtype = self.optim_dtype or parameter.dtype
+                    self.masters[parameter] = Master(value.to(dtype, copy=True).contiguous())
+
+    @torch.inference_mode(False)
+    def make_backs(self) -> None:
+        """A second block beside each trainable one, if that is wanted; by default where it takes little."""
+        if self._double_buffer is None:
+            nbytes = sum(block.nbytes for block in self.trainable)
+            self._double_buffer = nbytes <= self.backend.host_memory().total_bytes * _LITTLE
+        for block in self.trainable if self._double_buffer else ():
+            if block.memory is not None and block.back is None:
+                block.make_back(self.backend)
+                for value, back in zip(block.values, block.back_values, strict=True):
+                    self._places[back.data_ptr()] = value.data_ptr()
+
+    def first_trainable(self) -> int:
+        """The lowest layer that is trained; the number of layers if none is."""
+        return next((layer.index for layer in self.layers if layer.trainable), len(self.layers))

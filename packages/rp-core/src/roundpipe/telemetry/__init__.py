@@ -1,0 +1,1 @@
+"""What is recorded while somebody looks: spans, layer times, profiles."""

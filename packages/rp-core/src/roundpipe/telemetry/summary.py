@@ -1,0 +1,154 @@
+"""What a profile comes to: of each device, how long it computed, copied and was idle, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from roundpipe.telemetry.tables import readable_bytes, readable_ms, table
+from roundpipe.telemetry.tracing import COMPUTE, HOST, OPTIMIZER, Span
+
+Interval = tuple[float, float]
+
+LAUNCH = "launch"
+CALLER_BUSY = "between calls"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSummary:
+    """One device. `compute_s` and the values of `idle_s` together are the profile's whole length.
+
+    `upload_s` and `download_s` are when its streams were copying; that goes on beside computing. `idle_s` is by
+    reason: ``weights`` and ``activations`` were on their way, ``stage before`` was still computing, ``memory``: no
+    room before gradients had left; ``launch``: inside a call, but no task was there yet or any more; ``between
+    calls``: the caller did other things.
+    """
+
+    name: str
+    compute_s: float
+    upload_s: float
+    upload_bytes: int
+    download_s: float
+    download_bytes: int
+    idle_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSummary:
+    """A profile from its first call to the end of what its calls began; prints as a table.
+
+    `optimizer_s` is how long steps and publications worked, `optimizer_wait_s` how long they waited meanwhile.
+    """
+
+    seconds: float
+    num_calls: int
+    devices: tuple[DeviceSummary, ...]
+    optimizer_s: float
+    optimizer_wait_s: float
+
+    def __str__(self) -> str:
+        reasons = sorted({reason for device in self.devices for reason in device.idle_s})
+        rows = [["compute", *(readable_ms(device.compute_s) for device in self.devices)]]
+        rows += [[f"idle: {r}", *(readable_ms(d.idle_s.get(r, 0.0)) for d in self.devices)] for r in reasons]
+        rows += [["uploads", *(readable_ms(device.upload_s) for device in self.devices)]]
+        rows += [["  size", *(readable_bytes(device.upload_bytes) for device in self.devices)]]
+        rows += [["downloads", *(readable_ms(device.download_s) for device in self.devices)]]
+        rows += [["  size", *(readable_bytes(device.download_bytes) for device in self.devices)]]
+        work, waits = readable_ms(self.optimizer_s), readable_ms(self.optimizer_wait_s)
+        return "\n".join(
+            [
+                f"{self.num_calls} calls in {readable_ms(self.seconds)} ms",
+                table(["ms", *(device.name for device in self.devices)], rows),
+                f"optimizer: {work} ms of work, {waits} ms of waits",
+            ]
+        )
+
+
+def summarize(spans: Sequence[Span]) -> ProfileSummary:
+    """Add spans up.
+
+    >>> spans = [
+    ...     Span("host", "caller", "call", "step of m", 0.0, 4.0),
+    ...     Span("cpu:0", "compute", "task", "F[0:1] m0", 1.0, 4.0),
+    ...     Span("cpu:0", "compute", "wait", "wait for weights", 1.0, 2.5, reason="weights"),
+    ... ]
+    >>> summary = summarize(spans)
+    >>> summary.devices[0].compute_s, dict(summary.devices[0].idle_s)
+    (1.5, {'weights': 1.5, 'launch': 1.0})
+    """
+    start_s = min((span.start_s for span in spans), default=0.0)
+    whole = (start_s, max((span.end_s for span in spans), default=0.0))
+    calls = [span for span in spans if span.kind == "call"]
+    names = sorted({span.place for span in spans if span.place != HOST})
+    optimizer = [span for span in spans if span.row == OPTIMIZER]
+    waits_s = _length(_union(_intervals(span for span in optimizer if span.kind == "wait")))
+    return ProfileSummary(
+        seconds=whole[1] - whole[0],
+        num_calls=len(calls),
+        devices=tuple(_device(name, spans, _union(_intervals(calls)), whole) for name in names),
+        optimizer_s=_length(_union(_intervals(optimizer))) - waits_s,
+        optimizer_wait_s=waits_s,
+    )
+
+
+def _device(name: str, spans: Sequence[Span], calls: Sequence[Interval], whole: Interval) -> DeviceSummary:
+    own = [span for span in spans if span.place == name]
+    computing = [span for span in own if span.row == COMPUTE]
+    tasks = _union(_intervals(span for span in computing if span.kind == "task"))
+    waits = [span for span in computing if span.kind == "wait"]
+    waiting = _union(_intervals(waits))
+    idle = {
+        reason: _length(_union(_intervals(span for span in waits if span.reason == reason)))
+        for reason in dict.fromkeys(span.reason for span in waits)
+    }
+    outside = _without([whole], _union([*tasks, *waiting]))
+    idle[LAUNCH] = _length(outside) - _length(_without(outside, calls))
+    idle[CALLER_BUSY] = _length(_without(outside, calls))
+    uploads = [span for span in own if span.kind == "upload"]
+    downloads = [span for span in own if span.kind == "download"]
+    return DeviceSummary(
+        name=name,
+        compute_s=_length(_without(tasks, waiting)),
+        upload_s=_length(_union(_intervals(uploads))),
+        upload_bytes=sum(span.nbytes for span in uploads),
+        download_s=_length(_union(_intervals(downloads))),
+        download_bytes=sum(span.nbytes for span in downloads),
+        idle_s={reason: seconds for reason, seconds in idle.items() if seconds},
+    )
+
+
+# Times as rows of intervals that do not touch
+
+
+def _intervals(spans: Iterable[Span]) -> list[Interval]:
+    return [(span.start_s, span.end_s) for span in spans]
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _without(intervals: Iterable[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """What is left of intervals; the holes in order, and apart from each other."""
+    left: list[Interval] = []
+    for start, end in intervals:
+        at = start
+        for hole_start, hole_end in holes:
+            if hole_end <= at or hole_start >= end:
+                continue
+            if hole_start > at:
+                left.append((at, hole_start))
+            at = max(at, hole_end)
+        if at < end:
+            left.append((at, end))
+    return left

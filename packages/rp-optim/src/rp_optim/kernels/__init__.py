@@ -1,0 +1,1 @@
+"""The compiled update kernels, how they are built, and their reference."""

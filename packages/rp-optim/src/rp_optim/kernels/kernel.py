@@ -1,0 +1,185 @@
+"""Which kernel is in use: found, compiled or replaced by torch's operations once, and said once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from rp_optim.errors import KernelUnavailable
+from rp_optim.kernels.build import (
+    BuildFailed,
+    Compiler,
+    build,
+    build_cached,
+    find_cached,
+    find_compiler,
+    source_hash,
+)
+from rp_optim.kernels.native import NATIVE_DTYPES, Library, NativeKernel
+from rp_optim.kernels.reference import TorchKernel
+from rp_optim.optimizers.updates import AdamUpdate, Kernel, LionUpdate, SGDUpdate, Spot
+
+_Update = TypeVar("_Update", AdamUpdate, SGDUpdate, LionUpdate)
+
+_log = logging.getLogger(__name__)
+
+_IN_WHEEL = Path(__file__).parent / "_kernels.so"
+_TORCH = TorchKernel()
+
+
+class Kernels:
+    """The kernels that run in this process, searched for on first use, and the one in use.
+
+    >>> Kernels().current().name in Kernels().all()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: dict[str, Kernel] | None = None
+        self._current: Kernel | None = None
+
+    def all(self) -> dict[str, Kernel]:
+        """All of them by name, the fastest first, torch's last."""
+        with self._lock:
+            if self._all is None:
+                self._all = {**_native_kernels(), _TORCH.name: _TORCH}
+            return self._all
+
+    def current(self) -> Kernel:
+        """The one in use: ``RP_OPTIM_KERNEL`` by name if that is set, else the fastest."""
+        if self._current is None:
+            return self.use(os.environ.get("RP_OPTIM_KERNEL") or next(iter(self.all())))
+        return self._current
+
+    def use(self, name: str) -> Kernel:
+        """Take the kernel `name` from now on."""
+        found = self.all()
+        if name not in found:
+            raise KernelUnavailable(f"the kernel must be one of {', '.join(found)} here, but is {name!r} instead")
+        self._current = found[name]
+        return self._current
+
+
+_kernels = Kernels()
+
+
+def current_kernel() -> Kernel:
+    """The kernel in use."""
+    return _kernels.current()
+
+
+def kernel_in_use() -> str:
+    """The kernel that steps run: ``avx512``, ``avx2``, ``neon`` or ``scalar``; ``torch`` without a compiler.
+
+    >>> kernel_in_use() in available_kernels()
+    True
+
+    Raises `KernelUnavailable` if ``RP_OPTIM_KERNEL`` names one that does not run here.
+    """
+    return current_kernel().name
+
+
+def available_kernels() -> tuple[str, ...]:
+    """The names of all kernels that run here, the fastest first.
+
+    >>> available_kernels()[-1]
+    'torch'
+    """
+    return tuple(_kernels.all())
+
+
+def use_kernel(name: str) -> None:
+    """Take another kernel from now on, in the whole process: for tests and measurements.
+
+    >>> before = kernel_in_use()
+    >>> use_kernel("torch")
+    >>> kernel_in_use()
+    'torch'
+    >>> use_kernel(before)
+
+    Raises `KernelUnavailable`.
+    """
+    _kernels.use(name)
+
+
+def kernel_for(spot: Spot) -> Kernel:
+    """The kernel in use, or torch's operations for fp64, which the compiled kernels do not know."""
+    return current_kernel() if spot.dtypes() <= NATIVE_DTYPES else _TORCH
+
+
+def by_kernel(updates: Iterable[_Update]) -> Iterable[tuple[Kernel, list[_Update]]]:
+    """The updates that each kernel makes."""
+    found: dict[int, tuple[Kernel, list[_Update]]] = {}
+    for update in updates:
+        kernel = kernel_for(update.spot)
+        found.setdefault(id(kernel), (kernel, []))[1].append(update)
+    return found.values()
+
+
+def _native_kernels() -> dict[str, NativeKernel]:
+    try:
+        library, origin = _find_library()
+    except (BuildFailed, OSError) as error:
+        _log.warning("rp-optim steps run on torch's operations, which are slower: %s", error)
+        return {}
+    found = {name: NativeKernel(library, name) for name in library.variants()}
+    threads = "with OpenMP" if library.openmp else "on one thread: the compiler has no OpenMP"
+    _log.info("rp-optim steps run on its %s kernel, %s, %s", next(iter(found)), origin, threads)
+    return found
+
+
+def _find_library() -> tuple[Library, str]:
+    """The wheel's library, else the cached one, else a new one; and where it came from."""
+    try:
+        return Library(_IN_WHEEL, source_hash()), "built into the wheel"
+    except OSError as error:
+        _log.debug("no library in the wheel: %s", error)
+        in_wheel = f"; the wheel's own library could not be loaded: {error}" if _IN_WHEEL.exists() else ""
+    try:
+        return _compiled_library()
+    except BuildFailed as error:
+        raise BuildFailed(f"{error}{in_wheel}") from error
+
+
+def _compiled_library() -> tuple[Library, str]:
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildFailed("there is no C compiler that runs (cc, gcc or clang, or the one that CC names)")
+    try:
+        return _cached_library(compiler)
+    except OSError as error:
+        _log.debug("the cache cannot be used: %s", error)
+    with tempfile.TemporaryDirectory(prefix="rp-optim-") as folder:
+        library = Path(folder) / "kernels.so"
+        build(compiler, library)
+        return Library(library, source_hash()), "compiled for this process alone"
+
+
+def _cached_library(compiler: Compiler) -> tuple[Library, str]:
+    folder = _cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if (path := find_cached(compiler, folder)) is not None:
+            return Library(path, source_hash()), f"compiled before into {path}"
+    except OSError as error:
+        _log.debug("the library in the cache cannot be used: %s", error)
+    path = build_cached(compiler, folder)
+    return Library(path, source_hash()), f"compiled now into {path}"
+
+
+def _cache_folder() -> Path:
+    given = os.environ.get("RP_OPTIM_CACHE")
+    if given:
+        return Path(given)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    # As OSError, which has its own answer: a library for this process alone.
+    home = os.path.expanduser("~")
+    if not shared and home == "~":
+        raise OSError("there is no home folder to cache the kernels in")
+    return Path(shared or Path(home) / ".cache") / "rp-optim"

@@ -1,0 +1,248 @@
+"""The compiled kernels behind ctypes, which releases the interpreter's lock while they run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from rp_optim.optimizers.updates import (
+    AdamNumbers,
+    AdamUpdate,
+    Factors,
+    LionNumbers,
+    LionUpdate,
+    Matrices,
+    Move,
+    SGDNumbers,
+    SGDUpdate,
+    Spot,
+)
+
+# A complex number is two real ones.
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.complex64: 0}
+NATIVE_DTYPES = frozenset(_TYPES)
+
+_AMSGRAD, _MOMENTUM, _FIRST, _NESTEROV, _STREAM = 1, 2, 4, 8, 16
+
+# Fewer weights than this may still be in cache when they are read next.
+_STREAM_FROM = 1 << 16
+
+_int64, _double, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class _Array(ctypes.Structure):
+    _fields_ = (("at", _pointer), ("type", ctypes.c_int32))
+
+
+class _Job(ctypes.Structure):
+    """`rpo_job` of ``csrc/rp_optim.h``, field by field."""
+
+    _fields_ = (
+        ("count", _int64),
+        ("threads", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("param", _Array),
+        ("grad", _Array),
+        ("weight", _Array),
+        ("state", _pointer * 3),
+        ("factor", _double),
+        ("l2", _double),
+        ("shrink", _double),
+        ("rate", _double),
+        ("beta1", _double),
+        ("beta2", _double),
+        ("gain1", _double),
+        ("gain2", _double),
+        ("root", _double),
+        ("eps", _double),
+        ("batch", _int64),
+        ("rows", _int64),
+        ("cols", _int64),
+        ("row", _pointer),
+        ("col", _pointer),
+        ("row_sums", _pointer),
+        ("col_sums", _pointer),
+        ("result", _double),
+    )
+
+
+def _array(tensor: torch.Tensor | None) -> _Array:
+    return _Array(None, 0) if tensor is None else _Array(tensor.data_ptr(), _TYPES[tensor.dtype])
+
+
+def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | Move) -> dict[str, float]:
+    # Not dataclasses.asdict: it copies deeply, which took a third of the time of a small parameter.
+    return {name: getattr(numbers, name) for name in numbers.__dataclass_fields__}
+
+
+def _job(
+    spot: Spot,
+    state: Sequence[torch.Tensor | None] = (),
+    flags: int = 0,
+    numbers: dict[str, float] | None = None,
+) -> _Job:
+    count = spot.count
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in state]
+    return _Job(
+        count=count,
+        threads=torch.get_num_threads(),
+        flags=flags | (_STREAM if count >= _STREAM_FROM else 0),
+        param=_array(spot.param),
+        grad=_array(spot.grad),
+        weight=_array(spot.weight),
+        state=(_pointer * 3)(*pointers, *[None] * (3 - len(pointers))),
+        factor=spot.factor,
+        **(numbers or {}),
+    )
+
+
+def _matrix_job(spot: Spot, shape: Matrices, factors: Factors, numbers: dict[str, float] | None = None) -> _Job:
+    job = _job(spot, numbers=numbers)
+    job.eps = factors.least
+    job.batch, job.rows, job.cols = shape.batch, shape.rows, shape.cols
+    job.row, job.col = factors.row.data_ptr(), factors.col.data_ptr()
+    return job
+
+
+def _adam_job(update: AdamUpdate) -> _Job:
+    numbers, state = update.numbers, (update.exp_avg, update.exp_avg_sq, update.max_exp_avg_sq)
+    flags = 0 if update.max_exp_avg_sq is None else _AMSGRAD
+    return _job(update.spot, state, flags, _fields_of(numbers) | _gains(numbers))
+
+
+def _sgd_job(update: SGDUpdate) -> _Job:
+    numbers = update.numbers
+    flags = 0 if update.buffer is None else _MOMENTUM
+    flags |= (_FIRST if numbers.first else 0) | (_NESTEROV if numbers.nesterov else 0)
+    found = {"l2": numbers.l2, "rate": numbers.rate, "beta1": numbers.keep, "gain1": numbers.gain}
+    return _job(update.spot, (update.buffer,), flags, found)
+
+
+def _lion_job(update: LionUpdate) -> _Job:
+    return _job(update.spot, (update.exp_avg,), numbers=_fields_of(update.numbers) | _gains(update.numbers))
+
+
+def _gains(numbers: AdamNumbers | LionNumbers) -> dict[str, float]:
+    return {"gain1": 1 - numbers.beta1, "gain2": 1 - numbers.beta2}
+
+
+class Library:
+    """The shared library.
+
+    Raises `OSError` if it cannot be loaded, or was compiled from other sources than `source_hash`.
+    """
+
+    def __init__(self, path: Path, source_hash: str) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        try:
+            self._library.rpo_source.restype = ctypes.c_char_p
+            self._library.rpo_variant_name.restype = ctypes.c_char_p
+            self._library.rpo_job_bytes.restype = _int64
+        except AttributeError as error:
+            raise OSError(f"{path} is not a library of these kernels: {error}") from error
+        if self._library.rpo_source() != source_hash.encode():
+            raise OSError(f"{path} was compiled from other sources than these")
+        if self._library.rpo_job_bytes() != ctypes.sizeof(_Job):
+            raise AssertionError("rpo_job in csrc/rp_optim.h and _Job differ")
+
+    @property
+    def openmp(self) -> bool:
+        """Whether it divides its work among threads."""
+        return bool(self._library.rpo_has_openmp())
+
+    def variants(self) -> dict[str, int]:
+        """Number of each variant that this processor can run, the fastest first."""
+        return {name: number for number, name in enumerate(self._names()) if name}
+
+    def _names(self) -> Iterator[str]:
+        number = 0
+        while (name := self._library.rpo_variant_name(number)) is not None:
+            yield name.decode()
+            number += 1
+
+    def call(self, name: str, variant: int, jobs: Sequence[_Job]) -> list[float]:
+        """Run some jobs of one kind; returns what each of them summed.
+
+        Raises `MemoryError`.
+        """
+        row = (_Job * len(jobs))(*jobs)
+        if any(job.count for job in jobs) and self._library[f"rpo_{name}"](variant, row, _int64(len(jobs))) != 0:
+            raise MemoryError(f"no memory for the sums of {name} over {sum(job.count for job in jobs)} elements")
+        return [job.result for job in row]
+
+
+class NativeKernel:
+    """One variant of the library, as a `Kernel`."""
+
+    def __init__(self, library: Library, name: str) -> None:
+        self._library = library
+        self._name = name
+        self._variant = library.variants()[name]
+
+    @property
+    def name(self) -> str:
+        """The instruction set it was compiled for."""
+        return self._name
+
+    def _call(self, name: str, *jobs: _Job) -> list[float]:
+        return self._library.call(name, self._variant, jobs)
+
+    def adam(self, updates: Sequence[AdamUpdate]) -> None:
+        """See `Kernel.adam`."""
+        self._call("adam", *map(_adam_job, updates))
+
+    def sgd(self, updates: Sequence[SGDUpdate]) -> None:
+        """See `Kernel.sgd`."""
+        self._call("sgd", *map(_sgd_job, updates))
+
+    def lion(self, updates: Sequence[LionUpdate]) -> None:
+        """See `Kernel.lion`."""
+        self._call("lion", *map(_lion_job, updates))
+
+    def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+        """See `Kernel.squares`."""
+        return self._call("squares", *(_job(Spot(tensor, tensor, None, 1.0)) for tensor in tensors))
+
+    def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.matrix_squares`."""
+        rows = torch.zeros(shape.batch * shape.rows, dtype=torch.float64, device="cpu")
+        cols = torch.zeros(shape.batch * shape.cols, dtype=torch.float64, device="cpu")
+        job = _matrix_job(spot, shape, Factors(rows, cols, 0.0))
+        job.row_sums, job.col_sums = rows.data_ptr(), cols.data_ptr()
+        self._call("matrix_squares", job)
+        return rows, cols
+
+    def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:
+        """See `Kernel.matrix_norm`."""
+        return self._call("matrix_norm", _matrix_job(spot, shape, factors))[0]
+
+    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
+        """See `Kernel.matrix_apply`."""
+        self._call("matrix_apply", _matrix_job(spot, shape, factors, _fields_of(move)))
+
+    def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
+        """See `Kernel.vector_variance`."""
+        numbers = {"gain2": gain, "beta2": 1 - gain, "eps": least}
+        return self._call("vector_variance", _job(spot, (variance,), numbers=numbers))[0]
+
+    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
+        """See `Kernel.vector_apply`."""
+        self._call("vector_apply", _job(spot, (variance,), numbers={"eps": least} | _fields_of(move)))
+
+    def to_weight(self, spots: Sequence[Spot]) -> None:
+        """See `Kernel.to_weight`."""
+        self._call("to_weight", *map(_job, spots))
+
+    # For benchmarks alone: what the memory allows
+
+    def rewrite(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
+        """Read, change and write Adam's arrays in place, 32 bytes a parameter."""
+        self._call("rewrite", *(_job(spot, moments) for spot, *moments in arrays))
+
+    def traffic(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
+        """Move what Adam moves, 28 bytes a parameter, with next to no arithmetic."""
+        self._call("traffic", *(_job(spot, moments) for spot, *moments in arrays))

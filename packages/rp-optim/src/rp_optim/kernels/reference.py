@@ -1,0 +1,219 @@
+"""The kernels' arithmetic in torch: what they are checked against, and what runs where they cannot.
+
+That is: without a compiler, and for fp64. A piece at a time, so that no full copy in fp32 is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rp_optim.optimizers.updates import (
+    AdamNumbers,
+    AdamUpdate,
+    Factors,
+    LionNumbers,
+    LionUpdate,
+    Matrices,
+    Move,
+    SGDNumbers,
+    SGDUpdate,
+    Spot,
+    flat,
+)
+
+# Elements worked on at a time: a few of these stay in cache.
+_PIECE = 1 << 18
+_ROW = 1 << 12
+
+
+def _wide(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy in the dtype of the arithmetic: fp64 for fp64 parameters, else fp32."""
+    return tensor.to(torch.float64 if like.dtype == torch.float64 else torch.float32, copy=True)
+
+
+def _pieces(spot: Spot) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Where each piece lies, its parameter and its gradient, both wide, the gradient times its factor."""
+    for begin in range(0, spot.grad.numel(), _PIECE):
+        place = slice(begin, min(begin + _PIECE, spot.grad.numel()))
+        yield place, _wide(spot.param[place], spot.param), _wide(spot.grad[place], spot.param).mul_(spot.factor)
+
+
+def _write(spot: Spot, place: slice, value: torch.Tensor) -> None:
+    spot.param[place] = value
+    if spot.weight is not None:
+        spot.weight[place] = value
+
+
+def _lerp(start: torch.Tensor, end: torch.Tensor, gain: float) -> torch.Tensor:
+    # From the nearer end, like torch.lerp; that one may fuse the multiply-add.
+    return start + (end - start) * gain if gain < 0.5 else end - (end - start) * (1 - gain)
+
+
+def _total(values: torch.Tensor) -> torch.Tensor:
+    # Rows first: torch divides one long sum among threads, and its result would depend on how many there are.
+    whole = values.numel() // _ROW * _ROW
+    return values[:whole].view(-1, _ROW).sum(-1).sum() + values[whole:].sum()
+
+
+def _sums(values: torch.Tensor) -> torch.Tensor:
+    """Over the last of three dimensions; like `_total` where that leaves one number."""
+    alone = values.shape[0] * values.shape[1] == 1
+    return _total(values.reshape(-1)).view(1, 1) if alone else values.sum(-1)
+
+
+def _squares(values: torch.Tensor) -> float:
+    return _total(values.double().square()).item()
+
+
+def _adam(
+    spot: Spot,
+    numbers: AdamNumbers,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    largest: torch.Tensor | None,
+) -> None:
+    gain = 1 - numbers.beta2
+    for place, param, grad in _pieces(spot):
+        if numbers.l2:
+            grad += param * numbers.l2
+        mean = _lerp(_wide(exp_avg[place], param), grad, 1 - numbers.beta1)
+        square = _wide(exp_avg_sq[place], param) * numbers.beta2 + (grad * gain) * grad
+        exp_avg[place] = mean
+        exp_avg_sq[place] = square
+        if largest is not None:
+            square = torch.maximum(_wide(largest[place], param), square)
+            largest[place] = square
+        moves = (mean * numbers.rate) / (square.sqrt() * numbers.root + numbers.eps)
+        _write(spot, place, param * numbers.shrink - moves)
+
+
+def _sgd(spot: Spot, numbers: SGDNumbers, buffer: torch.Tensor | None) -> None:
+    for place, param, grad in _pieces(spot):
+        if numbers.l2:
+            grad += param * numbers.l2
+        if buffer is not None:
+            moved = grad if numbers.first else _wide(buffer[place], param) * numbers.keep + grad * numbers.gain
+            buffer[place] = moved
+            grad = grad + moved * numbers.keep if numbers.nesterov else moved
+        _write(spot, place, param - grad * numbers.rate)
+
+
+def _lion(spot: Spot, numbers: LionNumbers, exp_avg: torch.Tensor) -> None:
+    for place, param, grad in _pieces(spot):
+        old = _wide(exp_avg[place], param)
+        direction = (old * numbers.beta1 + grad * (1 - numbers.beta1)).sign()
+        exp_avg[place] = old * numbers.beta2 + grad * (1 - numbers.beta2)
+        _write(spot, place, param * numbers.shrink - direction * numbers.rate)
+
+
+class TorchKernel:
+    """A `Kernel` made of torch's operations.
+
+    >>> TorchKernel().squares([torch.tensor([3.0, 4.0])])
+    [25.0]
+    """
+
+    @property
+    def name(self) -> str:
+        """Always ``torch``."""
+        return "torch"
+
+    def adam(self, updates: Sequence[AdamUpdate]) -> None:
+        """See `Kernel.adam`."""
+        for update in updates:
+            moments = flat(update.exp_avg), flat(update.exp_avg_sq)
+            _adam(update.spot.flat(), update.numbers, *moments, _flat(update.max_exp_avg_sq))
+
+    def sgd(self, updates: Sequence[SGDUpdate]) -> None:
+        """See `Kernel.sgd`."""
+        for update in updates:
+            _sgd(update.spot.flat(), update.numbers, _flat(update.buffer))
+
+    def lion(self, updates: Sequence[LionUpdate]) -> None:
+        """See `Kernel.lion`."""
+        for update in updates:
+            _lion(update.spot.flat(), update.numbers, flat(update.exp_avg))
+
+    def to_weight(self, spots: Sequence[Spot]) -> None:
+        """See `Kernel.to_weight`."""
+        for spot in map(Spot.flat, spots):
+            if spot.weight is not None:
+                spot.weight.copy_(spot.param)
+
+    def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+        """See `Kernel.squares`. A sum over fp64 can overflow: it is then as infinite as torch's norm."""
+        return [
+            sum((_squares(tensor[begin : begin + _PIECE]) for begin in range(0, tensor.numel(), _PIECE)), 0.0)
+            for tensor in map(flat, tensors)
+        ]
+
+    # Adafactor
+
+    def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.matrix_squares`."""
+        rows = torch.empty(shape.batch, shape.rows, dtype=torch.float64, device="cpu")
+        cols = torch.zeros(shape.batch, shape.cols, dtype=torch.float64, device="cpu")
+        grad = _view(flat(spot.grad), shape)
+        for batches, place in _bands(shape):
+            squares = grad[batches, place].double().square()
+            rows[batches, place] = _sums(squares)
+            cols[batches] += _sums(squares.transpose(-1, -2))
+        return rows.view(-1), cols.view(-1)
+
+    def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:
+        """See `Kernel.matrix_norm`."""
+        spot = spot.flat()
+        bands = (_moves(spot, shape, factors, *band) for band in _bands(shape))
+        return sum((_squares(moves.view(-1)) for moves in bands), 0.0)
+
+    def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
+        """See `Kernel.matrix_apply`."""
+        spot = spot.flat()
+        for band in _bands(shape):
+            place = _view(spot.param, shape)[band]
+            value = _wide(place, spot.param) * move.shrink - _moves(spot, shape, factors, *band) * move.rate
+            place.copy_(value)
+            if spot.weight is not None:
+                _view(spot.weight, shape)[band] = value
+
+    def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
+        """See `Kernel.vector_variance`."""
+        total, variance = 0.0, flat(variance)
+        for place, param, grad in _pieces(spot.flat()):
+            variance[place] = _lerp(_wide(variance[place], param), grad.square(), gain)
+            moves = grad / _wide(variance[place], param).clamp(min=least).sqrt()
+            total += _squares(moves)
+        return total
+
+    def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
+        """See `Kernel.vector_apply`."""
+        spot, variance = spot.flat(), flat(variance)
+        for place, param, grad in _pieces(spot):
+            moves = grad / _wide(variance[place], param).clamp(min=least).sqrt()
+            _write(spot, place, param * move.shrink - moves * move.rate)
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else flat(tensor)
+
+
+def _view(tensor: torch.Tensor, shape: Matrices) -> torch.Tensor:
+    return tensor.view(shape.batch, shape.rows, shape.cols)
+
+
+def _bands(shape: Matrices) -> Iterator[tuple[slice, slice]]:
+    """Some matrices and some of their rows at a time, about a piece."""
+    rows = max(1, min(shape.rows, _PIECE // max(1, shape.cols)))
+    batches = max(1, _PIECE // max(1, rows * shape.cols)) if rows == shape.rows else 1
+    for first in range(0, shape.batch, batches):
+        for row in range(0, shape.rows, rows):
+            yield slice(first, first + batches), slice(row, row + rows)
+
+
+def _moves(spot: Spot, shape: Matrices, factors: Factors, batches: slice, rows: slice) -> torch.Tensor:
+    row = factors.row.view(shape.batch, shape.rows, 1)[batches, rows]
+    col = factors.col.view(shape.batch, 1, shape.cols)[batches]
+    grad = _wide(_view(spot.grad, shape)[batches, rows], spot.param).mul_(spot.factor)
+    return grad / (row * col).clamp(min=factors.least).sqrt()

@@ -1,0 +1,132 @@
+"""Adam and AdamW for parameters on the host, with torch's signatures, results and state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from rp_optim.checks import check_option_flags
+from rp_optim.host import Group, HostOptimizer, Taken, count_steps, state_tensor
+from rp_optim.kernels.kernel import by_kernel
+from rp_optim.optimizers.updates import AdamNumbers, AdamUpdate
+
+Scalar = float | torch.Tensor
+
+
+class Adam(HostOptimizer, torch.optim.Adam):
+    """Adam (Kingma and Ba, 2015) in one pass over host memory.
+
+    Takes the arguments of ``torch.optim.Adam``; `foreach` and `fused` are accepted and change nothing. Its
+    ``state_dict`` and torch's load each other.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = Adam([weight], lr=0.5)
+    >>> weight.grad = torch.ones(2)
+    >>> optimizer.step()
+    >>> weight.data
+    tensor([0.5000, 0.5000])
+
+    Raises `ValueError` for arguments out of range, for `capturable` and `differentiable`, and for parameters
+    that are not on the host, dense, contiguous and floating.
+    """
+
+    _counts_steps = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 1e-3,
+        betas: tuple[Scalar, Scalar] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        check_option_flags(type(self).__name__, {"capturable": capturable, "differentiable": differentiable})
+        del foreach, fused
+        options: dict[str, Any] = {"decoupled_weight_decay": decoupled_weight_decay}
+        # By name: the class behind Adam among AdamW's is torch's AdamW, which takes other options.
+        torch.optim.Adam.__init__(
+            self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
+        )
+
+    def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        return dict.fromkeys(names, parameter.shape)
+
+    def _update(self, taken: Sequence[Taken]) -> None:
+        steps = count_steps([self.state[each.parameter] for each in taken])
+        # Nearly all parameters share their group and its steps.
+        alike = {(id(each.group), step): each.group for each, step in zip(taken, steps, strict=True)}
+        numbers = {key: _numbers(group, key[1]) for key, group in alike.items()}
+        updates = [self._one(each, numbers[id(each.group), step]) for each, step in zip(taken, steps, strict=True)]
+        for kernel, some in by_kernel(updates):
+            kernel.adam(some)
+
+    def _one(self, taken: Taken, numbers: AdamNumbers) -> AdamUpdate:
+        group, parameter, state = taken.group, taken.parameter, self.state[taken.parameter]
+        found = {name: state_tensor(state, name, parameter) for name in self._state_shapes(group, parameter)}
+        return AdamUpdate(taken.spot, numbers, **found)
+
+
+def _numbers(group: Group, step: int) -> AdamNumbers:
+    lr, beta1, beta2 = float(group["lr"]), float(group["betas"][0]), float(group["betas"][1])
+    decay, decoupled = float(group["weight_decay"]), group["decoupled_weight_decay"]
+    return AdamNumbers(
+        l2=0.0 if decoupled else decay,
+        shrink=1 - lr * decay if decoupled else 1.0,
+        rate=lr / (1 - beta1**step),
+        beta1=beta1,
+        beta2=beta2,
+        root=1 / math.sqrt(1 - beta2**step),
+        eps=float(group["eps"]),
+    )
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019): torch's ``AdamW`` on the host.
+
+    >>> AdamW([torch.nn.Parameter(torch.ones(2))]).param_groups[0]["weight_decay"]
+    0.01
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 1e-3,
+        betas: tuple[Scalar, Scalar] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+        )

@@ -1,0 +1,1 @@
+"""Planners: from costs to plans."""

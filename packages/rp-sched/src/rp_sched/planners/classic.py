@@ -1,0 +1,176 @@
+"""Schedules from papers, as task lists, to compare with.
+
+They bind stages to devices. The last stage runs forward and backward in one task, as the engine does; every other
+backward pass recomputes. Stages are given from the first layers up and run one microbatch a task, unless it says
+otherwise; device d has stage d, d + devices, and so on.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+from rp_sched.errors import InvalidPlan
+from rp_sched.planners.partition import backward_row, even, fewest, least_cap
+from rp_sched.problem.checks import whole
+from rp_sched.problem.costs import NO_LIMITS, LayerCost
+from rp_sched.problem.plan import Plan
+from rp_sched.problem.tasks import Task
+from rp_sched.simulation.stage_costs import Loads
+
+Schedule = Callable[[Sequence[range], int, int], tuple[Task, ...]]
+
+
+def even_stages(costs: Sequence[LayerCost], stages: int) -> tuple[range, ...]:
+    """All layers as so many stages of about the same time, or as many as there are layers.
+
+    >>> even_stages([LayerCost(1.0), LayerCost(1.0), LayerCost(2.0)], 2)
+    (range(0, 2), range(2, 3))
+    """
+    row = backward_row(Loads(costs, NO_LIMITS), 1)
+    end = row.num_layers
+    count = min(whole("stages", stages, least=1), end)
+    cap_ms = least_cap(lambda cap: fewest(row, end, cap), count, row.slowest_layer_ms, row.stage_ms(range(end)))
+    return even(row, end, count, cap_ms)
+
+
+def gpipe(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
+    """All microbatches forward, then all backward.
+
+    >>> gpipe([range(0, 1), range(1, 2)], 2, 2)
+    (F[0:1] m0:1 @0, F[0:1] m1:2 @0, FB[1:2] m0:1 @1, FB[1:2] m1:2 @1, B[0:1] m0:1 @0, B[0:1] m1:2 @0)
+
+    Source: Huang et al., "GPipe", 2019.
+    """
+    _check(stages, devices, microbatches)
+    singles = [range(m, m + 1) for m in range(microbatches)]
+    return tuple(_bound(stages, devices, singles))
+
+
+def looped_bfs(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
+    """Every stage runs all microbatches in a row, one task, before the device goes on to its next stage.
+
+    >>> looped_bfs([range(0, 1), range(1, 2)], 2, 2)
+    (F[0:1] m0:2 @0, FB[1:2] m0:2 @1, B[0:1] m0:2 @0)
+
+    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023.
+    """
+    _check(stages, devices, microbatches)
+    return tuple(_bound(stages, devices, [range(microbatches)]))
+
+
+def one_f_one_b(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
+    """Each device goes forward and backward in turn as soon as it can.
+
+    >>> one_f_one_b([range(0, 1), range(1, 2)], 2, 2)
+    (F[0:1] m0:1 @0, FB[1:2] m0:1 @1, F[0:1] m1:2 @0, FB[1:2] m1:2 @1, B[0:1] m0:1 @0, B[0:1] m1:2 @0)
+
+    There must be a device for each stage. Source: Narayanan et al., "PipeDream", 2019, without weight versions.
+    """
+    _check(stages, devices, microbatches)
+    if len(stages) > devices:
+        raise ValueError(f"1F1B has one stage a device, but there are {len(stages)} stages for {devices} devices")
+    return interleaved(stages, len(stages), microbatches)
+
+
+def interleaved(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
+    """1F1B where each device has several stages; the microbatches go through them in groups of `devices`.
+
+    >>> len(interleaved([range(layer, layer + 1) for layer in range(4)], 2, 2))
+    14
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021. As there, with
+    several stages a device the devices must divide stages and microbatches, or `ValueError` is raised.
+    """
+    _check(stages, devices, microbatches)
+    if len(stages) != devices and (len(stages) % devices or microbatches % devices):
+        raise ValueError(
+            f"with several stages a device, stages and microbatches must be multiples of devices ({devices}), "
+            f"but are {len(stages)} and {microbatches} instead"
+        )
+    queues = [_in_turn(stages, devices, microbatches, device) for device in range(devices)]
+    return tuple(_merged(queues))
+
+
+def _check(stages: Sequence[range], devices: int, microbatches: int) -> None:
+    whole("devices", devices, least=1)
+    whole("microbatches", microbatches, least=1)
+    if not stages:
+        raise InvalidPlan("stages must have at least one stage, but is empty")
+    # A plan of these stages has the gaps, overlaps and empty stages that they have.
+    Plan(tuple(stages)).check(max(stages[-1].stop, 1), "infer")
+
+
+def _bound(stages: Sequence[range], devices: int, batches: Sequence[range]) -> Iterator[Task]:
+    last = len(stages) - 1
+    for number, layers in enumerate(stages):
+        kind = "FB" if number == last else "F"
+        yield from (Task(kind, layers, batch, number % devices) for batch in batches)
+    for number in range(last - 1, -1, -1):
+        yield from (Task("B", stages[number], batch, number % devices) for batch in batches)
+
+
+def _in_turn(stages: Sequence[range], devices: int, microbatches: int, device: int) -> Iterator[Task]:
+    """What a device does: forward tasks first, then one of each in turn, then backward tasks."""
+    mine = range(device, len(stages), devices)
+    forward = list(_visits(mine, devices, microbatches))
+    backward = list(_visits(mine[::-1], devices, microbatches))
+    ahead = devices - 1 - device
+    if len(mine) > 1:
+        ahead = 2 * ahead + (len(mine) - 1) * devices
+    first = min(ahead, len(forward))
+    later = chain.from_iterable(
+        (("F", visit), ("B", done)) for visit, done in zip(forward[first:], backward, strict=False)
+    )
+    rest = (("B", done) for done in backward[len(forward) - first :])
+    for direction, (number, microbatch) in chain((("F", visit) for visit in forward[:first]), later, rest):
+        batch, tail = range(microbatch, microbatch + 1), number == len(stages) - 1
+        if direction == "F":
+            yield Task("FB" if tail else "F", stages[number], batch, device)
+        elif not tail:
+            yield Task("B", stages[number], batch, device)
+
+
+def _visits(mine: Iterable[int], devices: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """Stage and microbatch of each step in one direction: groups of microbatches, each through all stages."""
+    for start in range(0, microbatches, devices):
+        for number in mine:
+            for microbatch in range(start, min(start + devices, microbatches)):
+                yield number, microbatch
+
+
+def _merged(queues: Sequence[Iterator[Task]]) -> Iterator[Task]:
+    """The devices' queues as one list, each task after what it needs."""
+    heads = [next(queue, None) for queue in queues]
+    done: set[tuple[str, int, int]] = set()
+    while any(head is not None for head in heads):
+        before = len(done)
+        for device, head in enumerate(heads):
+            if head is not None and _can_run(head, done):
+                yield head
+                done |= _marks(head)
+                heads[device] = next(queues[device], None)
+        if len(done) == before:
+            raise AssertionError(f"the devices wait for each other: {heads}")
+
+
+def _can_run(task: Task, done: set[tuple[str, int, int]]) -> bool:
+    microbatch = task.microbatches.start
+    if task.kind == "B":
+        return ("B", task.layers.stop, microbatch) in done
+    return task.layers.start == 0 or ("F", task.layers.start, microbatch) in done
+
+
+def _marks(task: Task) -> set[tuple[str, int, int]]:
+    """What a task leaves: the input of the layer above it, the gradient of the one below."""
+    microbatch = task.microbatches.start
+    if task.kind == "F":
+        return {("F", task.layers.stop, microbatch)}
+    return {("B", task.layers.start, microbatch)}
+
+
+CLASSIC: Mapping[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved,
+    "looped-bfs": looped_bfs,
+}
+"""The schedules by name."""

@@ -1,0 +1,235 @@
+"""The fastest plan for a number of devices: how it is looked for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from rp_sched.errors import Infeasible
+from rp_sched.planners.roundrobin import RoundRobin
+from rp_sched.planners.search_space import Division, Shape, Space
+from rp_sched.problem.plan import Mode, Plan
+from rp_sched.simulation.makespan import MOST_CALLS, Course, Pace, pace
+from rp_sched.simulation.stage_costs import Loads
+
+# Up to so many layers and devices every plan is looked at, or known to be no better without a look.
+EXACT_LAYERS = 8
+EXACT_DEVICES = 3
+# How often a microbatch may go through a stage in the simulations of a search that is not exact; where links take
+# time, each counts for several, since it takes as long as several to simulate.
+MOST_STEPS = 2_000_000
+LINKED_STEPS = 5
+# Calls that are played to compare shapes, and how many of the best shapes are looked around.
+ROUGH_CALLS = 10
+BEST_SHAPES = 6
+# Plans whose times differ by a smaller part are equal; of these, one with few tasks is taken.
+EQUAL = 1e-9
+
+
+class Finder:
+    """The fastest plan for exactly so many devices, and how far the search for it has come."""
+
+    def __init__(
+        self, loads: Loads, *, mode: Mode, devices: int, microbatches: int, first: Sequence[Plan]
+    ) -> None:
+        self.best_ms = float("inf")
+        self.devices = devices
+        self._best: Course | None = None
+        self._space = Space(loads, mode=mode, devices=devices, microbatches=microbatches)
+        self._least_ms = self._space.bound_ms()
+        self._steps = 0
+        self._tried: dict[Shape, float] = {}
+        published = RoundRobin().plan(loads, devices=devices, microbatches=microbatches, mode=mode)
+        for plan in (*first, published, *self._leanest()):
+            self._try(plan, MOST_CALLS)
+
+    @property
+    def best(self) -> Course:
+        """The fastest so far. Raises `Infeasible` if the host has no room for any plan."""
+        if self._best is None:
+            leanest, host = self._space.leanest(), self._space.loads.limits.host_memory_bytes
+            raise Infeasible(None, self._space.loads.host_bytes(leanest, self._space.microbatches), host or 0)
+        return self._best
+
+    def run(self) -> Iterator[None]:
+        """Look further, plan by plan."""
+        for _ in self._bounded():
+            yield
+            if self._is_perfect or self._steps > MOST_STEPS:
+                break
+        for _ in self._simplify():
+            yield
+            if self._steps > 2 * MOST_STEPS:
+                break
+        if self._space.loads.num_layers <= EXACT_LAYERS and self.devices <= EXACT_DEVICES:
+            yield from self._exact()
+
+    def ranked(self, count: int) -> list[Plan]:
+        """The fastest of the shapes that were tried."""
+        shapes = sorted(self._tried, key=self._tried.__getitem__)[:count]
+        return [self._space.shaped(shape) for shape in shapes if self._tried[shape] < float("inf")]
+
+    def _leanest(self) -> list[Plan]:
+        return [] if self._space.loads.limits.host_memory_bytes is None else [self._space.leanest()]
+
+    @property
+    def _is_perfect(self) -> bool:
+        return self.best_ms <= self._least_ms * (1 + EQUAL)
+
+    def _try(self, plan: Plan, most_calls: int) -> float:
+        """How long a call takes, as far as so many calls tell; infinite if the plan cannot be the best."""
+        space = self._space
+        course = Course.unchecked(plan, space.loads, space.mode, space.microbatches)
+        if self._cannot_win(course):
+            return float("inf")
+        found = self._pace(course, most_calls)
+        if most_calls < MOST_CALLS and found.calls == most_calls and self._is_better(found.call_ms, course):
+            found = self._pace(course, MOST_CALLS)
+        if self._is_better(found.call_ms, course):
+            self._best, self.best_ms = course, found.call_ms
+        return found.call_ms
+
+    def _pace(self, course: Course, most_calls: int) -> Pace:
+        found = pace([course], self.devices, most_calls=most_calls)
+        self._steps += found.calls * course.steps * (LINKED_STEPS if course.loads.linked else 1)
+        return found
+
+    def _cannot_win(self, course: Course) -> bool:
+        if not self._is_better(course.bound_ms(self.devices), course):
+            return True
+        return not self._space.loads.fits_host(course.plan, course.microbatches)
+
+    def _is_better(self, call_ms: float, course: Course) -> bool:
+        """Whether a course that takes so long is faster than the best, or as fast with fewer tasks."""
+        if call_ms < self.best_ms * (1 - EQUAL) or self._best is None:
+            return True
+        return call_ms <= self.best_ms * (1 + EQUAL) and len(course.jobs) < len(self._best.jobs)
+
+    def _exact(self) -> Iterator[None]:
+        for start in self._space.starts:
+            for plan in self._space.everything(start):
+                if self._is_perfect:
+                    return
+                self._try(plan, MOST_CALLS)
+                yield
+
+    def _bounded(self) -> Iterator[None]:
+        """Try shapes of many kinds, then look around the best of them, then move the cuts of the best plan."""
+        for shape in seeds(self._space):
+            self._try_shape(shape)
+            yield
+        for shape in sorted(self._tried, key=self._tried.__getitem__)[:BEST_SHAPES]:
+            yield from self._climb(shape)
+        yield from self._move_cuts()
+
+    def _try_shape(self, shape: Shape) -> float:
+        if shape not in self._tried:
+            self._tried[shape] = self._try(self._space.shaped(shape), ROUGH_CALLS)
+        return self._tried[shape]
+
+    def _simplify(self) -> Iterator[None]:
+        """Try shapes with fewer tasks than the best plan, which may be as fast."""
+        before: Course | None = None
+        while before is not self.best:
+            before = self.best
+            for shape in simpler(self._space, before.plan):
+                self._try(self._space.shaped(shape), MOST_CALLS)
+                yield
+
+    def _climb(self, shape: Shape) -> Iterator[None]:
+        """Go to the fastest shape nearby until there is none."""
+        while True:
+            nearby: list[Shape] = []
+            for other in neighbours(self._space, shape):
+                self._try_shape(other)
+                nearby.append(other)
+                yield
+            fastest = min(nearby, key=self._try_shape, default=shape)
+            if self._try_shape(fastest) >= self._try_shape(shape):
+                return
+            shape = fastest
+
+    def _move_cuts(self) -> Iterator[None]:
+        """Move single cuts of the best plan by a layer until that helps no more."""
+        before = float("inf")
+        while self.best_ms < before:
+            before = self.best_ms
+            for plan in moved_cuts(self._space.loads, self.best.plan):
+                self._try(plan, MOST_CALLS)
+                yield
+
+
+def seeds(space: Space) -> Iterator[Shape]:
+    """Shapes of many kinds, the most promising first."""
+    devices, most = space.devices, space.microbatches
+    totals = dict.fromkeys((2 * devices, 3 * devices, 4 * devices, devices, 6 * devices, 3 * devices // 2))
+    all_devices = min(devices, most)
+    parts = [
+        *((1, all_devices, 1), (all_devices,) * 3, (1, 1, 1), (most,) * 3, (2, 2, 2), (1, most, 1), (3, 3, 3)),
+        *((1, 2, 1), (1, 3, 1), (4, 4, 4)),
+    ]
+    seen: set[Shape] = set()
+    for total, start, part in product(totals, _some(space.starts), parts):
+        shape = space.nearest(Shape(start, *_stages(space, start, total), Division(*part)))
+        if shape is not None and shape not in seen:
+            seen.add(shape)
+            yield shape
+
+
+def _some(starts: Sequence[int]) -> list[int]:
+    """A few starts, far from each other."""
+    last = len(starts) - 1
+    return [starts[at] for at in dict.fromkeys((0, last, last // 2, last // 4, 3 * last // 4))]
+
+
+def _stages(space: Space, start: int, total: int) -> tuple[int, int]:
+    """How many stages up and down, if all stages together are about `total` and take about the same time."""
+    loads = space.loads
+    up_ms = loads.forward_ms[start]
+    down_ms = up_ms + loads.backward_ms[start] if space.mode != "infer" else 0.0
+    fused_ms = loads.forward_ms[-1] - up_ms + (loads.backward_ms[-1] - loads.backward_ms[start])
+    all_ms = max(up_ms + down_ms + (fused_ms if space.mode == "fused" else 0.0), 1e-300)
+    return round(total * up_ms / all_ms), round(total * down_ms / all_ms)
+
+
+def neighbours(space: Space, shape: Shape) -> Iterator[Shape]:
+    """Shapes that differ in one of their numbers, by a little."""
+    start, up, down, division = shape
+    parts = max(division)
+    near = [
+        *(Shape(start + by, up, down, division) for by in (-1, 1, -3, 3)),
+        *(Shape(start, up + by, down, division) for by in (-1, 1, -2, 2)),
+        *(Shape(start, up, down + by, division) for by in (-1, 1, -2, 2)),
+        *(Shape(start, up + by, down + by, division) for by in (-1, 1)),
+    ]
+    for other in (parts - 1, parts, parts + 1):
+        near += [Shape(start, up, down, Division(*part)) for part in ((other,) * 3, (1, other, 1))]
+    found = (space.nearest(candidate) for candidate in near)
+    yield from dict.fromkeys(candidate for candidate in found if candidate not in (None, shape))
+
+
+def simpler(space: Space, plan: Plan) -> Iterator[Shape]:
+    """Shapes with fewer tasks than a plan has; they start and are divided alike, or less."""
+    start = space.loads.num_layers if plan.fused is None else plan.fused.start
+    up, down = len(plan.forward), len(plan.backward)
+    division = Division(len(plan.forward_groups) or 1, len(plan.groups) or 1, len(plan.backward_groups) or 1)
+    near = [
+        *(Shape(start, up, down, less) for less in space.divisions(start) if max(less) <= max(division)),
+        *(Shape(start, fewer, down, division) for fewer in (up - 1, up // 2)),
+        *(Shape(start, up, fewer, division) for fewer in (down - 1, down // 2)),
+    ]
+    found = (space.nearest(candidate) for candidate in near)
+    yield from dict.fromkeys(candidate for candidate in found if candidate is not None)
+
+
+def moved_cuts(loads: Loads, plan: Plan) -> Iterator[Plan]:
+    """The plans that differ by one cut, by one layer."""
+    for name in ("forward", "backward"):
+        kind = "F" if name == "forward" else "B"
+        stages: tuple[range, ...] = getattr(plan, name)
+        for at, by in product(range(len(stages) - 1), (-1, 1)):
+            pair = sorted(stages[at : at + 2], key=lambda stage: stage.start)
+            cut = pair[0].stop + by
+            moved = [range(pair[0].start, cut), range(cut, pair[1].stop)]
+            if all(stage and loads.fits(kind, stage) for stage in moved):
+                ordered = moved if name == "forward" else moved[::-1]
+                yield replace(plan, **{name: (*stages[:at], *ordered, *stages[at + 2 :])})

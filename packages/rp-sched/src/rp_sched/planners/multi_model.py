@@ -1,0 +1,137 @@
+"""Plans of several models that share the devices."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rp_sched.errors import Infeasible
+from rp_sched.planners.adaptive import Search
+from rp_sched.planners.local_search import EQUAL
+from rp_sched.planners.planner import Strategy, published
+from rp_sched.planners.roundrobin import RoundRobin
+from rp_sched.planners.search_space import Space
+from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.validation import check_problem
+from rp_sched.simulation.makespan import Course, pace
+from rp_sched.simulation.stage_costs import Loads
+
+# How many plans of each model are tried beside its best one.
+OTHERS = 12
+
+
+def plan_together(
+    *models: Sequence[LayerCost],
+    devices: int,
+    microbatches: int,
+    mode: Mode,
+    limits: Limits = NO_LIMITS,
+    strategy: Strategy | RoundRobin = "adaptive",
+) -> tuple[Plan, ...]:
+    """A plan for each of several models that are called in turn on the same devices.
+
+    >>> small, large = [LayerCost(1.0)] * 2, [LayerCost(3.0)] * 4
+    >>> plan_together(small, large, devices=2, microbatches=2, mode="infer")
+    (Plan(F[0:2] m0:1 m1:2, first free), Plan(F[0:4] m0:1 m1:2, first free))
+
+    A call of each model is launched when the results of the call before it, of another model, are there. The time
+    of one call of each, in the steady state, is made small by a bounded search: the fastest plans of each model by
+    itself, put together in the fastest way that is found by changing one at a time. It is never slower than the
+    `roundrobin` plans. The limit of the host is for all models together.
+
+    With strategy `roundrobin` the stages of all models are made even: none takes longer than the threshold allows
+    beside the slowest layer of all, and `min_stages` counts the stages of all.
+
+    Raises `Infeasible` as `plan` does.
+    """
+    if not models:
+        raise ValueError("plan_together needs the costs of at least one model, but got none")
+    for costs in models:
+        check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+    if strategy != "adaptive":
+        return _published(models, published(strategy), devices, microbatches, mode, limits)
+    parts = [_Model.of(costs, devices, microbatches, mode, limits) for costs in models]
+    group = _Group(parts, devices, microbatches, limits)
+    return tuple(course.plan for course in group.best())
+
+
+def _published(
+    models: Sequence[Sequence[LayerCost]],
+    strategy: RoundRobin,
+    devices: int,
+    microbatches: int,
+    mode: Mode,
+    limits: Limits,
+) -> tuple[Plan, ...]:
+    loads = [Loads(costs, limits) for costs in models]
+    for each in loads:
+        each.check_feasible(mode)
+    plans = strategy.together(loads, devices=devices, microbatches=microbatches, mode=mode)
+    need = sum(each.host_bytes(plan, microbatches) for each, plan in zip(loads, plans, strict=True))
+    if limits.host_memory_bytes is not None and need > limits.host_memory_bytes:
+        raise Infeasible(None, need, limits.host_memory_bytes)
+    return plans
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Courses to choose from: the best by itself first, then the published one and the one with the least on the
+    host, then others."""
+
+    courses: tuple[Course, ...]
+
+    @classmethod
+    def of(
+        cls, costs: Sequence[LayerCost], devices: int, microbatches: int, mode: Mode, limits: Limits
+    ) -> "_Model":
+        loads = Loads(costs, limits)
+        search = Search(costs, devices=devices, microbatches=microbatches, mode=mode, limits=limits)
+        best = search.finish().plan
+        published = RoundRobin().plan(loads, devices=devices, microbatches=microbatches, mode=mode)
+        leanest = Space(loads, mode=mode, devices=devices, microbatches=microbatches).leanest()
+        plans = dict.fromkeys([best, published, leanest, *search.others(OTHERS)])
+        return cls(tuple(Course.unchecked(plan, loads, mode, microbatches) for plan in plans))
+
+
+class _Group:
+    """A course for each model, and what is known about them together."""
+
+    def __init__(self, models: Sequence[_Model], devices: int, microbatches: int, limits: Limits) -> None:
+        self._models = models
+        self._devices = devices
+        self._microbatches = microbatches
+        self._limits = limits
+        self._known: dict[tuple[Course, ...], float] = {}
+
+    def best(self) -> tuple[Course, ...]:
+        chosen = min(self._starts(), key=self._call_ms)
+        if self._call_ms(chosen) == float("inf"):
+            need = min(map(self._host_bytes, self._starts()))
+            raise Infeasible(None, need, self._limits.host_memory_bytes or 0)
+        while True:
+            better = min(self._changes(chosen), key=self._call_ms, default=chosen)
+            if self._call_ms(better) >= self._call_ms(chosen) * (1 - EQUAL):
+                return chosen
+            chosen = better
+
+    def _starts(self) -> list[tuple[Course, ...]]:
+        """All models' best courses, all models' second ones, and so on; a model with fewer keeps its last one."""
+        most = max(len(model.courses) for model in self._models)
+        return [
+            tuple(model.courses[min(at, len(model.courses) - 1)] for model in self._models) for at in range(most)
+        ]
+
+    def _changes(self, chosen: tuple[Course, ...]) -> Iterator[tuple[Course, ...]]:
+        for at, model in enumerate(self._models):
+            for course in model.courses:
+                if course is not chosen[at]:
+                    yield (*chosen[:at], course, *chosen[at + 1 :])
+
+    def _call_ms(self, courses: tuple[Course, ...]) -> float:
+        if courses not in self._known:
+            host = self._limits.host_memory_bytes
+            fits = host is None or self._host_bytes(courses) <= host
+            self._known[courses] = pace(courses, self._devices).call_ms if fits else float("inf")
+        return self._known[courses]
+
+    def _host_bytes(self, courses: tuple[Course, ...]) -> int:
+        return sum(course.loads.host_bytes(course.plan, self._microbatches) for course in courses)

@@ -1,0 +1,198 @@
+"""Cut a row of layers into contiguous stages."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from rp_sched.problem.tasks import Kind
+from rp_sched.simulation.stage_costs import Loads
+
+# Where bisection stops: cuts that differ by less are noise beside any measured time.
+RELATIVE_PRECISION = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What neighbouring layers cost together, as running sums from layer 0.
+
+    >>> row = Row.of(times_ms=[[1, 2, 3]], state_bytes=[5, 5, 5], resident_bytes=[6, 6, 6])
+    >>> row.stage_ms(range(1, 3))
+    5.0
+
+    `times_ms`: of each resource that works beside the others (arithmetic, link up, link down); the slowest one
+    counts. `state_bytes`: weights and gradients, or weights alone if those are limited. `resident_bytes`: weights,
+    gradients and kept activations. A stage of several layers has at most the limit of either.
+    """
+
+    times_ms: tuple[tuple[float, ...], ...]
+    state_bytes: tuple[int, ...]
+    resident_bytes: tuple[int, ...]
+    state_limit: float
+    resident_limit: float
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        times_ms: Iterable[Iterable[float]],
+        state_bytes: Iterable[int],
+        resident_bytes: Iterable[int],
+        state_limit: float = math.inf,
+        resident_limit: float = math.inf,
+    ) -> "Row":
+        """The row of layers with these costs, given layer by layer."""
+        return cls(
+            tuple(tuple(accumulate(times, initial=0.0)) for times in times_ms),
+            tuple(accumulate(state_bytes, initial=0)),
+            tuple(accumulate(resident_bytes, initial=0)),
+            state_limit,
+            resident_limit,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.state_bytes) - 1
+
+    @property
+    def slowest_layer_ms(self) -> float:
+        return max(self.stage_ms(range(layer, layer + 1)) for layer in range(self.num_layers))
+
+    @property
+    def total_ms(self) -> float:
+        return self.stage_ms(range(self.num_layers))
+
+    def stage_ms(self, layers: range) -> float:
+        """How long a stage of these layers is busy."""
+        return max(sums[layers.stop] - sums[layers.start] for sums in self.times_ms)
+
+    def fits(self, layers: range) -> bool:
+        """Whether memory takes these layers as one stage. A single layer was accepted before, so it fits."""
+        state = self.state_bytes[layers.stop] - self.state_bytes[layers.start]
+        resident = self.resident_bytes[layers.stop] - self.resident_bytes[layers.start]
+        return len(layers) == 1 or (state <= self.state_limit and resident <= self.resident_limit)
+
+
+def forward_row(loads: Loads, microbatches: int) -> Row:
+    """The layers as forward stages see them: weights arrive, nothing is kept."""
+    return _row(loads, "F", microbatches)
+
+
+def backward_row(loads: Loads, microbatches: int) -> Row:
+    """The layers as backward and fused stages see them: forward and backward run, gradients leave."""
+    return _row(loads, "B", microbatches)
+
+
+def _row(loads: Loads, kind: Kind, microbatches: int) -> Row:
+    single = [loads.of(kind, range(layer, layer + 1)) for layer in range(loads.num_layers)]
+    limits = loads.limits
+    stage, device, ahead = limits.stage_limit_bytes, limits.device_memory_bytes, limits.ahead_bytes
+    return Row.of(
+        times_ms=[
+            [microbatches * load.ms for load in single],
+            [load.weights_ms for load in single],
+            [load.gradients_ms for load in single],
+        ],
+        state_bytes=[load.state_bytes - (load.gradient_bytes if ahead is not None else 0) for load in single],
+        resident_bytes=[load.state_bytes + load.kept_bytes for load in single],
+        state_limit=next((limit for limit in (stage, ahead) if limit is not None), math.inf),
+        # What the stage fetched ahead may take is not there for the stage that runs.
+        resident_limit=math.inf if device is None else device - limits.room_ahead_bytes,
+    )
+
+
+def reach(row: Row, start: int, end: int, cap_ms: float) -> int:
+    """Where the longest stage from layer `start` stops that fits and takes at most `cap_ms`: one layer or more."""
+
+    def too_much(stop: int) -> bool:
+        layers = range(start, stop)
+        return not row.fits(layers) or row.stage_ms(layers) > cap_ms
+
+    return start + 1 + bisect_left(range(start + 2, end + 1), True, key=too_much)
+
+
+def fewest(row: Row, end: int, cap_ms: float) -> int:
+    """How many stages the layers below `end` need if none may take longer than `cap_ms`.
+
+    >>> fewest(Row.of(times_ms=[[1, 2, 3]], state_bytes=[0, 0, 0], resident_bytes=[0, 0, 0]), 3, 3.0)
+    2
+    """
+    count, start = 0, 0
+    while start < end:
+        start = reach(row, start, end, cap_ms)
+        count += 1
+    return count
+
+
+def tail(row: Row, fits: Callable[[range], bool], longest: int, cap_ms: float) -> range:
+    """The longest last stage, of at most `longest` layers, that `fits` and takes at most `cap_ms`."""
+    end = row.num_layers
+
+    def allowed(start: int) -> bool:
+        layers = range(start, end)
+        return fits(layers) and row.stage_ms(layers) <= cap_ms
+
+    candidates = range(end - longest, end - 1)
+    return range(end - longest + bisect_left(candidates, True, key=allowed), end)
+
+
+def least_cap(count: Callable[[float], int], stages: int, low_ms: float, high_ms: float) -> float:
+    """The smallest cap, between `low_ms` and `high_ms`, under which `count(cap)` is at most `stages`.
+
+    `count` must not grow with the cap, and `count(high_ms)` must be at most `stages`.
+    """
+    if count(low_ms) <= stages:
+        return low_ms
+    while high_ms - low_ms > RELATIVE_PRECISION * high_ms:
+        middle = (low_ms + high_ms) / 2
+        low_ms, high_ms = (low_ms, middle) if count(middle) <= stages else (middle, high_ms)
+    return high_ms
+
+
+def even(row: Row, end: int, stages: int, cap_ms: float) -> tuple[range, ...]:
+    """The layers below `end` as exactly `stages` stages of about the same time, none above `cap_ms`.
+
+    >>> row = Row.of(times_ms=[[1] * 6], state_bytes=[0] * 6, resident_bytes=[0] * 6)
+    >>> even(row, 6, 3, 6.0)
+    (range(0, 2), range(2, 4), range(4, 6))
+
+    `stages` must be at least `fewest(row, end, cap_ms)` and at most `end`.
+    """
+    needed = _needed(row, end, cap_ms)
+    cut: list[range] = []
+    start = 0
+    for left in range(stages, 0, -1):
+        stops = _stops(needed, range(start, end), left, reach(row, start, end, cap_ms))
+        stop = _nearest(row, range(start, end), left, stops)
+        cut.append(range(start, stop))
+        start = stop
+    return tuple(cut)
+
+
+def _needed(row: Row, end: int, cap_ms: float) -> list[int]:
+    """How many stages the layers from each layer to `end` need."""
+    needed = [0] * (end + 1)
+    for start in range(end - 1, -1, -1):
+        needed[start] = 1 + needed[reach(row, start, end, cap_ms)]
+    return needed
+
+
+def _stops(needed: Sequence[int], layers: range, left: int, furthest: int) -> range:
+    """Where the next of `left` stages may stop so that the others can take the rest, a layer each at least."""
+    last = min(furthest, layers.stop - (left - 1))
+    first = last
+    while first - 1 > layers.start and needed[first - 1] <= left - 1:
+        first -= 1
+    return range(first, last + 1)
+
+
+def _nearest(row: Row, layers: range, left: int, stops: range) -> int:
+    """The stop that gives the next stage most nearly its share of the time, then of the layers."""
+    share_ms, share = row.stage_ms(layers) / left, len(layers) / left
+
+    def miss(stop: int) -> tuple[float, float]:
+        stage = range(layers.start, stop)
+        return abs(row.stage_ms(stage) - share_ms), abs(len(stage) - share)
+
+    return min(stops, key=miss)

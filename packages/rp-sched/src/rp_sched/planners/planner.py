@@ -1,0 +1,65 @@
+"""From costs to a plan."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rp_sched.errors import Infeasible
+from rp_sched.planners.adaptive import Search
+from rp_sched.planners.roundrobin import RoundRobin
+from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.validation import check_problem
+from rp_sched.simulation.stage_costs import Loads
+
+Strategy = Literal["adaptive", "roundrobin"]
+"""`adaptive`: the fastest plan that a search finds. `roundrobin`: the published one; `RoundRobin` has knobs."""
+
+
+def plan(
+    costs: Sequence[LayerCost],
+    *,
+    devices: int,
+    microbatches: int,
+    mode: Mode,
+    limits: Limits = NO_LIMITS,
+    strategy: Strategy | RoundRobin = "adaptive",
+) -> Plan:
+    """How to cut a model whose layers have these costs.
+
+    >>> layers = [LayerCost(1.0, weight_bytes=10)] * 6
+    >>> plan(layers, devices=2, microbatches=4, mode="fused")
+    Plan(FB[0:6] m0:2 m2:4, first free)
+    >>> plan(layers, devices=2, microbatches=4, mode="fused", limits=Limits(stage_bytes=60), strategy="roundrobin")
+    Plan(F[0:2] F[2:5] FB[5:6] B[4:5] B[3:4] B[2:3] B[1:2] B[0:1])
+
+    The plan keeps the limits: stages leave room to fetch the next one (see `Limits`), unless a stage is a single
+    layer, or the whole model on a device that holds it. `adaptive` minimises the time from call to call when calls
+    follow each other, by a simulation (see `Search`, which can be stopped and asked on the way); it is never
+    slower there than `roundrobin`.
+
+    Raises `Infeasible` if a layer by itself is too large for a device, or the model for the host, and `TypeError`
+    or `ValueError` for arguments that cannot be.
+    """
+    if strategy == "adaptive":
+        search = Search(costs, devices=devices, microbatches=microbatches, mode=mode, limits=limits)
+        return search.finish().plan
+    check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+    loads = Loads(costs, limits)
+    loads.check_feasible(mode)
+    found = published(strategy).plan(loads, devices=devices, microbatches=microbatches, mode=mode)
+    if limits.host_memory_bytes is not None and not loads.fits_host(found, microbatches):
+        raise Infeasible(None, loads.host_bytes(found, microbatches), limits.host_memory_bytes)
+    return found
+
+
+def published(strategy: object) -> RoundRobin:
+    """The `RoundRobin` that a strategy other than `adaptive` means.
+
+    >>> published("roundrobin")
+    RoundRobin(min_stages=None, upper_threshold=1.1, model_memory_limit=None)
+    """
+    if strategy == "roundrobin":
+        return RoundRobin()
+    if isinstance(strategy, RoundRobin):
+        return strategy
+    raise ValueError(f"strategy must be 'adaptive', 'roundrobin' or a RoundRobin, but is {strategy!r} instead")

@@ -1,0 +1,72 @@
+"""A plan that follows the measurements, without ever keeping a call waiting."""
+
+from collections.abc import Sequence
+
+from rp_sched.planners.adaptive import Search
+from rp_sched.planners.estimator import Estimator
+from rp_sched.problem.checks import part
+from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.plan import Mode
+from rp_sched.simulation.makespan import Course
+
+
+class Replanner:
+    """The plan in use for one kind of call, and the search for a better one.
+
+    >>> replanner = Replanner([LayerCost(0, weight_bytes=10**7)] * 4, devices=2, microbatches=4, mode="fused")
+    >>> replanner.course().plan
+    Plan(FB[0:4] m0:2 m2:4, first free)
+    >>> replanner.improve(budget_ms=1.0)
+    True
+
+    Ask for `course()` before every call: it is the plan in use, at once, unless times have moved by more than
+    `threshold` (see `Estimator.moved`). Then the old plan is timed anew and stays in use until the search, which
+    starts over, finds a better one. The search goes on in `improve`, for as long as it is given: call it while the
+    devices are busy and there is nothing else to do, until it says that it is done.
+
+    `layers`: the costs, whose times the estimator replaces. Errors are those of `Search`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCost],
+        *,
+        devices: int,
+        microbatches: int,
+        mode: Mode,
+        limits: Limits = NO_LIMITS,
+        estimator: Estimator | None = None,
+        threshold: float = 0.1,
+    ) -> None:
+        self.estimator = Estimator(len(layers)) if estimator is None else estimator
+        self._layers = tuple(layers)
+        self._devices = devices
+        self._microbatches = microbatches
+        self._mode: Mode = mode
+        self._limits = limits
+        self._threshold = part("threshold", threshold)
+        self._search = Search(
+            self.estimator.costs(self._layers),
+            devices=devices,
+            microbatches=microbatches,
+            mode=mode,
+            limits=limits,
+        )
+
+    def course(self) -> Course:
+        """The plan in use."""
+        if self.estimator.moved(self._threshold):
+            self._search = Search(
+                self.estimator.costs(self._layers),
+                devices=self._devices,
+                microbatches=self._microbatches,
+                mode=self._mode,
+                limits=self._limits,
+                first=(self._search.best.plan,),
+                quick_plans=0,
+            )
+        return self._search.best
+
+    def improve(self, *, budget_ms: float) -> bool:
+        """Look for a better plan for about so long; whether there is nothing left to look at."""
+        return self._search.advance(budget_ms=budget_ms)

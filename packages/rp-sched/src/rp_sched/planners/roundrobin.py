@@ -1,0 +1,165 @@
+"""The published way to plan: stages of even time, and devices that take them strictly in turn."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row, least_cap, tail
+from rp_sched.problem.checks import part, speed, whole
+from rp_sched.problem.plan import Mode, Plan
+from rp_sched.simulation.stage_costs import Loads
+
+BYTES_PER_GB = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRobin:
+    """The strategy `roundrobin` with its knobs.
+
+    >>> RoundRobin(upper_threshold=1.3).upper_threshold
+    1.3
+
+    The layers are cut into contiguous stages, once for the forward pass and differently for the backward pass; the
+    last stage does both. No stage takes longer than `upper_threshold` times the slowest layer. There are at least
+    `min_stages` if there are that many layers; as many as devices if not given. `model_memory_limit`, in 10^9
+    bytes: what a device has for weights and gradients, of which a stage takes half at most, since the next one is
+    fetched while it runs; what `Limits` says if not given.
+
+    Source: the execution plans that RoundPipe's user guides describe.
+    """
+
+    min_stages: int | None = None
+    upper_threshold: float = 1.1
+    model_memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_stages is not None:
+            whole("min_stages", self.min_stages, least=1)
+        if self.model_memory_limit is not None:
+            speed("model_memory_limit", self.model_memory_limit, unit="size in GB")
+        if not part("upper_threshold", self.upper_threshold) >= 1:
+            raise ValueError(
+                f"upper_threshold must be at least 1, since a stage has at least one layer, "
+                f"but is {self.upper_threshold!r} instead"
+            )
+
+    def plan(self, loads: Loads, *, devices: int, microbatches: int, mode: Mode) -> Plan:
+        """The plan for loads that were found feasible."""
+        loads = self._limited(loads)
+        stages = min(self.min_stages or devices, loads.num_layers)
+        rows = _Rows.of(loads, microbatches)
+        slowest_ms = self.upper_threshold * rows.backward.slowest_layer_ms
+        if mode == "fused":
+            return _fused(rows, stages, slowest_ms)
+        up = _stages(rows.forward, stages, self.upper_threshold * rows.forward.slowest_layer_ms)
+        if mode == "infer":
+            return Plan(up)
+        return Plan(up, None, _stages(rows.backward, stages, slowest_ms)[::-1])
+
+    def together(
+        self, models: Sequence[Loads], *, devices: int, microbatches: int, mode: Mode
+    ) -> tuple[Plan, ...]:
+        """Plans whose stages, of all models, are as even as one model's: the slowest layer of all counts."""
+        rows = [_Rows.of(self._limited(loads), microbatches) for loads in models]
+        wanted = self.min_stages or devices
+        if mode == "fused":
+            high_ms = self.upper_threshold * max(each.backward.slowest_layer_ms for each in rows)
+            needs = [_count_fused(each, _longest(each.num_layers, 1), high_ms) for each in rows]
+            times = [each.forward.total_ms + each.backward.total_ms for each in rows]
+            counts = _spread(wanted, needs, times, [each.num_layers for each in rows])
+            return tuple(_fused(each, count, high_ms) for each, count in zip(rows, counts, strict=True))
+        forward = self._even_rows([each.forward for each in rows], wanted)
+        if mode == "infer":
+            return tuple(map(Plan, forward))
+        backward = self._even_rows([each.backward for each in rows], wanted)
+        return tuple(Plan(up, None, down[::-1]) for up, down in zip(forward, backward, strict=True))
+
+    def _even_rows(self, rows: Sequence[Row], wanted: int) -> list[tuple[range, ...]]:
+        high_ms = self.upper_threshold * max(row.slowest_layer_ms for row in rows)
+        layers = [row.num_layers for row in rows]
+        needs = [fewest(row, row.num_layers, high_ms) for row in rows]
+        counts = _spread(wanted, needs, [row.total_ms for row in rows], layers)
+        return [_stages(row, count, high_ms) for row, count in zip(rows, counts, strict=True)]
+
+    def _limited(self, loads: Loads) -> Loads:
+        if self.model_memory_limit is None:
+            return loads
+        most = max(1, int(self.model_memory_limit * BYTES_PER_GB / 2))
+        limits = replace(loads.limits, ahead_bytes=None)
+        known = limits.stage_limit_bytes
+        return Loads(loads.costs, replace(limits, stage_bytes=most if known is None else min(most, known)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One model's layers, as stages of each kind see them."""
+
+    loads: Loads
+    forward: Row
+    backward: Row
+
+    @classmethod
+    def of(cls, loads: Loads, microbatches: int) -> "_Rows":
+        return cls(loads, forward_row(loads, microbatches), backward_row(loads, microbatches))
+
+    @property
+    def num_layers(self) -> int:
+        return self.loads.num_layers
+
+    def fused(self, longest: int, cap_ms: float) -> range:
+        # Its own limits: its weights need not fit into the room ahead.
+        return tail(self.backward, partial(self.loads.fits, "FB"), longest, cap_ms)
+
+
+def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: Sequence[int]) -> list[int]:
+    """How many stages each model gets: what it needs, and the rest of `wanted` where stages are longest."""
+    counts = list(needs)
+    while sum(counts) < wanted:
+        open_ = [at for at, count in enumerate(counts) if count < most[at]]
+        if not open_:
+            break
+        counts[max(open_, key=lambda at: times_ms[at] / counts[at])] += 1
+    return counts
+
+
+def _stages(row: Row, wanted: int, high_ms: float) -> tuple[range, ...]:
+    """All layers of the row, from the first up."""
+    end = row.num_layers
+    stages = max(wanted, fewest(row, end, high_ms))
+    cap_ms = least_cap(partial(fewest, row, end), stages, row.slowest_layer_ms, high_ms)
+    return even(row, end, stages, cap_ms)
+
+
+def _longest(num_layers: int, wanted: int) -> int:
+    # Each layer below the fused stage gives two stages at most, one up and one down.
+    return num_layers - wanted // 2
+
+
+def _count_fused(rows: _Rows, longest: int, cap_ms: float) -> int:
+    end = rows.fused(longest, cap_ms).start
+    return fewest(rows.forward, end, cap_ms) + 1 + fewest(rows.backward, end, cap_ms)
+
+
+def _fused(rows: _Rows, wanted: int, high_ms: float) -> Plan:
+    """Forward stages, a fused last one, and backward stages, all of about the same time."""
+    longest = _longest(rows.num_layers, wanted)
+    count: Callable[[float], int] = partial(_count_fused, rows, longest)
+    stages = max(wanted, count(high_ms))
+    cap_ms = least_cap(count, stages, rows.backward.slowest_layer_ms, high_ms)
+    fused = rows.fused(longest, cap_ms)
+    up, down = _share(rows.forward, rows.backward, fused.start, stages - 1, cap_ms)
+    return Plan(
+        even(rows.forward, fused.start, up, cap_ms), fused, even(rows.backward, fused.start, down, cap_ms)[::-1]
+    )
+
+
+def _share(forward: Row, backward: Row, end: int, stages: int, cap_ms: float) -> tuple[int, int]:
+    """How many of `stages` go up and how many down: what each needs, and the rest where stages are slower."""
+    up, down = fewest(forward, end, cap_ms), fewest(backward, end, cap_ms)
+    up_ms, down_ms = forward.stage_ms(range(end)), backward.stage_ms(range(end))
+    while up + down < min(stages, 2 * end):
+        if down == end or (up < end and up_ms / up > down_ms / down):
+            up += 1
+        else:
+            down += 1
+    return up, down

@@ -1,0 +1,169 @@
+"""The plans among which the strategy `adaptive` chooses."""
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import combinations, pairwise
+from typing import NamedTuple, cast
+
+from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row
+from rp_sched.problem import spans
+from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.tasks import Kind
+from rp_sched.simulation.stage_costs import Loads
+
+Cut = tuple[range, ...]
+
+
+class Division(NamedTuple):
+    """Into how many tasks the microbatches of a stage are divided."""
+
+    forward: int
+    fused: int
+    backward: int
+
+
+class Shape(NamedTuple):
+    """A plan but for where exactly it is cut: the first fused layer, numbers of stages, and the division."""
+
+    start: int
+    forward: int
+    backward: int
+    division: Division
+
+
+class Space:
+    """All plans of a model in a mode that keep the limits, the host's apart, for some devices.
+
+    A plan is free in its cuts and in the length of the fused stage. The microbatches are not divided at all, or
+    those of the fused stage, or those of all stages, into the same number of even groups; layers that write
+    buffers are never divided. Each task goes to the device that frees first.
+    """
+
+    def __init__(self, loads: Loads, *, mode: Mode, devices: int, microbatches: int) -> None:
+        self.loads = loads
+        self.mode: Mode = mode
+        self.devices = devices
+        self.microbatches = microbatches
+        # The same shapes come up again and again.
+        self._even: dict[tuple[Kind, int, int], Cut] = {}
+        self._least: dict[tuple[Kind, int], int] = {}
+        self._groups = {parts: spans.divide(microbatches, parts) for parts in range(2, microbatches + 1)}
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where the fused stage may start, the longest first; where the mode has none, the end of the model."""
+        end = self.loads.num_layers
+        if self.mode != "fused":
+            return [end]
+        return [start for start in range(end) if self.loads.fits("FB", range(start, end))]
+
+    def divisions(self, start: int) -> list[Division]:
+        """The ways to divide microbatches if the fused stage starts at a layer, the fewest tasks first."""
+        found = [Division(1, 1, 1)]
+        for parts in range(2, self.microbatches + 1):
+            found += [Division(1, parts, 1), Division(parts, parts, parts)]
+        return list(dict.fromkeys(self._possible(start, division) for division in found))
+
+    def _possible(self, start: int, division: Division) -> Division:
+        """The division without what the mode or the layers do not have or do not allow."""
+        below, fused = range(start), range(start, self.loads.num_layers)
+        up = division.forward if below and self.loads.may_divide(below) else 1
+        both = division.fused if fused and self.loads.may_divide(fused) else 1
+        return Division(up, both, up if self.mode != "infer" else 1)
+
+    def make(self, start: int, forward: Cut, backward: Cut, division: Division) -> Plan:
+        """The plan with these cuts; `backward` from the first layer up."""
+        fused = range(start, self.loads.num_layers)
+        groups = self._groups.get
+        return Plan(
+            forward,
+            fused or None,
+            backward[::-1],
+            groups(division.fused, ()),
+            groups(division.forward, ()),
+            groups(division.backward, ()) if backward else (),
+            in_turn=False,
+        )
+
+    def shaped(self, shape: Shape) -> Plan:
+        """The plan of a shape: each direction is cut into stages of even time."""
+        start, forward, backward, division = shape
+        up = self._cut("F", start, forward)
+        return self.make(start, up, self._cut("B", start, backward), division)
+
+    def _cut(self, kind: Kind, end: int, stages: int) -> Cut:
+        if not stages:
+            return ()
+        if (kind, end, stages) not in self._even:
+            self._even[kind, end, stages] = even(self._row(kind), end, stages, math.inf)
+        return self._even[kind, end, stages]
+
+    def _row(self, kind: Kind) -> Row:
+        return self._forward if kind == "F" else self._backward
+
+    @cached_property
+    def _forward(self) -> Row:
+        return forward_row(self.loads, self.microbatches)
+
+    @cached_property
+    def _backward(self) -> Row:
+        return backward_row(self.loads, self.microbatches)
+
+    def nearest(self, shape: Shape) -> Shape | None:
+        """The shape with as many stages as can be, if there are too few or too many; None for no shape."""
+        if shape.start not in self.starts or not 1 <= max(shape.division) <= self.microbatches:
+            return None
+        end = shape.start
+        up = min(max(shape.forward, self._fewest("F", end)), end)
+        down = min(max(shape.backward, self._fewest("B", end)), end) if self.mode != "infer" else 0
+        return Shape(end, up, down, self._possible(end, shape.division))
+
+    def _fewest(self, kind: Kind, end: int) -> int:
+        if (kind, end) not in self._least:
+            self._least[kind, end] = fewest(self._row(kind), end, math.inf)
+        return self._least[kind, end]
+
+    def bound_ms(self) -> float:
+        """What no plan of the space goes below: the arithmetic of the longest fused stage, on all devices."""
+        loads, start = self.loads, self.starts[0]
+        forward_ms, backward_ms = loads.forward_ms[-1], loads.backward_ms[-1]
+        again_ms = 0.0 if self.mode == "infer" else backward_ms + loads.forward_ms[start]
+        return self.microbatches * (forward_ms + again_ms) / self.devices
+
+    def leanest(self) -> Plan:
+        """The plan that leaves the fewest activations on the host."""
+        saved, cut = self._leanest_cuts()
+        start = min(
+            self.starts, key=lambda at: saved[at] + (self.loads.input_bytes[at] if self.mode == "fused" else 0)
+        )
+        up = self._cut("F", start, self._fewest("F", start))
+        return self.make(start, up, () if self.mode == "infer" else cut[start], Division(1, 1, 1))
+
+    def _leanest_cuts(self) -> tuple[list[int], list[Cut]]:
+        """For each end, the backward stages below it whose inputs have the fewest bytes together, and how many."""
+        saved, cut = [0], [cast(Cut, ())]
+        for end in range(1, self.loads.num_layers + 1):
+            starts = [start for start in range(end) if self.loads.fits("B", range(start, end))]
+            best = min(starts, key=lambda start: saved[start] + self.loads.input_bytes[start])
+            saved.append(saved[best] + self.loads.input_bytes[best])
+            cut.append((*cut[best], range(best, end)))
+        return saved, cut
+
+    def everything(self, start: int) -> Iterator[Plan]:
+        """Every plan whose fused stage starts at a layer."""
+        backward = list(self.cuts("B", start)) if self.mode != "infer" else [()]
+        for division in self.divisions(start):
+            for up in self.cuts("F", start):
+                for down in backward:
+                    yield self.make(start, up, down, division)
+
+    def cuts(self, kind: Kind, end: int) -> Iterator[Cut]:
+        """Every way to cut the layers below `end` into stages that fit, the fewest stages first."""
+        if end == 0:
+            yield ()
+        for count in range(end):
+            for marks in combinations(range(1, end), count):
+                cut = tuple(range(a, b) for a, b in pairwise((0, *marks, end)))
+                if all(self.loads.fits(kind, stage) for stage in cut):
+                    yield cut

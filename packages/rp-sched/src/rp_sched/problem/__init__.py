@@ -1,0 +1,1 @@
+"""The planning problem as data: costs, limits, plans, tasks."""

@@ -1,0 +1,99 @@
+"""Costs and limits in JSON files."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from rp_sched.errors import InvalidCost
+from rp_sched.problem.checks import whole
+from rp_sched.problem.costs import LayerCost, Limits
+
+_LAYER = tuple(field.name for field in fields(LayerCost))
+_LIMITS = tuple(field.name for field in fields(Limits))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a costs file says."""
+
+    costs: tuple[LayerCost, ...]
+    limits: Limits
+
+
+def read(path: Path) -> Problem:
+    """The costs and limits in a file. Raises `InvalidCost` or `OSError` in one line that names file and field."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise InvalidCost(f"{path}: {error}") from error
+
+
+def parse(text: str) -> Problem:
+    """The costs and limits in a text.
+
+    >>> problem = parse('{"layers": [{"forward_ms": 2, "repeat": 3}], "limits": {"hop_ms": 0.5}}')
+    >>> len(problem.costs), problem.limits.hop_ms
+    (3, 0.5)
+    >>> parse('{"layers": [{"forward_ms": 1, "repeat": 0}]}')
+    Traceback (most recent call last):
+    rp_sched.errors.InvalidCost: layers[0]: repeat must be at least 1, but is 0 instead
+
+    A layer has the fields of `LayerCost` and perhaps `repeat`, for as many equal layers; `limits` has those of
+    `Limits`. Sizes may be written as 7e9.
+    """
+    top = _object("the file", _json(text), {"layers", "limits"})
+    if "layers" not in top:
+        raise InvalidCost("layers must be a list of layers, but there is none")
+    layers = top["layers"]
+    if not isinstance(layers, list) or not layers:
+        raise InvalidCost(f"layers must be a list of at least one layer, but is {layers!r} instead")
+    costs = [
+        cost for at, layer in enumerate(cast(list[object], layers)) for cost in _layer(f"layers[{at}]", layer)
+    ]
+    return Problem(tuple(costs), _limits(top.get("limits", {})))
+
+
+def _json(text: str) -> object:
+    # Infinity and NaN are no JSON, but Python reads them; the fields refuse them by name.
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidCost(f"the file must be JSON, but is not: {error}") from error
+
+
+def _layer(where: str, value: object) -> Iterable[LayerCost]:
+    found = _object(where, value, {*_LAYER, "repeat"})
+    repeat = found.pop("repeat", 1)
+    if "forward_ms" not in found:
+        raise InvalidCost(f"{where}: forward_ms must be given, but is missing")
+    try:
+        return [LayerCost(**found)] * whole("repeat", repeat, least=1)
+    except (ValueError, TypeError) as error:
+        raise InvalidCost(f"{where}: {error}") from error
+
+
+def _limits(value: object) -> Limits:
+    found = _object("limits", value, set(_LIMITS))
+    try:
+        return Limits(**found)
+    except (ValueError, TypeError) as error:
+        raise InvalidCost(f"limits: {error}") from error
+
+
+def _object(where: str, value: object, names: set[str]) -> dict[str, Any]:
+    # Any: the values' own classes check them.
+    if not isinstance(value, dict):
+        raise InvalidCost(f"{where} must be an object, but is {value!r} instead")
+    found = cast(dict[str, Any], value)
+    for name in found:
+        if name not in names:
+            raise InvalidCost(f"{where}: there is no field {name!r}; there are {', '.join(sorted(names))}")
+    return {name: _number(name, given) for name, given in found.items()}
+
+
+def _number(name: str, value: object) -> object:
+    """Sizes that are written as 7e9 are floats to Python."""
+    is_size = name.endswith("_bytes") and isinstance(value, float) and value.is_integer()
+    return int(cast(float, value)) if is_size else value

@@ -1,0 +1,186 @@
+"""How a model is cut into stages."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from rp_sched.errors import InvalidPlan
+from rp_sched.problem import spans
+from rp_sched.problem.checks import whole
+
+Mode = Literal["infer", "train", "fused"]
+"""`infer`: forward only. `train`: forward, and later backward. `fused`: forward, loss and backward in one call."""
+
+_GROUPS = ("groups", "forward_groups", "backward_groups")
+
+
+def check_mode(mode: object) -> None:
+    """Refuse a mode that does not exist.
+
+    >>> check_mode("eval")
+    Traceback (most recent call last):
+    ValueError: mode must be one of 'infer', 'train', 'fused', but is 'eval' instead
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {str(get_args(Mode))[1:-1]}, but is {mode!r} instead")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan:
+    """Stages in the order in which they run.
+
+    >>> plan = Plan((range(0, 3),), range(3, 5), (range(2, 3), range(0, 2)))
+    >>> plan
+    Plan(F[0:3] FB[3:5] B[2:3] B[0:2])
+    >>> plan.check(num_layers=5, mode="fused")
+    >>> Plan(fused=range(0, 5), groups=(range(0, 2), range(2, 4)))
+    Plan(FB[0:5] m0:2 m2:4)
+
+    `forward`: from the first layers up. `fused`: the last layers, whose forward and backward pass are one task.
+    `backward`: from the last stage down; it may be cut differently from `forward`. A stage of `forward` or
+    `backward` runs all microbatches in a row on one device, unless they are divided into groups: `groups` divides
+    those of the fused stage, `forward_groups` those of every forward stage and `backward_groups` those of every
+    backward stage. Each group is a task of its own, and neighbouring groups go to different devices.
+
+    `in_turn`: the devices take the tasks in turn; else each task goes to the device that frees first (see
+    `Dealer`). `devices`: how many devices the plan uses at most; all if None.
+    """
+
+    forward: tuple[range, ...] = ()
+    fused: range | None = None
+    backward: tuple[range, ...] = ()
+    groups: tuple[range, ...] = ()
+    forward_groups: tuple[range, ...] = ()
+    backward_groups: tuple[range, ...] = ()
+    in_turn: bool = True
+    devices: int | None = None
+
+    def __post_init__(self) -> None:
+        # Lists are welcome, but a plan is a key of caches: it must hash.
+        for name in ("forward", "backward", *_GROUPS):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            _check_ranges(name, getattr(self, name))
+        if self.fused is not None:
+            _check_ranges("fused", (self.fused,))
+        if self.devices is not None:
+            whole("devices", self.devices, least=1)
+
+    def __repr__(self) -> str:
+        words = [
+            *_written("F", self.forward, self.forward_groups),
+            *_written("FB", () if self.fused is None else (self.fused,), self.groups),
+            *_written("B", self.backward, self.backward_groups),
+        ]
+        dealt = [] if self.in_turn else ["first free"]
+        used = [] if self.devices is None else [f"{self.devices} devices"]
+        return f"Plan({', '.join([' '.join(words), *dealt, *used])})"
+
+    @property
+    def num_layers(self) -> int:
+        """The layer after the last one that any stage runs.
+
+        >>> Plan((range(0, 3),), range(3, 5), (range(0, 3),)).num_layers
+        5
+        """
+        tail = () if self.fused is None else (self.fused,)
+        return max((stage.stop for stage in (*self.forward, *tail, *self.backward)), default=0)
+
+    def check(self, num_layers: int, mode: Mode) -> None:
+        """Refuse the plan unless it runs each of `num_layers` layers exactly once in every direction `mode` has.
+
+        >>> Plan((range(0, 3), range(4, 5))).check(num_layers=5, mode="infer")
+        Traceback (most recent call last):
+        rp_sched.errors.InvalidPlan: forward[1] is 4:5, so no stage runs layer 3; start it at 3
+
+        The last layers are `fused` in mode `fused` and only there; mode `infer` has no `backward`.
+        """
+        whole("num_layers", num_layers, least=1)
+        check_mode(mode)
+        if mode == "fused":
+            self._check_fused(num_layers)
+        else:
+            self._check_unfused(num_layers, mode)
+
+    def check_microbatches(self, microbatches: int) -> None:
+        """Refuse the plan unless its groups, if it has any, hold each of `microbatches` microbatches exactly once.
+
+        >>> Plan(fused=range(0, 5), groups=(range(0, 2),)).check_microbatches(4)
+        Traceback (most recent call last):
+        rp_sched.errors.InvalidPlan: groups must cover microbatch 0:4, but cover 0:2 instead; add 2:4
+        """
+        whole("microbatches", microbatches, least=1)
+        for name in _GROUPS:
+            groups: tuple[range, ...] = getattr(self, name)
+            if groups:
+                _check_cover(name, _labelled(name, groups), microbatches, unit="microbatch")
+
+    def _check_fused(self, num_layers: int) -> None:
+        if self.fused is None:
+            raise InvalidPlan("mode 'fused' needs a fused stage that ends with the last layer, but fused is None")
+        spans.check("fused", self.fused, error=InvalidPlan)
+        if self.fused.stop != num_layers:
+            raise InvalidPlan(
+                f"fused is {spans.text(self.fused)}, but must end with the last layer, at {num_layers}"
+            )
+        self._check_forward(self.fused.start)
+        self._check_backward(self.fused.start)
+
+    def _check_unfused(self, num_layers: int, mode: Mode) -> None:
+        if self.fused is not None or self.groups:
+            raise InvalidPlan(f"mode {mode!r} has no fused stage and no groups, but the plan is {self!r}")
+        self._check_forward(num_layers)
+        if mode == "train":
+            self._check_backward(num_layers)
+        elif self.backward or self.backward_groups:
+            raise InvalidPlan(f"mode 'infer' has no backward stages, but the plan is {self!r}")
+
+    def _check_forward(self, top: int) -> None:
+        _check_cover("forward", _labelled("forward", self.forward), top, unit="layer")
+
+    def _check_backward(self, top: int) -> None:
+        labelled = _labelled("backward", self.backward)
+        for (label, stage), (_, later) in pairwise(labelled):
+            if later.start > stage.start:
+                raise InvalidPlan(
+                    f"backward runs from the last stage to the first, but {label} is {spans.text(stage)} "
+                    f"and {spans.text(later)} follows; list them the other way round"
+                )
+        _check_cover("backward", labelled[::-1], top, unit="layer")
+
+
+def _check_ranges(name: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        if not isinstance(value, range):
+            raise TypeError(f"{name} must be made of ranges of layers or microbatches, but has {value!r}")
+
+
+def _written(kind: str, stages: Iterable[range], groups: Iterable[range]) -> list[str]:
+    return [
+        *(f"{kind}[{spans.text(stage)}]" for stage in stages),
+        *(f"m{spans.text(group)}" for group in groups),
+    ]
+
+
+def _labelled(name: str, stages: tuple[range, ...]) -> list[tuple[str, range]]:
+    labelled = [(f"{name}[{index}]", stage) for index, stage in enumerate(stages)]
+    for label, stage in labelled:
+        spans.check(label, stage, error=InvalidPlan)
+    return labelled
+
+
+def _check_cover(name: str, labelled: list[tuple[str, range]], end: int, *, unit: str) -> None:
+    """Refuse spans, given from the lowest up, that do not hold each of `range(end)` once."""
+    expected = 0
+    for label, span in labelled:
+        if span.start > expected:
+            where = f"no stage runs {unit} {expected}" if unit == "layer" else f"no group has {unit} {expected}"
+            raise InvalidPlan(f"{label} is {spans.text(span)}, so {where}; start it at {expected}")
+        if span.start < expected:
+            raise InvalidPlan(
+                f"{label} is {spans.text(span)}, so {unit} {span.start} is there twice; start it at {expected}"
+            )
+        expected = span.stop
+    if expected != end:
+        todo = f"add {expected}:{end}" if expected < end else f"leave out {end}:{expected}"
+        raise InvalidPlan(f"{name} must cover {unit} 0:{end}, but cover 0:{expected} instead; {todo}")

@@ -1,0 +1,220 @@
+"""The tasks of a call, in the order of their launch."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from rp_sched.errors import InvalidOrder, InvalidTask
+from rp_sched.problem import spans
+from rp_sched.problem.checks import whole
+from rp_sched.problem.plan import Mode, Plan, check_mode
+
+Kind = Literal["F", "B", "FB"]
+"""`F`: forward. `B`: backward. `FB`: forward, loss and backward, microbatch by microbatch."""
+
+_WRITTEN = re.compile(r"(FB|F|B)\[([0-9]+):([0-9]+)\] m([0-9]+):([0-9]+) @([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Task:
+    """Some neighbouring layers, for some neighbouring microbatches, on one device.
+
+    >>> task = Task("F", range(0, 7), range(0, 4), 2)
+    >>> task
+    F[0:7] m0:4 @2
+    >>> Task.parse(repr(task)) == task
+    True
+    """
+
+    kind: Kind
+    layers: range
+    microbatches: range
+    device: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InvalidTask(f"kind must be one of {str(get_args(Kind))[1:-1]}, but is {self.kind!r} instead")
+        spans.check("layers", self.layers, error=InvalidTask)
+        spans.check("microbatches", self.microbatches, error=InvalidTask)
+        whole("device", self.device, error=InvalidTask)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}[{spans.text(self.layers)}] m{spans.text(self.microbatches)} @{self.device}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Task":
+        """The task that `repr` wrote.
+
+        >>> Task.parse("FB[7:9] m2:4 @0").layers
+        range(7, 9)
+        """
+        found = _WRITTEN.fullmatch(text)
+        if found is None:
+            raise InvalidTask(f"a task is written like 'F[0:7] m0:4 @2', but the text is {text!r}")
+        first, last, first_batch, last_batch, device = map(int, found.groups()[1:])
+        kind = cast(Kind, found[1])
+        return cls(kind, range(first, last), range(first_batch, last_batch), device)
+
+
+def phases(plan: Plan, microbatches: int) -> Iterator[tuple[Kind, tuple[range, ...], tuple[range, ...]]]:
+    """The kinds of tasks of a call, in the order of launch, each with its stages and groups of microbatches."""
+    undivided = (range(microbatches),)
+    yield "F", plan.forward, plan.forward_groups or undivided
+    yield "FB", () if plan.fused is None else (plan.fused,), plan.groups or undivided
+    yield "B", plan.backward, plan.backward_groups or undivided
+
+
+def _steps(plan: Plan, microbatches: int) -> Iterator[tuple[Kind, range, range]]:
+    for kind, stages, groups in phases(plan, microbatches):
+        for layers in stages:
+            for batch in groups:
+                yield kind, layers, batch
+
+
+def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_device: int = 0) -> tuple[Task, ...]:
+    """The tasks of one call under `plan`, each after all that it needs, given to the devices in turn.
+
+    >>> plan = Plan((range(0, 3),), range(3, 5), (range(0, 3),))
+    >>> order(plan, mode="fused", devices=2, microbatches=4)
+    (F[0:3] m0:4 @0, FB[3:5] m0:4 @1, B[0:3] m0:4 @0)
+
+    `first_device` takes the first task: give the one after the last call's last device, and the turns go round
+    from call to call. A plan that uses fewer devices takes the first ones. For a plan that is not `in_turn` any
+    turns are correct, but those of a `Dealer` are faster.
+
+    Raises `InvalidPlan` for a plan that does not fit the mode or the microbatches.
+    """
+    plan.check(max(plan.num_layers, 1), mode)
+    plan.check_microbatches(microbatches)
+    _check_devices(devices, first_device)
+    used = min(devices, plan.devices or devices)
+    return tuple(
+        Task(kind, layers, batch, (first_device + turn) % used)
+        for turn, (kind, layers, batch) in enumerate(_steps(plan, microbatches))
+    )
+
+
+def check_order(
+    tasks: Iterable[Task], num_layers: int, microbatches: int, mode: Mode, *, devices: int | None = None
+) -> None:
+    """Refuse a task list, whoever planned it, that a call could not run as it stands.
+
+    >>> tasks = [Task.parse("FB[0:3] m0:1 @0"), Task.parse("FB[0:3] m1:2 @1")]
+    >>> check_order(tasks, num_layers=3, microbatches=2, mode="fused")
+    >>> check_order(tasks[1:], num_layers=3, microbatches=2, mode="fused")
+    Traceback (most recent call last):
+    rp_sched.errors.InvalidOrder: the list ends, but layer 0 never runs forward for microbatch 0; add a task for it
+
+    Every layer runs forward once for every microbatch, from the first layer up, and, unless `mode` is `infer`,
+    backward once, from the last layer down. In mode `fused` the last layers of every microbatch are those of a
+    task of kind `FB`; in mode `train` no backward task comes before a forward one. Microbatches need not go the
+    same way. With `devices` given, every task's device is one of them.
+    """
+    whole("num_layers", num_layers, least=1)
+    whole("microbatches", microbatches, least=1)
+    check_mode(mode)
+    progress = _Progress(num_layers, microbatches, mode)
+    for index, task in enumerate(tasks):
+        where = f"task {index}, {task!r}"
+        _check_task(where, task, devices)
+        progress.run(where, task)
+    progress.finish()
+
+
+def _check_devices(devices: int, first_device: int) -> None:
+    whole("devices", devices, least=1)
+    if whole("first_device", first_device) >= devices:
+        raise ValueError(f"first_device must be below devices ({devices}), but is {first_device} instead")
+
+
+def _check_task(where: str, task: object, devices: int | None) -> None:
+    if not isinstance(task, Task):
+        raise TypeError(f"{where}: a task list must be made of Task")
+    if devices is not None and task.device >= devices:
+        raise InvalidOrder(f"{where}: there are {devices} devices; take one below {devices}")
+
+
+class _Progress:
+    """How far each microbatch is after the tasks seen so far.
+
+    `up[m]`: the layers below it have run forward. `down[m]`: the layers from it on have run backward.
+    """
+
+    def __init__(self, num_layers: int, microbatches: int, mode: Mode) -> None:
+        self._num_layers = num_layers
+        self._mode: Mode = mode
+        self._up = [0] * microbatches
+        self._down = [num_layers] * microbatches
+        self._backward_begun = False
+
+    def run(self, where: str, task: Task) -> None:
+        self._check_reach(where, task)
+        self._check_mode(where, task)
+        for microbatch in task.microbatches:
+            if task.kind != "B":
+                self._forward(where, task.layers, microbatch)
+            if task.kind != "F":
+                self._backward(where, task.layers, microbatch)
+
+    def finish(self) -> None:
+        for microbatch, layer in enumerate(self._up):
+            if layer < self._num_layers:
+                raise _never(layer, microbatch, "forward")
+        for microbatch, layer in enumerate(self._down):
+            if layer > 0 and self._mode != "infer":
+                raise _never(layer - 1, microbatch, "backward")
+
+    def _check_reach(self, where: str, task: Task) -> None:
+        if task.layers.stop > self._num_layers:
+            raise InvalidOrder(f"{where}: the model has {self._num_layers} layers; end at {self._num_layers}")
+        if task.microbatches.stop > len(self._up):
+            raise InvalidOrder(f"{where}: there are {len(self._up)} microbatches; end at {len(self._up)}")
+
+    def _check_mode(self, where: str, task: Task) -> None:
+        is_tail = task.layers.stop == self._num_layers
+        if task.kind not in {"infer": ("F",), "train": ("F", "B"), "fused": ("F", "B", "FB")}[self._mode]:
+            raise InvalidOrder(f"{where}: mode {self._mode!r} has no tasks of kind {task.kind}")
+        if task.kind == "FB" and not is_tail:
+            raise InvalidOrder(f"{where}: a fused task must end with the last layer, at {self._num_layers}")
+        if task.kind == "F" and is_tail and self._mode == "fused":
+            raise InvalidOrder(f"{where}: in mode 'fused' the last layer's task must be of kind FB")
+        self._backward_begun |= task.kind == "B"
+        if task.kind == "F" and self._backward_begun and self._mode == "train":
+            raise InvalidOrder(f"{where}: in mode 'train' every forward task comes before the first backward one")
+
+    def _forward(self, where: str, layers: range, microbatch: int) -> None:
+        reached = self._up[microbatch]
+        if reached > layers.start:
+            raise _twice(where, layers.start, microbatch, "forward")
+        if reached < layers.start:
+            raise _too_early(where, reached, microbatch, "forward")
+        self._up[microbatch] = layers.stop
+
+    def _backward(self, where: str, layers: range, microbatch: int) -> None:
+        above, reached = self._up[microbatch], self._down[microbatch]
+        if above < self._num_layers:
+            raise _too_early(where, above, microbatch, "forward")
+        if reached < layers.stop:
+            raise _twice(where, layers.stop - 1, microbatch, "backward")
+        if reached > layers.stop:
+            raise _too_early(where, reached - 1, microbatch, "backward")
+        self._down[microbatch] = layers.start
+
+
+def _twice(where: str, layer: int, microbatch: int, direction: str) -> InvalidOrder:
+    return InvalidOrder(
+        f"{where}: layer {layer} has run {direction} for microbatch {microbatch} before; leave it out here"
+    )
+
+
+def _too_early(where: str, layer: int, microbatch: int, direction: str) -> InvalidOrder:
+    return InvalidOrder(
+        f"{where}: layer {layer} has not run {direction} for microbatch {microbatch} yet; put its task first"
+    )
+
+
+def _never(layer: int, microbatch: int, direction: str) -> InvalidOrder:
+    return InvalidOrder(
+        f"the list ends, but layer {layer} never runs {direction} for microbatch {microbatch}; add a task for it"
+    )

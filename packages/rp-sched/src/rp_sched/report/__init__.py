@@ -1,0 +1,1 @@
+"""Schedules as text, tables and traces."""

@@ -1,0 +1,99 @@
+"""Pictures of timelines: text and SVG."""
+
+from collections.abc import Iterator
+from html import escape
+
+from rp_sched.problem.checks import whole
+from rp_sched.simulation.timeline import Span, Timeline
+
+_COLOURS = {"F": "#4c78a8", "FB": "#e45756", "B": "#54a24b"}
+_ROW, _LEFT, _TOP, _WIDTH = 26, 48, 24, 1200
+
+
+def gantt(timeline: Timeline, *, width: int = 100) -> str:
+    """A line for each device, from left to right.
+
+    >>> from rp_sched import LayerCost, Task, simulate
+    >>> tasks = [Task.parse("F[0:1] m0:2 @0"), Task.parse("FB[1:2] m0:2 @1"), Task.parse("B[0:1] m0:2 @0")]
+    >>> played = simulate([tasks], [LayerCost(1.0, 2.0)] * 2, devices=2, microbatches=2, mode="fused")
+    >>> print(gantt(played, width=20))
+    device 0  ffff....bbbbbbbbbbbb
+    device 1  ..XXXXXXXXXXXX......
+              0 ms to 10 ms; f forward, b backward, X both, . idle
+
+    A character is the task that takes most of its part of the time; calls alternate between lower and upper case,
+    and x and X.
+    """
+    whole("width", width, least=1)
+    names = [f"device {device}" for device in range(timeline.devices)]
+    pad = max(map(len, names)) + 2
+    lines = [f"{name:<{pad}}{_line(timeline, device, width)}" for device, name in enumerate(names)]
+    legend = f"0 ms to {timeline.makespan_ms:.6g} ms; f forward, b backward, X both, . idle"
+    return "\n".join([*lines, " " * pad + legend])
+
+
+def _line(timeline: Timeline, device: int, width: int) -> str:
+    cell_ms = timeline.makespan_ms / width or 1.0
+    most = [cell_ms / 2] * width
+    line = ["."] * width
+    for letter, start_ms, end_ms in _pieces(timeline, device):
+        for cell in range(min(int(start_ms / cell_ms), width - 1), min(int(end_ms / cell_ms) + 1, width)):
+            inside = min(end_ms, (cell + 1) * cell_ms) - max(start_ms, cell * cell_ms)
+            if inside >= most[cell] * (1 - 1e-9):
+                most[cell], line[cell] = inside, letter
+    return "".join(line)
+
+
+def _pieces(timeline: Timeline, device: int) -> Iterator[tuple[str, float, float]]:
+    """Letter, start and end of what a device did, neighbouring microbatches together."""
+    for span in timeline.spans:
+        if span.task.device == device:
+            letter = {"F": "f", "FB": "X", "B": "b"}[span.task.kind]
+            letter = letter.swapcase() if span.call % 2 else letter
+            yield from ((letter, start_ms, end_ms) for start_ms, end_ms in _joined(span))
+
+
+def _joined(span: Span) -> Iterator[tuple[float, float]]:
+    start_ms, end_ms = span.microbatches[0]
+    for begin_ms, until_ms in span.microbatches[1:]:
+        if begin_ms > end_ms:
+            yield start_ms, end_ms
+            start_ms = begin_ms
+        end_ms = until_ms
+    yield start_ms, end_ms
+
+
+def svg(timeline: Timeline) -> str:
+    """The same as a picture: a row for each device, a box for each task with its microbatches.
+
+    >>> from rp_sched import LayerCost, Task, simulate
+    >>> tasks = [Task.parse("F[0:1] m0:1 @0")]
+    >>> played = simulate([tasks], [LayerCost(1.0)], devices=1, microbatches=1, mode="infer")
+    >>> svg(played).startswith("<svg "), svg(played).count("<title>F[0:1] m0:1 @0")
+    (True, 1)
+    """
+    height = _TOP + _ROW * timeline.devices + 24
+    scale = _WIDTH / timeline.makespan_ms if timeline.makespan_ms else 1.0
+    rows = (f'<text x="4" y="{_TOP + _ROW * device + 17}">@{device}</text>' for device in range(timeline.devices))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 8}" height="{height}" '
+            'font-family="sans-serif" font-size="12">',
+            f'<text x="{_LEFT}" y="16">{timeline.makespan_ms:.6g} ms, {len(timeline.launches)} calls: '
+            "F blue, FB red, B green</text>",
+            *rows,
+            *(box for span in timeline.spans for box in _boxes(span, scale)),
+            "</svg>",
+        ]
+    )
+
+
+def _boxes(span: Span, scale: float) -> Iterator[str]:
+    top = _TOP + _ROW * span.task.device
+    opacity = 0.6 if span.call % 2 else 1.0
+    for start_ms, end_ms in _joined(span):
+        yield (
+            f'<rect x="{_LEFT + start_ms * scale:.2f}" y="{top}" width="{(end_ms - start_ms) * scale:.2f}" '
+            f'height="{_ROW - 2}" fill="{_COLOURS[span.task.kind]}" fill-opacity="{opacity}" stroke="white">'
+            f"<title>{escape(repr(span.task))}, call {span.call}, {start_ms:.6g} to {end_ms:.6g} ms</title></rect>"
+        )

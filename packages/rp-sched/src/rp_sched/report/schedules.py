@@ -1,0 +1,96 @@
+"""Every schedule by name, to play and to compare."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rp_sched.planners.classic import CLASSIC, even_stages
+from rp_sched.planners.planner import Strategy, plan
+from rp_sched.planners.roundrobin import RoundRobin
+from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.plan import Mode
+from rp_sched.problem.tasks import Task
+from rp_sched.simulation.assignment import Dealer
+from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.simulate import simulate
+from rp_sched.simulation.timeline import Timeline
+
+# How many stages each device has in the classic schedules that give it several.
+LOOPS = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "looped-bfs": 2}
+NAMES = ("adaptive", "roundrobin", *CLASSIC)
+
+Calls = Sequence[Sequence[Task]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A model on a machine, and how it is called."""
+
+    costs: Sequence[LayerCost]
+    limits: Limits
+    devices: int
+    microbatches: int
+    mode: Mode = "fused"
+
+    def course(self, strategy: Strategy | RoundRobin) -> Course:
+        """The plan of a strategy."""
+        found = plan(
+            self.costs,
+            devices=self.devices,
+            microbatches=self.microbatches,
+            mode=self.mode,
+            limits=self.limits,
+            strategy=strategy,
+        )
+        return Course(found, self.costs, mode=self.mode, microbatches=self.microbatches, limits=self.limits)
+
+    def dealt(self, course: Course, calls: int) -> Calls:
+        """The tasks of so many calls of a plan."""
+        dealer = Dealer(self.devices)
+        return [dealer.deal(course) for _ in range(calls)]
+
+    def play(self, calls: Calls) -> Timeline:
+        """What happens."""
+        return simulate(
+            calls,
+            self.costs,
+            devices=self.devices,
+            microbatches=self.microbatches,
+            mode=self.mode,
+            limits=self.limits,
+        )
+
+    @property
+    def ideal_ms(self) -> float:
+        """No device is ever idle, and if there is a backward, every layer but the last runs forward twice."""
+        forward_ms = sum(cost.forward_ms for cost in self.costs)
+        if self.mode == "infer":
+            return forward_ms * self.microbatches / self.devices
+        again_ms = forward_ms - self.costs[-1].forward_ms
+        return (
+            (forward_ms + again_ms + sum(cost.backward_ms for cost in self.costs))
+            * self.microbatches
+            / self.devices
+        )
+
+
+def schedules(setting: Setting) -> Mapping[str, Callable[[int], Calls]]:
+    """For each name what makes the task lists of so many calls.
+
+    >>> setting = Setting(costs=[LayerCost(1.0)] * 4, limits=Limits(), devices=2, microbatches=2)
+    >>> [len(schedules(setting)[name](1)[0]) for name in ("adaptive", "gpipe", "looped-bfs")]
+    [2, 6, 7]
+    """
+    ours = {name: partial(_planned, setting, name) for name in ("adaptive", "roundrobin")}
+    if setting.mode != "fused":
+        return ours
+    return {**ours, **{name: partial(_classic, setting, name) for name in CLASSIC}}
+
+
+def _planned(setting: Setting, name: Strategy, calls: int) -> Calls:
+    return setting.dealt(setting.course(name), calls)
+
+
+def _classic(setting: Setting, name: str, calls: int) -> Calls:
+    stages = even_stages(setting.costs, setting.devices * LOOPS[name])
+    return [CLASSIC[name](stages, setting.devices, setting.microbatches)] * calls

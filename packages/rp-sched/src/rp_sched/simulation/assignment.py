@@ -1,0 +1,46 @@
+"""Which device runs which task, call after call."""
+
+from rp_sched.problem.checks import whole
+from rp_sched.problem.tasks import Task
+from rp_sched.simulation.clock import Clock
+from rp_sched.simulation.makespan import Course
+
+# Of a few courses, and of all the ways in which their calls can find the devices.
+MOST_KEPT = 512
+
+
+class Dealer:
+    """Gives the tasks of call after call to devices.
+
+    >>> from rp_sched import LayerCost, Plan
+    >>> course = Course(Plan(fused=range(0, 1), in_turn=False), [LayerCost(1.0)], mode="fused", microbatches=2)
+    >>> dealer = Dealer(2)
+    >>> dealer.deal(course), dealer.deal(course)
+    ((FB[0:1] m0:2 @0,), (FB[0:1] m0:2 @1,))
+
+    Tasks of a plan that is `in_turn` go round the devices; those of other plans go to the device that frees first,
+    by a clock that goes on from call to call, also when courses change. Make one for all models that share the
+    devices; one thread at a time. A call that finds the devices as an earlier one found them is looked up.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self._clock = Clock.idle(whole("devices", devices, least=1))
+        self._kept: dict[object, tuple[tuple[Task, ...], Clock]] = {}
+
+    def deal(self, course: Course) -> tuple[Task, ...]:
+        """The tasks of the next call, in the order of their launch."""
+        key = (course, self._clock.exactly())
+        if key not in self._kept:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = _deal(course, self._clock.copy())
+        tasks, self._clock = self._kept[key]
+        return tasks
+
+
+def _deal(course: Course, clock: Clock) -> tuple[tuple[Task, ...], Clock]:
+    taken = course.play(clock)
+    clock.next_call()
+    clock.tidy()
+    dealt = zip(course.jobs, taken, strict=True)
+    return tuple(Task(job.kind, job.layers, job.microbatches, device) for job, device in dealt), clock

@@ -1,0 +1,65 @@
+"""What the host holds while calls run."""
+
+from collections.abc import Sequence
+
+from rp_sched.problem.tasks import Task
+from rp_sched.simulation.peak_memory import Holding, peak
+from rp_sched.simulation.stage_costs import Loads
+
+_Key = tuple[str, int, int]
+
+
+class Host:
+    """Weights, gradients, and what microbatches leave between stages; a call at a time.
+
+    An activation is held from the end of the microbatch that made it to the end of the one that needs it last: the
+    backward pass, if one starts at that layer, else the next stage. A gradient is held for the next stage.
+    """
+
+    def __init__(self, loads: Loads) -> None:
+        self._loads = loads
+        self._fixed_bytes = loads.weight_bytes[-1]
+        self._holdings: list[Holding] = []
+        self._since: dict[_Key, float] = {}
+        self._saved: set[tuple[int, int]] = set()
+
+    def next_call(self, tasks: Sequence[Task]) -> None:
+        """A call with these tasks begins."""
+        backward = [task for task in tasks if task.kind != "F"]
+        self._since = {}
+        self._saved = {(m, task.layers.start) for task in backward for m in task.microbatches}
+        added = [layer for task in backward for layer in task.layers]
+        trainable = self._loads.trainable_bytes[-1] if backward else 0
+        # A layer to which several tasks add has its sum in 32 bits.
+        divided = len(added) > len(set(added))
+        gradients = 2 * trainable if divided else trainable
+        self._fixed_bytes = max(self._fixed_bytes, self._loads.weight_bytes[-1] + gradients)
+
+    def note(self, task: Task, ends: Sequence[float]) -> None:
+        """A task was done with its microbatches at these times."""
+        for microbatch, end_ms in zip(task.microbatches, ends, strict=True):
+            self._take(task, microbatch, end_ms)
+            self._leave(task, microbatch, end_ms)
+
+    def peak_bytes(self) -> int:
+        """The most so far."""
+        return self._fixed_bytes + peak(self._holdings)
+
+    def _take(self, task: Task, microbatch: int, end_ms: float) -> None:
+        if task.kind != "F" or (microbatch, task.layers.start) not in self._saved:
+            self._drop("input", microbatch, task.layers.start, end_ms)
+        if task.kind == "B":
+            self._drop("gradient", microbatch, task.layers.stop, end_ms)
+
+    def _leave(self, task: Task, microbatch: int, end_ms: float) -> None:
+        if task.kind != "F":
+            self._since["gradient", microbatch, task.layers.start] = end_ms
+            return
+        for layer in (*task.layers[1:], task.layers.stop):
+            if layer == task.layers.stop or (microbatch, layer) in self._saved:
+                self._since["input", microbatch, layer] = end_ms
+
+    def _drop(self, name: str, microbatch: int, layer: int, end_ms: float) -> None:
+        since_ms = self._since.pop((name, microbatch, layer), None)
+        if since_ms is not None:
+            self._holdings.append((since_ms, end_ms, self._loads.input_bytes[layer]))

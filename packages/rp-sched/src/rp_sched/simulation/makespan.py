@@ -1,0 +1,203 @@
+"""How long the calls of a plan last: one alone, or one after the other."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rp_sched.problem.checks import whole
+from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.tasks import phases
+from rp_sched.simulation.clock import Clock
+from rp_sched.simulation.stage_costs import Brief, Loads, Piece, results_after_ms
+
+# How many calls are played to find their pace. Nearly always the devices come to stand as they stood before much
+# earlier; else the mean of the second half is taken.
+MOST_CALLS = 64
+
+
+class Course:
+    """A plan and its costs, ready to be timed and dealt.
+
+    >>> course = Course(Plan(fused=range(0, 2)), [LayerCost(1.0)] * 2, mode="fused", microbatches=4)
+    >>> course.steady_ms(devices=1), course.alone_ms(devices=1)
+    (24.0, 24.0)
+
+    Times are those of `rp_sched.clock`. Raises `InvalidPlan` for a plan that does not fit the costs, the mode or
+    the microbatches.
+    """
+
+    def __init__(
+        self, plan: Plan, costs: Sequence[LayerCost], *, mode: Mode, microbatches: int, limits: Limits = NO_LIMITS
+    ) -> None:
+        plan.check(len(costs), mode)
+        plan.check_microbatches(microbatches)
+        self._set(plan, Loads(costs, limits), mode, microbatches)
+
+    @classmethod
+    def unchecked(cls, plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> "Course":
+        """The course of a plan that is known to be valid; the solvers make thousands."""
+        course = cls.__new__(cls)
+        course._set(plan, loads, mode, microbatches)
+        return course
+
+    def _set(self, plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> None:
+        self.plan = plan
+        self.loads = loads
+        self.mode: Mode = mode
+        self.microbatches = microbatches
+        pieces = list(_pieces(plan, loads, mode, microbatches))
+        self.jobs = [job for piece in pieces for job in piece.jobs]
+        self._brief = [brief for piece in pieces for brief in piece.brief]
+
+    def used(self, devices: int) -> int:
+        """How many of so many devices the plan uses."""
+        return min(devices, self.plan.devices or devices)
+
+    @property
+    def steps(self) -> int:
+        """How often a microbatch goes through a stage in one call."""
+        return sum(len(job.microbatches) for job in self.jobs)
+
+    @property
+    def busy_ms(self) -> float:
+        """The arithmetic of one call, of all devices together."""
+        return sum(len(job.microbatches) * job.load.ms for job in self.jobs)
+
+    def alone_ms(self, devices: int) -> float:
+        """How long one call takes on idle devices."""
+        clock = Clock.idle(whole("devices", devices, least=1))
+        self.play(clock)
+        return max(clock.over_ms, clock.results_ms)
+
+    def steady_ms(self, devices: int, *, most_calls: int = MOST_CALLS) -> float:
+        """The time from launch to launch, in the long run, of calls that follow each other.
+
+        It is the mean of the calls between two launches at which the devices stand alike, to the nanosecond; if
+        that has not happened within `most_calls`, of the second half of them.
+        """
+        return pace([self], devices, most_calls=most_calls).call_ms
+
+    def bound_ms(self, devices: int) -> float:
+        """What `steady_ms` does not go below, however devices are chosen.
+
+        As much work as all devices do together, as many bytes as the links carry; and as long from launch to
+        losses, and in two calls to the end, as it takes when every task has a device of its own.
+        """
+        return max(self.load_bound_ms(devices), self._path_bound_ms())
+
+    def load_bound_ms(self, devices: int) -> float:
+        """The part of `bound_ms` that adds up work and bytes."""
+        used = self.used(devices)
+        links = 1 if self.loads.limits.shared_links else used
+        up = sum(job.load.weights_ms + len(job.microbatches) * job.load.inputs_ms for job in self.jobs)
+        down = sum(job.load.gradients_ms + len(job.microbatches) * job.load.outputs_ms for job in self.jobs)
+        return max(self.busy_ms / used, up / links, down / links)
+
+    def _path_bound_ms(self) -> float:
+        ready = [0.0] * self.microbatches
+        results = over = 0.0
+        for gate, first, stop, ms, hop_ms, after_ms in self._brief:
+            if gate:
+                ready = [results] * self.microbatches
+            t = 0.0
+            for m in range(first, stop):
+                t = max(t, ready[m]) + ms
+                ready[m] = t + hop_ms
+            over, results = max(over, t), max(results, t + after_ms)
+        return max(results, over / 2)
+
+    def play(self, clock: Clock) -> list[int]:
+        """Run one call, from the clock's zero on; the device of each job."""
+        return _play_linked(self, clock) if self.loads.linked else _play(self, self._brief, clock)
+
+
+class Pace(NamedTuple):
+    """How fast calls follow each other, and how many calls were played to find out."""
+
+    call_ms: float
+    calls: int
+
+
+def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALLS) -> Pace:
+    """The time of one call of each course, in the long run, if they are called in turn; see `Course.steady_ms`."""
+    used = [course.used(whole("devices", devices, least=1)) for course in courses]
+    clock = Clock.idle(max(used))
+    named = min(used) < max(used) or any(course.plan.in_turn for course in courses)
+    seen: dict[object, int] = {}
+    launches = [0.0]
+    for call in range(most_calls):
+        standing = clock.standing(named=named)
+        if standing in seen:
+            first = seen[standing]
+            return Pace((launches[call] - launches[first]) / (call - first), call)
+        seen[standing] = call
+        launches.append(launches[-1] + sum(_next(course, clock) for course in courses))
+    half = most_calls // 2
+    return Pace((launches[most_calls] - launches[half]) / (most_calls - half), most_calls)
+
+
+def _next(course: Course, clock: Clock) -> float:
+    course.play(clock)
+    return clock.next_call()
+
+
+def _pieces(plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> Iterator[Piece]:
+    # The backward pass takes the inputs of its stages from the host, where the forward pass leaves them.
+    backward = plan.backward if plan.fused is None else (plan.fused, *plan.backward)
+    saved = [layers.start for layers in backward]
+    for kind, stages, groups in phases(plan, microbatches):
+        for index, layers in enumerate(stages):
+            # In mode `train` the caller has the outputs before it asks for the backward pass.
+            gate = mode == "train" and kind == "B" and index == 0
+            yield loads.piece(kind, layers, groups, saved, gate)
+
+
+def _play(course: Course, brief: Sequence[Brief], clock: Clock) -> list[int]:
+    """`_play_linked` where the links take no time: the solvers' innermost loop, so it is written out."""
+    free = clock.free
+    used = course.used(len(free))
+    in_turn, turn = course.plan.in_turn, clock.turn % used
+    ready = [0.0] * course.microbatches
+    results = over = 0.0
+    taken: list[int] = []
+    for gate, first, stop, ms, hop_ms, after_ms in brief:
+        if gate:
+            ready = [results] * course.microbatches
+        if in_turn:
+            device = turn
+            turn = (turn + 1) % used
+        else:
+            device = free.index(min(free if used == len(free) else free[:used]))
+        taken.append(device)
+        t = free[device]
+        for m in range(first, stop):
+            r = ready[m]
+            if r > t:
+                t = r
+            t += ms
+            ready[m] = t + hop_ms
+        free[device] = t
+        if t > over:
+            over = t
+        if t + after_ms > results:
+            results = t + after_ms
+    clock.turn, clock.results_ms, clock.over_ms = turn, results, over
+    return taken
+
+
+def _play_linked(course: Course, clock: Clock) -> list[int]:
+    """One call whose weights, activations and gradients take time on the links."""
+    used = course.used(len(clock.free))
+    clock.turn %= used
+    ready = [0.0] * course.microbatches
+    taken: list[int] = []
+    for job in course.jobs:
+        if job.gate:
+            ready = [clock.results_ms] * course.microbatches
+        device = clock.turn if course.plan.in_turn else clock.first_free(used)
+        clock.turn = (clock.turn + 1) % used if course.plan.in_turn else clock.turn
+        taken.append(device)
+        ran = clock.run(job.load, job.microbatches, device, ready, course.loads.limits)
+        clock.results_ms = max(clock.results_ms, ran.end_ms + results_after_ms(job.kind, job.load))
+        clock.over_ms = max(clock.over_ms, ran.over_ms)
+    return taken

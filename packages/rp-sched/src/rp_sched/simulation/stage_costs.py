@@ -1,0 +1,203 @@
+"""What stages take: time, bytes over the links, memory."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+from rp_sched.errors import Infeasible
+from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.tasks import Kind
+
+_Number = TypeVar("_Number", int, float)
+
+
+class Load(NamedTuple):
+    """What a stage takes on a device.
+
+    `ms`: one microbatch. `after_ms`: the part of it after the loss. `hop_ms`: from a microbatch's end to where the
+    next stage may start it. `weights_ms`: the link until the weights are there. `inputs_ms`, `outputs_ms`: the
+    links for one microbatch. `gradients_ms`: the link back, once. `state_bytes`: weights and gradients.
+    `gradient_bytes`: the part of these that is left when the weights are not needed any more. `kept_bytes`: the
+    activations of one microbatch.
+    """
+
+    ms: float
+    after_ms: float
+    hop_ms: float
+    weights_ms: float
+    inputs_ms: float
+    outputs_ms: float
+    gradients_ms: float
+    state_bytes: int
+    gradient_bytes: int
+    kept_bytes: int
+
+
+class Job(NamedTuple):
+    """A task before a device is chosen. `gate`: it waits until every microbatch is through the task before it."""
+
+    kind: Kind
+    layers: range
+    microbatches: range
+    gate: bool
+    load: Load
+
+
+def results_after_ms(kind: Kind, load: Load) -> float:
+    """From the end of a task to where the results are there that the caller waits for; losses: less than 0.
+
+    Outputs are there one hop later. A backward task has no results.
+    """
+    return {"F": load.hop_ms, "FB": -load.after_ms, "B": float("-inf")}[kind]
+
+
+# A job as the innermost loop wants it: gate, first and last microbatch, ms, hop_ms, results_after_ms.
+Brief = tuple[bool, int, int, float, float, float]
+
+
+class Piece(NamedTuple):
+    """The jobs of one stage, twice."""
+
+    jobs: tuple[Job, ...]
+    brief: tuple[Brief, ...]
+
+
+class Loads:
+    """Loads of the stages of one model, from running sums.
+
+    >>> loads = Loads([LayerCost(1.0, 2.0, weight_bytes=5), LayerCost(3.0, 6.0)], Limits(hop_ms=0.5))
+    >>> loads.of("F", range(0, 2)).ms, loads.of("FB", range(0, 2)).after_ms, loads.of("B", range(1, 2)).ms
+    (4.0, 8.0, 9.0)
+    """
+
+    def __init__(self, costs: Sequence[LayerCost], limits: Limits) -> None:
+        self.costs = tuple(costs)
+        self.limits = limits
+        self.forward_ms = _sums([cost.forward_ms for cost in costs])
+        self.backward_ms = _sums([cost.backward_ms for cost in costs])
+        self.weight_bytes = _sums([cost.weight_bytes for cost in costs])
+        self.trainable_bytes = _sums([cost.trainable_bytes for cost in costs])
+        self.gradient_bytes = _sums([cost.gradient_bytes for cost in costs])
+        self.kept_bytes = _sums([cost.kept_bytes for cost in costs])
+        self.ordered = _sums([int(cost.writes_buffers) for cost in costs])
+        # What comes into each layer; the model's own input is not counted, since nobody says how large it is.
+        self.input_bytes = [0, *(cost.boundary_bytes for cost in costs)]
+        links = (limits.upload_gb_s, limits.download_gb_s)
+        self.linked = any(speed is not None for speed in links)
+        self._pieces: dict[object, Piece] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.costs)
+
+    def may_divide(self, layers: range) -> bool:
+        """Whether different devices may run different microbatches of these layers."""
+        return self.ordered[layers.stop] == self.ordered[layers.start]
+
+    def of(self, kind: Kind, layers: range, saved: Sequence[int] = ()) -> Load:
+        """The load of a stage. `saved`: the layers whose inputs the backward pass takes from the host."""
+        start, stop = layers.start, layers.stop
+        up, down = self.limits.upload_ms_per_byte, self.limits.download_ms_per_byte
+        forward_ms = self.forward_ms[stop] - self.forward_ms[start]
+        backward_ms = 0.0 if kind == "F" else self.backward_ms[stop] - self.backward_ms[start]
+        weights = self.weight_bytes[stop] - self.weight_bytes[start]
+        gradients = 0 if kind == "F" else self.gradient_bytes[stop] - self.gradient_bytes[start]
+        leaving = 0 if kind == "F" else self.trainable_bytes[stop] - self.trainable_bytes[start]
+        above = self.input_bytes[stop] if kind == "B" else 0
+        handed = self.input_bytes[stop if kind == "F" else start]
+        kept_on_host = (
+            sum(self.input_bytes[layer] for layer in saved if start < layer < stop) if kind == "F" else 0
+        )
+        return Load(
+            ms=forward_ms + backward_ms,
+            after_ms=backward_ms,
+            hop_ms=self.limits.hop_ms + handed * (up + down),
+            weights_ms=weights * up,
+            inputs_ms=(self.input_bytes[start] + above) * up,
+            outputs_ms=(handed + kept_on_host) * down,
+            gradients_ms=leaving * down,
+            state_bytes=weights + gradients,
+            gradient_bytes=gradients,
+            kept_bytes=0 if kind == "F" else self.kept_bytes[stop] - self.kept_bytes[start],
+        )
+
+    def piece(
+        self, kind: Kind, layers: range, groups: tuple[range, ...], saved: Sequence[int], gate: bool
+    ) -> Piece:
+        """The jobs of a stage. Most of them come again and again while a solver tries plans, so they are kept."""
+        inside = tuple(layer for layer in saved if layer in layers) if self.linked and kind == "F" else ()
+        key = (kind, layers, groups, inside, gate)
+        if key not in self._pieces:
+            load = self.of(kind, layers, inside)
+            jobs = tuple(Job(kind, layers, batch, gate and batch is groups[0], load) for batch in groups)
+            self._pieces[key] = Piece(jobs, tuple(map(_brief, jobs)))
+        return self._pieces[key]
+
+    def fits(self, kind: Kind, layers: range) -> bool:
+        """Whether a device takes these layers as one stage while it fetches the next one.
+
+        A single layer needs no room for the next one, which then waits. After the whole model come the weights of
+        the next call.
+        """
+        load = self.of(kind, layers)
+        device, stage = self.limits.device_memory_bytes, self.limits.stage_limit_bytes
+        weights = load.state_bytes - load.gradient_bytes
+        if len(layers) == 1:
+            return device is None or load.state_bytes + load.kept_bytes <= device
+        if kind == "FB" and len(layers) == self.num_layers:
+            stage, ahead = self.limits.stage_bytes, weights
+        else:
+            ahead = self.limits.room_ahead_bytes
+        within = stage is None or load.state_bytes <= stage
+        if kind != "FB" and self.limits.ahead_bytes is not None:
+            within = within and weights <= self.limits.ahead_bytes
+        return within and (device is None or load.state_bytes + load.kept_bytes + ahead <= device)
+
+    def check_feasible(self, mode: Mode) -> None:
+        """Raise `Infeasible` if a layer by itself is too large for a device."""
+        device = self.limits.device_memory_bytes
+        if device is None:
+            return
+        for layer in range(self.num_layers):
+            load = self.of("F" if mode == "infer" else "B", range(layer, layer + 1))
+            if load.state_bytes + load.kept_bytes > device:
+                raise Infeasible(layer, load.state_bytes + load.kept_bytes, device)
+
+    def host_bytes(self, plan: Plan, microbatches: int) -> int:
+        """What the host holds under a plan, at most; see `host_bytes`."""
+        backward = plan.backward if plan.fused is None else (plan.fused, *plan.backward)
+        saved = sum(self.input_bytes[layers.start] for layers in backward)
+        divided = len(plan.groups) > 1 or len(plan.backward_groups) > 1
+        gradients = self.trainable_bytes[-1] * (2 if divided else 1) if backward else 0
+        # Besides what it saved, a microbatch has one activation or gradient on its way from stage to stage. The
+        # next call starts before this one ends, so two calls' may be there.
+        return self.weight_bytes[-1] + gradients + 2 * microbatches * (saved + max(self.input_bytes))
+
+    def fits_host(self, plan: Plan, microbatches: int) -> bool:
+        """Whether the host has room for what the plan leaves there."""
+        host = self.limits.host_memory_bytes
+        return host is None or self.host_bytes(plan, microbatches) <= host
+
+
+def host_bytes(plan: Plan, costs: Sequence[LayerCost], *, microbatches: int) -> int:
+    """What the host holds under a plan: weights, gradients and saved activations, without optimizer state.
+
+    >>> layer = LayerCost(1.0, weight_bytes=100, boundary_bytes=7)
+    >>> host_bytes(Plan((range(0, 1),), range(1, 2), (range(0, 1),)), [layer] * 2, microbatches=3)
+    484
+
+    Gradients take as many bytes as the weights they belong to, and twice as many where several tasks add to them:
+    those sums have 32 bits. The activations are, of every microbatch of two calls, the inputs of all fused and
+    backward stages and one more on its way.
+    """
+    return Loads(costs, Limits()).host_bytes(plan, microbatches)
+
+
+def _brief(job: Job) -> Brief:
+    batch, load = job.microbatches, job.load
+    return job.gate, batch.start, batch.stop, load.ms, load.hop_ms, results_after_ms(job.kind, load)
+
+
+def _sums(values: Sequence[_Number]) -> list[_Number]:
+    return list(accumulate(values, initial=type(values[0])(0)))

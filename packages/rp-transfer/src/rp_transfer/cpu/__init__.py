@@ -1,0 +1,1 @@
+"""Virtual devices on the CPU that catch unordered memory accesses."""

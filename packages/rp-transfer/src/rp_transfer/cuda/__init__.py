@@ -1,0 +1,1 @@
+"""CUDA devices through CuPy, and memory pinned to the byte."""

@@ -1,0 +1,274 @@
+"""CUDA devices: CuPy's streams, events, pinned memory and copies, shared with torch without copying.
+
+The only file that imports CuPy.
+"""
+
+# CuPy has no type information, so its objects are unknown to the checker here and nowhere else.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingImports=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import cupy
+import torch
+
+from rp_transfer.api import Event, HostUse, MemoryUse, Stream
+from rp_transfer.checks import check_cast, check_copy
+from rp_transfer.cuda.pinned_pool import HostMemory
+from rp_transfer.errors import BackendUnavailable, Closed, PinningRefused
+from rp_transfer.memory.blocks import Layout
+from rp_transfer.memory.pages import Pinned
+from rp_transfer.memory.regions import Regions
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+_ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses tell
+_STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
+
+
+class CudaEvent:
+    """A point in a CUDA stream."""
+
+    __slots__ = ("native", "timed")
+
+    def __init__(self, native: Any, *, timed: bool) -> None:
+        self.native = native
+        self.timed = timed
+
+    def query(self) -> bool:
+        """Whether the work before it has finished."""
+        return bool(self.native.done)
+
+    def synchronize(self) -> None:
+        """Block until it has, without holding Python's lock."""
+        self.native.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        """What the device measured between the two."""
+        if not (isinstance(earlier, CudaEvent) and self.timed and earlier.timed):
+            raise ValueError("both events must be recorded with timed=True")
+        return float(cupy.cuda.get_elapsed_time(earlier.native, self.native)) / 1000
+
+
+class CudaStream:
+    """One CUDA stream, seen by CuPy and by torch. The thread of its device puts work on it."""
+
+    def __init__(self, name: str, native: Any, torch_device: torch.device) -> None:
+        self._name = name
+        self.native = native
+        self.torch_stream = torch.cuda.ExternalStream(native.ptr, device=torch_device)
+
+    @property
+    def name(self) -> str:
+        """Such as ``cuda:0/weights_in``."""
+        return self._name
+
+    def wait(self, event: Event) -> None:
+        """Order later work after `event`, of this device or another one."""
+        if not isinstance(event, CudaEvent):
+            raise TypeError(f"{self._name} must wait for a CUDA event, but got {event!r} instead")
+        self.native.wait_event(event.native)
+
+    def record(self, *, timed: bool = False) -> CudaEvent:
+        """An event after everything put here so far."""
+        native = cupy.cuda.Event(block=True, disable_timing=not timed)
+        native.record(self.native)
+        return CudaEvent(native, timed=timed)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue an asynchronous move of raw bytes."""
+        check_copy(destination, source)
+        nbytes = source.numel() * source.element_size()
+        if nbytes:
+            cupy.cuda.runtime.memcpyAsync(
+                destination.data_ptr(), source.data_ptr(), nbytes, _ANY_DIRECTION, self.native.ptr
+            )
+
+    def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue torch's conversion."""
+        check_cast(destination, source)
+        with torch.no_grad(), torch.cuda.stream(self.torch_stream):
+            destination.view(-1).copy_(source.view(-1))
+
+    def touch(
+        self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
+    ) -> None:
+        """Nothing to check: the virtual devices do."""
+
+
+class CudaDevice:
+    """One GPU and its five streams."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._name = f"cuda:{index}"
+        self._torch_device = torch.device("cuda", index)
+        # CuPy makes a stream on the current device only.
+        with cupy.cuda.Device(index), torch.cuda.device(index):
+            streams = [
+                CudaStream(f"{self._name}/{name}", cupy.cuda.Stream(non_blocking=True), self._torch_device)
+                for name in _STREAMS
+            ]
+        self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = streams
+        self._streams = streams
+
+    @property
+    def name(self) -> str:
+        """Such as ``cuda:1``."""
+        return self._name
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The same device for torch."""
+        return self._torch_device
+
+    def attach_thread(self) -> None:
+        """Make it the calling thread's device, for torch and for CuPy."""
+        torch.cuda.set_device(self._index)
+        cupy.cuda.Device(self._index).use()
+        # Torch's backward thread of this device gets its context here; a matrix product first would make it warn.
+        (torch.ones((), device=self._torch_device, requires_grad=True) * 1).backward()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Torch operations go to the compute stream."""
+        return torch.cuda.stream(self.compute.torch_stream)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stream: Stream) -> torch.Tensor:
+        """Memory of torch's allocator that belongs to `stream`."""
+        if not isinstance(stream, CudaStream):
+            raise TypeError(f"memory of {self._name} must belong to one of its streams, but got {stream!r}")
+        with torch.cuda.stream(stream.torch_stream):
+            return torch.empty(tuple(shape), dtype=dtype, device=self._torch_device)
+
+    def generator(self) -> torch.Generator:
+        """The device's default generator."""
+        return torch.cuda.default_generators[self._index]
+
+    def memory(self) -> MemoryUse:
+        """What torch's allocator has handed out, and what of the card it may take."""
+        share = torch.cuda.get_per_process_memory_fraction(self._index)
+        total = int(torch.cuda.get_device_properties(self._index).total_memory * share)
+        used = torch.cuda.memory_allocated(self._index)
+        return MemoryUse(self._name, used, torch.cuda.max_memory_allocated(self._index), total)
+
+    def reset_peak_memory(self) -> None:
+        """Forget the peak seen so far."""
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def synchronize(self) -> None:
+        """Block until the five streams are empty."""
+        for stream in self._streams:
+            stream.native.synchronize()
+
+
+class _CudaPins:
+    """The driver's registration of host memory.
+
+    Neither torch's pool nor CuPy's: both round a block up, to a power of two at worst. And under a device that is
+    ours: the calling thread's current one would get a context, and memory, for nothing else.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def pin(self, address: int, nbytes: int) -> None:
+        try:
+            with cupy.cuda.Device(self._device):
+                cupy.cuda.runtime.hostRegister(address, nbytes, _PORTABLE)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise PinningRefused(f"{nbytes} bytes: {error}") from error
+
+    def unpin(self, address: int) -> None:
+        with cupy.cuda.Device(self._device):
+            cupy.cuda.runtime.hostUnregister(address)
+
+
+class CudaBackend:
+    """GPUs by index.
+
+    Raises `BackendUnavailable` where CuPy cannot use the driver or was built for another major version of CUDA.
+    """
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        _check_versions()
+        self._devices = tuple(map(_open_device, indices))
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._pinned = Pinned(_CudaPins(indices[0]))
+        self._host = HostMemory(self._pinned, total)
+        self._regions = Regions(self._pinned)
+        self._closed = False
+
+    @property
+    def devices(self) -> tuple[CudaDevice, ...]:
+        """The GPUs."""
+        return self._devices
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
+        """Pinned memory to the byte."""
+        self._check_open()
+        return self._host.empty(shape, dtype, short_lived=short_lived)
+
+    def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """Pinned blocks to the byte."""
+        self._check_open()
+        return self._host.blocks(layouts)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the CUDA backend was closed; open another one")
+
+    def host_touch(
+        self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
+    ) -> None:
+        """Nothing to check: the virtual devices do."""
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether one registration of ours holds all of it, or torch pinned it."""
+        nbytes = tensor.numel() * tensor.element_size()
+        return self._pinned.covers(tensor.data_ptr(), nbytes) or tensor.is_pinned()
+
+    def register(self, tensors: Iterable[torch.Tensor]) -> object:
+        """Pin storages where they are, those that share a page together."""
+        return self._regions.register(tensor for tensor in tensors if not self._is_pinned_by_torch(tensor))
+
+    def _is_pinned_by_torch(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return tensor.is_pinned() and not self._pinned.covers(storage.data_ptr(), storage.nbytes())
+
+    def host_memory(self) -> HostUse:
+        """Bytes given, and bytes pinned."""
+        return self._host.use()
+
+    def close(self) -> None:
+        """Wait for the devices and free the pooled host memory."""
+        if not self._closed:
+            self._closed = True
+            for device in self._devices:
+                device.synchronize()
+            self._host.clear()
+
+
+def _open_device(index: int) -> CudaDevice:
+    try:
+        return CudaDevice(index)
+    except (cupy.cuda.runtime.CUDARuntimeError, torch.AcceleratorError) as error:
+        raise BackendUnavailable(
+            f"cuda:{index} cannot be opened: {error}; is it full, or in use by another process alone?"
+        ) from error
+
+
+def _check_versions() -> None:
+    try:
+        version = int(cupy.cuda.runtime.runtimeGetVersion())
+    except Exception as error:
+        raise BackendUnavailable(f"CuPy cannot use the CUDA driver: {error}") from error
+    wanted = int((torch.version.cuda or "0").split(".")[0])
+    if version // 1000 != wanted:
+        raise BackendUnavailable(
+            f"torch is built for CUDA {wanted} but CuPy for CUDA {version // 1000}; "
+            f"install the matching one: pip install 'rp-transfer[cuda{wanted}]'"
+        )

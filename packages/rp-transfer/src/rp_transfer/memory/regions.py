@@ -1,0 +1,74 @@
+"""Regions: storages that are pinned where they are, those that share a page together."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from rp_transfer.memory.pages import PAGE_BYTES, Pinned
+
+
+class Region:
+    """The bytes ``[start, end)`` that some storages lie in. It keeps them: freed memory must not stay pinned."""
+
+    def __init__(self, storages: list[torch.UntypedStorage]) -> None:
+        self.storages = storages
+        self.start = storages[0].data_ptr()
+        self.end = max(storage.data_ptr() + storage.nbytes() for storage in storages)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether all of the storage's bytes lie in it."""
+        return self.start <= storage.data_ptr() and storage.data_ptr() + storage.nbytes() <= self.end
+
+    def overlaps(self, storage: torch.UntypedStorage) -> bool:
+        """Whether any of them do."""
+        return self.start < storage.data_ptr() + storage.nbytes() and storage.data_ptr() < self.end
+
+
+class Regions:
+    """The regions of one backend, each pinned as long as somebody holds it."""
+
+    def __init__(self, pinned: Pinned) -> None:
+        self._pinned = pinned
+        self._known: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def register(self, tensors: Iterable[torch.Tensor]) -> tuple[Region, ...]:
+        """The regions that hold the tensors' storages, pinned now or before; what is refused is left out."""
+        # By address; of those that begin at one, the largest.
+        sized = sorted(map(torch.Tensor.untyped_storage, tensors), key=torch.UntypedStorage.nbytes)
+        storages = {storage.data_ptr(): storage for storage in sized}
+        with self._lock:
+            known = list(self._known)
+            held = [region for region in known if any(map(region.holds, storages.values()))]
+            new = [storage for _, storage in sorted(storages.items()) if self._is_new(storage, known)]
+            return (*held, *filter(self._pin, _by_page(new, known)))
+
+    def _is_new(self, storage: torch.UntypedStorage, known: Iterable[Region]) -> bool:
+        if self._pinned.covers(storage.data_ptr(), storage.nbytes()):
+            return False
+        return storage.nbytes() > 0 and not any(region.overlaps(storage) for region in known)
+
+    def _pin(self, region: Region) -> bool:
+        allowed = self._pinned.hold(region, region.start, region.end - region.start)
+        if allowed:
+            self._known.add(region)
+        return allowed
+
+
+def _by_page(storages: Iterable[torch.UntypedStorage], known: Sequence[Region]) -> list[Region]:
+    """Regions of storages, given by address, that begin on the page where the one before ended."""
+    runs: list[list[torch.UntypedStorage]] = []
+    end = -1
+    for storage in storages:
+        start = storage.data_ptr()
+        between = any(region.start < start and end < region.end for region in known)
+        if runs and start // PAGE_BYTES <= (end - 1) // PAGE_BYTES and not between:
+            runs[-1].append(storage)
+        else:
+            runs.append([storage])
+        end = max(end, start + storage.nbytes())
+    return [Region(run) for run in runs]

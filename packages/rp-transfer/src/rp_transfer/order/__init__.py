@@ -1,0 +1,1 @@
+"""The order of access to memory, and copies in that order."""

@@ -1,0 +1,153 @@
+"""The checks of the conformance suite: what any backend must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from rp_transfer.api import Backend, Device
+from rp_transfer.errors import NotConforming, Unordered
+from rp_transfer.testing.contract import PROMISES, Promise, closing_is_final
+from rp_transfer.testing.hazards import hazards, needed_waits
+from rp_transfer.testing.interpreters import Machine, Results, in_order
+from rp_transfer.testing.programs import Program, without
+from rp_transfer.testing.random_programs import random_program
+from rp_transfer.testing.timeout import bounded
+
+
+def run_in_order(program: Program) -> Results:
+    """What the host reads when every step is over before the next one begins.
+
+    >>> from rp_transfer.testing.programs import Piece, Read, Take, Write
+    >>> import torch
+    >>> piece = Piece("h", 0, 2)
+    >>> run_in_order(Program(1, torch.int64, (Take("h", 2, None), Write(piece, 7), Read(piece))))
+    [[7.0, 8.0]]
+    """
+    return in_order(program)
+
+
+def run_on(backend: Backend, program: Program, *, unit: int = 1) -> Results:
+    """What the host reads when a backend runs the program, in a thread of its own.
+
+    `unit` elements stand for each of the program's: a million of them keep a real link busy for so long that a
+    lost wait shows. Run no program there that has a hazard in a `Free`: it may bring the device down.
+
+    >>> from rp_transfer.cpu.backend import CpuBackend
+    >>> program = random_program(1, devices=1)
+    >>> run_on(CpuBackend(1), program) == run_in_order(program)
+    True
+
+    Raises whatever the backend raises, and `NotConforming` if it hangs.
+    """
+    if len(backend.devices) < program.devices:
+        raise ValueError(
+            f"the program needs {program.devices} devices, but the backend has {len(backend.devices)}"
+        )
+    return bounded(partial(_run, backend, program, unit))
+
+
+def _run(backend: Backend, program: Program, unit: int) -> Results:
+    machine = Machine(backend, program.dtype, unit)
+    machine.run(program.steps)
+    return machine.results
+
+
+def check(backend: Backend, seeds: Iterable[int], *, length: int = 24, unit: int = 1) -> None:
+    """Check a random program of each seed, on all the backend's devices; for `unit` see `run_on`.
+
+    Raises `NotConforming`, with the seed and the program.
+    """
+    for seed in seeds:
+        program = random_program(seed, len(backend.devices), length=length)
+        check_program(backend, program, title=f"seed {seed}", unit=unit)
+
+
+def check_program(backend: Backend, program: Program, *, title: str = "this program", unit: int = 1) -> None:
+    """Check that a right program gives what it gives in order, and leaves no memory behind."""
+    wanted, before = run_in_order(program), _used_bytes(backend)
+    try:
+        found = run_on(backend, program, unit=unit)
+    except Exception as error:
+        raise NotConforming(f"{title} is right but raised {error!r}\n{program}") from error
+    if found != wanted:
+        raise NotConforming(f"{title} must give {wanted}, but gave {found}\n{program}")
+    after = _used_bytes(backend)
+    if after != before:
+        raise NotConforming(f"{title} must leave {before} bytes in use, but leaves {after}\n{program}")
+
+
+def _used_bytes(backend: Backend) -> dict[str, int]:
+    used = {device.name: device.memory().used_bytes for device in backend.devices}
+    return {"host": backend.host_memory().used_bytes, **used}
+
+
+def check_caught(open_one: Callable[[], Backend], seeds: Iterable[int], *, length: int = 24) -> None:
+    """Check that no needed wait of a random program can be forgotten: each must raise `Unordered` or be seen.
+
+    Args:
+        open_one: opens a fresh backend that checks order; what is half done in one cannot spoil the next.
+        seeds: one program each; every wait that nothing else implies is taken away in turn.
+
+    Raises `NotConforming`, with the seed, the wait and the program.
+    """
+    for seed in seeds:
+        _check_caught(open_one, seed, length)
+
+
+def _check_caught(open_one: Callable[[], Backend], seed: int, length: int) -> None:
+    backend = open_one()
+    devices = len(backend.devices)
+    backend.close()
+    program = random_program(seed, devices, length=length)
+    wanted = run_in_order(program)
+    for index in needed_waits(program):
+        if not _is_seen(open_one, without(program, index), wanted):
+            left = hazards(without(program, index))[0]
+            raise NotConforming(
+                f"seed {seed}: without step {index} ({program.steps[index]}) there is {left}, "
+                f"but nothing was raised and the results are right\n{program}"
+            )
+
+
+def _is_seen(open_one: Callable[[], Backend], program: Program, wanted: Results) -> bool:
+    backend = open_one()
+    try:
+        return run_on(backend, program) != wanted
+    except Unordered:
+        return True
+    finally:
+        backend.close()
+
+
+def check_promises(backend: Backend, promises: Iterable[Promise] = PROMISES) -> None:
+    """Check the single promises on every device, each in a thread of its own.
+
+    Raises `NotConforming`, with the promise's name and what it says.
+    """
+    for device in backend.devices:
+        for promise in promises:
+            _check_promise(backend, device, promise)
+
+
+def _check_promise(backend: Backend, device: Device, promise: Promise) -> None:
+    try:
+        bounded(partial(_attached, backend, device, promise))
+    except Exception as error:
+        promised = f"{device.name} breaks {promise.__name__} ({promise.__doc__})"
+        raise NotConforming(f"{promised}: {error}") from error
+
+
+def _attached(backend: Backend, device: Device, promise: Promise) -> None:
+    device.attach_thread()
+    promise(backend, device)
+    device.synchronize()
+
+
+def check_closing(backend: Backend) -> None:
+    """Close the backend and check what that means.
+
+    >>> from rp_transfer.cpu.backend import CpuBackend
+    >>> check_closing(CpuBackend(1))
+    """
+    bounded(partial(closing_is_final, backend))

@@ -1,0 +1,175 @@
+"""Hazards: steps of a program that conflict, although nothing in the program puts one after the other.
+
+This is a second opinion, worked out on sets of steps and not on clocks: a step's past is every step that is
+sure to be over when it runs. A set is an integer whose bit i stands for step i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rp_transfer.testing.programs import (
+    Compute,
+    Copy,
+    Free,
+    Lane,
+    Piece,
+    Program,
+    Read,
+    Record,
+    Step,
+    Take,
+    Wait,
+    Write,
+    without,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """Step `later` needs step `earlier` to be over, but nothing sees to it."""
+
+    later: int
+    earlier: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    index: int
+    piece: Piece
+    write: bool
+    copy: bool
+
+
+@dataclass(slots=True)
+class Order:
+    """What comes after what, in the steps that were added so far."""
+
+    lanes: dict[Lane, int] = field(default_factory=dict[Lane, int])
+    host: int = 0
+    forced: int = 0
+    events: dict[str, int] = field(default_factory=dict[str, int])
+    _size: int = 0
+    _takes: dict[str, Take] = field(default_factory=dict[str, Take])
+    _births: dict[str, int] = field(default_factory=dict[str, int])
+    _uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
+
+    def past(self, lane: Lane | None) -> int:
+        """The steps that are over for whatever is put on `lane` (None: done by the host) next."""
+        return self.host | (0 if lane is None else self.lanes.get(lane, 0))
+
+    def missing(self, step: Step, *, patient: bool = False) -> int:
+        """The steps that `step`, added next, needs to be over without knowing that they are.
+
+        Memory may go once the copies that use it have run: because the host waited for them or, unless
+        `patient`, because anything that has run since needed them.
+        """
+        if isinstance(step, Free):
+            return self._missing_to_free(step.name, patient)
+        past = self.past(_lane(step))
+        return _mask(_pieces(step), self) & ~past
+
+    def needs(self, piece: Piece, write: bool) -> int:
+        """The steps that a use of the piece must come after."""
+        earlier = [use for use in self._uses.get(piece.name, []) if write or use.write]
+        # A stream's new memory may be what it gave back: what came before it there comes first.
+        return self._births.get(piece.name, 0) | _bits(use.index for use in earlier if use.piece.overlaps(piece))
+
+    def _missing_to_free(self, name: str, patient: bool) -> int:
+        uses = self._uses.get(name, [])
+        known = self.past(self._takes[name].owner)
+        over = self.host if patient else self.forced
+        return _bits(use.index for use in uses) & ~known | _bits(use.index for use in uses if use.copy) & ~over
+
+    def add(self, step: Step) -> None:
+        """Put `step` behind those added before."""
+        bit = 1 << self._size
+        match step:
+            case Take():
+                self._takes[step.name] = step
+                self._births[step.name] = 0 if step.owner is None else self.past(step.owner)
+            case Free():
+                self._uses.pop(step.name, None)
+            case Write() | Read():
+                self.host |= bit
+            case Record():
+                self.events[step.event] = self.past(step.lane)
+            case Wait():
+                self._wait(step)
+            case Copy() | Compute():
+                self.lanes[step.lane] = self.past(step.lane) | bit
+        for piece, write in _pieces(step):
+            self._uses.setdefault(piece.name, []).append(_Use(self._size, piece, write, isinstance(step, Copy)))
+        if _is_eager(step):
+            self.forced |= bit
+        self._size += 1
+
+    def _wait(self, step: Wait) -> None:
+        known = self.events[step.event]
+        if step.lane is None:
+            self.host |= known
+        else:
+            self.lanes[step.lane] = self.past(step.lane) | known
+        # What the host or a computation waits for has to run: a copy stream's wait alone forces nothing.
+        if step.lane is None or step.lane.stream == "compute":
+            self.forced |= known
+
+
+def _is_eager(step: Step) -> bool:
+    lane = _lane(step)
+    return lane is None or lane.stream == "compute"
+
+
+def _lane(step: Step) -> Lane | None:
+    return step.lane if isinstance(step, Copy | Compute | Record | Wait) else None
+
+
+def _pieces(step: Step) -> list[tuple[Piece, bool]]:
+    match step:
+        case Write():
+            return [(step.piece, True)]
+        case Read():
+            return [(step.piece, False)]
+        case Copy():
+            return [(step.source, False), (step.destination, True)]
+        case Compute():
+            return [*((source, False) for source in step.sources), (step.destination, True)]
+        case _:
+            return []
+
+
+def _mask(pieces: Iterable[tuple[Piece, bool]], order: Order) -> int:
+    mask = 0
+    for piece, write in pieces:
+        mask |= order.needs(piece, write)
+    return mask
+
+
+def _bits(indices: Iterable[int]) -> int:
+    return sum(1 << index for index in set(indices))
+
+
+def steps_in(mask: int) -> list[int]:
+    """The steps of a set, first to last.
+
+    >>> steps_in(0b1010)
+    [1, 3]
+    """
+    return [index for index in range(mask.bit_length()) if mask >> index & 1]
+
+
+def hazards(program: Program) -> list[Hazard]:
+    """Every use of memory that is not sure to come after one that it conflicts with; none in a right program."""
+    order = Order()
+    found: list[Hazard] = []
+    for index, step in enumerate(program.steps):
+        found += [Hazard(index, earlier) for earlier in steps_in(order.missing(step))]
+        order.add(step)
+    return found
+
+
+def needed_waits(program: Program) -> list[int]:
+    """The waits that are implied by nothing else: take one away and the program has a hazard."""
+    waits = [index for index, step in enumerate(program.steps) if isinstance(step, Wait)]
+    return [index for index in waits if hazards(without(program, index))]
