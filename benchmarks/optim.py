@@ -37,7 +37,7 @@ import rp_optim
 import torch
 from rp_optim.kernels.kernel import current_kernel
 from rp_optim.kernels.native import NativeKernel
-from rp_optim.optimizers.updates import Spot
+from rp_optim.kernels.updates import Spot
 from side_by_side import side_by_side
 
 STEP_BYTES, REWRITE_BYTES = 28, 32

@@ -44,7 +44,7 @@ class Wait:
 
 WAITS = [
     Wait(
-        "device/weights.py",
+        "device/transfers.py",
         "ticket.enter(None if block.is_staged else porter.stream)",
         "an upload waits for the weights to be published",
     ),
@@ -60,13 +60,13 @@ WAITS = [
         "buffers go home after the layers that write them",
     ),
     Wait(
-        "device/weights.py",
+        "device/transfers.py",
         "                ticket.enter()\n",
         "a task's gradients wait for those before them, and for the optimizer",
         "                pass\n",
     ),
-    Wait("device/weights.py", "self.porter.stream.wait(self.made)", "gradients go home after backward"),
-    Wait("device/weights.py", "conveyor.drain()", "gradients live until they are home"),
+    Wait("device/transfers.py", "self.porter.stream.wait(self.made)", "gradients go home after backward"),
+    Wait("device/transfers.py", "conveyor.drain()", "gradients live until they are home"),
     Wait(
         "device/weights.py",
         "self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)",
@@ -85,17 +85,19 @@ WAITS = [
     Wait(
         "execution/run.py", "        wait(self._deliveries)\n", "a run is over when its gradients are at home", ""
     ),
-    Wait("device/packet.py", "device.activations_in.wait(event)", "activations come in after they went out"),
-    Wait("device/packet.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
-    Wait("device/packet.py", "device.results_out.wait(made)", "activations go out after they are made"),
+    Wait("device/activations.py", "device.activations_in.wait(event)", "activations come in after they went out"),
+    Wait("device/activations.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
+    Wait("device/activations.py", "device.results_out.wait(made)", "activations go out after they are made"),
     Wait(
-        "device/packet.py",
+        "device/activations.py",
         "self._retainer.keep(arrived, packet.leaves, tuple(self._visiting))",
         "activations stay on the host until they are in",
     ),
-    Wait("device/packet.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"),
     Wait(
-        "device/packet.py",
+        "device/activations.py", "self._retainer.keep(event, plain, held)", "activations live until they are out"
+    ),
+    Wait(
+        "device/activations.py",
         "self._retainer.keep(done, list(compress(self._visiting, map(not_, stays))))",
         "activations live until the layers are done",
     ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.device.weights import Delivery
+from roundpipe.device.transfers import Delivery
 from roundpipe.execution.run import Run
 from rp_sched import Plan
 from torch import nn

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from roundpipe.cli.data import (
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.training.data import (
     HELD_OUT_MOST,
     Corpus,
     Text,
@@ -18,8 +19,7 @@ from roundpipe.cli.data import (
     read_corpus,
     training_starts,
 )
-from roundpipe.cli.errors import Refused
-from roundpipe.cli.windows import Windows
+from roundpipe.cli.training.windows import Windows
 
 
 def _texts(sizes: list[int]) -> list[Text]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from roundpipe import Runtime
-from roundpipe.cli.data import Corpus, read_corpus
-from roundpipe.cli.job import BETAS, WEIGHT_DECAY, Job, learning_rate
-from roundpipe.cli.model import ModelSize, make_model
 from roundpipe.cli.options import Given, Options, read_options
+from roundpipe.cli.training.data import Corpus, read_corpus
+from roundpipe.cli.training.job import BETAS, WEIGHT_DECAY, Job, learning_rate
+from roundpipe.cli.training.model import ModelSize, make_model
 from torch.nn.functional import cross_entropy
 
 SIZE = ModelSize(layers=3, hidden=32, intermediate=48, heads=2, key_value_heads=1, head_numbers=16)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from roundpipe import Runtime
 from roundpipe.cli import main
-from roundpipe.cli.data import Corpus, read_corpus
-from roundpipe.cli.job import Job, learning_rate
-from roundpipe.cli.model import ModelSize
 from roundpipe.cli.options import Given, Options, read_options
 from roundpipe.cli.train import train
+from roundpipe.cli.training.data import Corpus, read_corpus
+from roundpipe.cli.training.job import Job, learning_rate
+from roundpipe.cli.training.model import ModelSize
 from transformers import AutoModelForCausalLM
 
 TINY = ModelSize(layers=2, hidden=16, intermediate=32, heads=2, key_value_heads=1, head_numbers=8)

@@ -114,7 +114,7 @@ def test_the_update_of_a_16_bit_vector_is_measured_as_it_is_made() -> None:
     weight.grad = grad.bfloat16()
     optimizer = rp_optim.Adafactor([weight], lr=1.0, eps=(1e-6, 1e-3))
     optimizer.step()
-    taken = rp_optim.optimizers.updates.Spot(weight.data, weight.grad, None, 1.0)
+    taken = rp_optim.kernels.updates.Spot(weight.data, weight.grad, None, 1.0)
     kernel = rp_optim.kernels.kernel.current_kernel()
     variance = torch.zeros(257, dtype=torch.bfloat16)
     squares = kernel.vector_variance(taken, variance, 1.0, 1e-12)
@@ -127,7 +127,7 @@ def test_the_update_of_a_16_bit_vector_is_measured_as_it_is_made() -> None:
 def test_a_variance_moves_from_the_nearer_end(gain: float) -> None:
     # From the far end, what is left of a huge old variance would be its rounding error.
     grad, variance = torch.full((50,), 1e-3), torch.full((50,), 1e10)
-    spot = rp_optim.optimizers.updates.Spot(torch.zeros(50), grad, None, 1.0)
+    spot = rp_optim.kernels.updates.Spot(torch.zeros(50), grad, None, 1.0)
     expected = torch.lerp(variance, grad.square(), gain)
     rp_optim.kernels.kernel.current_kernel().vector_variance(spot, variance, gain, 1e-30)
     torch.testing.assert_close(variance, expected, rtol=1e-6, atol=0)
@@ -166,9 +166,9 @@ def test_adafactor_does_not_depend_on_the_number_of_threads(shape: tuple[int, ..
 def test_the_pieces_of_a_matrix_do_not_depend_on_the_number_of_threads() -> None:
     # In fp64, where the order of the sums shows.
     grad = torch.randn(3000, 67, generator=torch.Generator().manual_seed(0))
-    spot = rp_optim.optimizers.updates.Spot(grad, grad, None, 1.0)
-    shape = rp_optim.optimizers.updates.Matrices(1, 3000, 67)
-    factors = rp_optim.optimizers.updates.Factors(torch.rand(3000) + 1, torch.rand(67) + 1, 1e-30)
+    spot = rp_optim.kernels.updates.Spot(grad, grad, None, 1.0)
+    shape = rp_optim.kernels.updates.Matrices(1, 3000, 67)
+    factors = rp_optim.kernels.updates.Factors(torch.rand(3000) + 1, torch.rand(67) + 1, 1e-30)
     kernel, found = rp_optim.kernels.kernel.current_kernel(), []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)

@@ -21,7 +21,7 @@ from rp_optim.gradients import squares_of
 from rp_optim.kernels import build
 from rp_optim.kernels.kernel import Kernels, current_kernel
 from rp_optim.kernels.native import Library
-from rp_optim.optimizers.updates import AdamNumbers, AdamUpdate, Spot
+from rp_optim.kernels.updates import AdamNumbers, AdamUpdate, Spot
 
 NATIVE = tuple(name for name in rp_optim.available_kernels() if name != "torch")
 

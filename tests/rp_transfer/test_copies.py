@@ -178,7 +178,7 @@ def test_no_more_than_two_chunks_are_under_way() -> None:
     source = host(backend, torch.randn(10 * CHUNK // 4), pinned=True)
     there = device.empty(source.shape, source.dtype, stream=device.weights_in)
     carrier.upload(there, source)
-    waiting = sum(move.destination.nbytes for move in backend.queued())
+    waiting = sum(move.destination.nbytes for move in backend.streams.queued())
     assert 0 < waiting <= 2 * CHUNK
     arrived = 10 * CHUNK - waiting
     assert torch.equal(there[: arrived // 4], source[: arrived // 4])
@@ -194,7 +194,7 @@ def test_many_small_blocks_are_not_under_way_all_at_once() -> None:
     there = device.empty((100,), torch.float32, stream=device.weights_in)
     for index, block in enumerate(blocks):
         carrier.upload(there[index : index + 1], block)
-    assert sum(1 for _ in backend.queued()) <= 2 * ((1 << 20) + (128 << 10)) // (128 << 10)
+    assert sum(1 for _ in backend.streams.queued()) <= 2 * ((1 << 20) + (128 << 10)) // (128 << 10)
 
 
 def test_chunks_are_no_larger_than_asked_for() -> None:
@@ -283,7 +283,7 @@ def test_carrying_a_thousand_times_keeps_nothing(way: str) -> None:
         carrier.upload(there, home) if way == "upload" else carrier.download(home, there)
     carrier.drain()
     assert (backend.host_memory().used_bytes, device.memory().used_bytes) == used
-    assert not list(backend.queued())
+    assert not list(backend.streams.queued())
 
 
 def read_too_early(backend: CpuBackend, device: Device) -> None:

@@ -337,7 +337,7 @@ def test_memory_freed_inside_the_backend_is_written_down_afterwards(
 ) -> None:
     # As the garbage collector does it, which may run in the middle of the backend's own work.
     there = device.empty((16,), torch.float32, stream=device.compute)
-    with backend.lock:
+    with backend.streams.lock:
         del there
         assert device.memory().used_bytes == 64
     assert device.memory().used_bytes == 0
@@ -435,5 +435,5 @@ def test_the_ledger_stays_small_over_thousands_of_copies() -> None:
         source, destination = torch.ones(8 + index % 99), torch.empty(8 + index % 99)
         device.weights_in.copy(destination, source)
         device.weights_in.record().synchronize()
-    assert len(backend.ledger) < 300
-    assert backend.ledger.num_uses() < 320
+    assert len(backend.streams.ledger) < 300
+    assert backend.streams.ledger.num_uses() < 320

@@ -14,7 +14,7 @@ import rp_transfer
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(rp_transfer.__path__, "rp_transfer.")
-    if not module.name.startswith("rp_transfer.cuda")
+    if not module.name.startswith("rp_transfer.cuda.backend")
 )
 
 IMPORT = """

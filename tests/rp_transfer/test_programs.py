@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_transfer import CpuBackend, NotConforming
-from rp_transfer.cpu.backend import CpuEvent, CpuStream
+from rp_transfer.cpu.streams import CpuEvent, CpuStream
 from rp_transfer.testing import (
     check,
     check_caught,

@@ -62,7 +62,7 @@ def test_cpu_devices_open() -> None:
     backend = open_backend("cpu:3", strict=False)
     assert [device.name for device in backend.devices] == ["cpu:0", "cpu:1", "cpu:2"]
     assert isinstance(backend, CpuBackend)
-    assert not backend.strict
+    assert not backend.streams.strict
 
 
 def test_the_environment_chooses_when_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def cupy_whose_version_is(call: object) -> types.ModuleType:
 
 def forget_the_cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
     # The one imported beside a CuPy made up here must not outlive this test, nor hide in the package.
-    import rp_transfer.cuda
+    import rp_transfer.cuda.backend
 
     monkeypatch.setitem(sys.modules, "rp_transfer.cuda.backend", types.ModuleType("placeholder"))
     monkeypatch.delitem(sys.modules, "rp_transfer.cuda.backend")

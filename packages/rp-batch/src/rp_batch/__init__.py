@@ -1,11 +1,11 @@
 """Trees to microbatches, and back."""
 
 from rp_batch.errors import BatchError, FewerParts, MergeError, SizeError, SpecError, SplitError
-from rp_batch.infer import Inferred, Why, infer
-from rp_batch.merge import merge
+from rp_batch.merging.merge import merge
 from rp_batch.sizes import part_sizes
 from rp_batch.spec import Concat, Equal, First, Mean, Parts, Reduce, Replicate, Split, Sum
-from rp_batch.split import split
+from rp_batch.splitting.infer import Inferred, Why, infer
+from rp_batch.splitting.split import split
 from rp_batch.tree import flatten, leaf, map_leaves, paths, unflatten
 
 __version__ = "0.1.0"

@@ -10,8 +10,8 @@ import torch
 
 from rp_optim.checks import resolved_beside
 from rp_optim.kernels.kernel import kernel_for
+from rp_optim.kernels.updates import Spot
 from rp_optim.masters import source_link
-from rp_optim.optimizers.updates import Spot
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.gradients import gradient_of
+from rp_optim.kernels.updates import Spot
 from rp_optim.masters import by_arrival, link_of
-from rp_optim.optimizers.updates import Spot
 
 # A group's options are what torch keeps there: numbers, flags, tensors and the list of parameters.
 Group = dict[str, Any]

@@ -9,7 +9,7 @@ import torch
 from rp_optim.checks import is_plain
 from rp_optim.errors import InvalidParameter
 from rp_optim.kernels.kernel import kernel_for
-from rp_optim.optimizers.updates import Kernel, Spot
+from rp_optim.kernels.updates import Kernel, Spot
 
 
 @torch.no_grad()

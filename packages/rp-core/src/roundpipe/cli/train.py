@@ -7,14 +7,14 @@ from dataclasses import asdict
 
 from roundpipe import profile
 from roundpipe.cli import output
-from roundpipe.cli.data import Corpus, check_size, read_corpus
 from roundpipe.cli.errors import Diverged
 from roundpipe.cli.interrupt import Interrupted, Interruption
-from roundpipe.cli.job import Job
-from roundpipe.cli.machine import fitted, opened
-from roundpipe.cli.model import ModelSize
 from roundpipe.cli.options import Options
 from roundpipe.cli.report import Metrics, Progress
+from roundpipe.cli.training.data import Corpus, check_size, read_corpus
+from roundpipe.cli.training.job import Job
+from roundpipe.cli.training.machine import fitted, opened
+from roundpipe.cli.training.model import ModelSize
 
 
 def train(given: Options, size: ModelSize | None = None) -> None:

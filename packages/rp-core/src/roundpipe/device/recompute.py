@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from roundpipe.context import ForwardCtx, LayerCtx, RecomputeCtx
-from roundpipe.device.packet import Courier, Origins, Packet
+from roundpipe.device.activations import Courier, Origins
+from roundpipe.device.packet import Packet
 
 
 class Shelf(Protocol):

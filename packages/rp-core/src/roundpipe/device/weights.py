@@ -6,70 +6,17 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from rp_transfer import Event, Ticket
 
 from roundpipe.device.replica import Twins
-from roundpipe.runtime.porter import Porter
+from roundpipe.device.transfers import Delivery, bring
 from roundpipe.runtime.runtime import Lane
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
 from roundpipe.telemetry.layer_times import LayerTimes
-from roundpipe.telemetry.tracing import NOTHING, SpanKind, Tracer
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Sums of gradients on their way home; the porter that carries them enters the turns and leaves them.
-
-    `made` is when the sums are complete. Each is a block, its sums on the device, the indices of the parameters
-    that have any, and the turn.
-    """
-
-    porter: Porter
-    made: Event
-    sums: list[tuple[Block, torch.Tensor, set[int], Ticket]]
-    tracer: Tracer | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """What the sums take on the device."""
-        return sum(memory.nbytes for _, memory, _, _ in self.sums)
-
-    def run(self) -> None:
-        """Block by block; the sums may go when it is over."""
-        conveyor = self.porter.conveyor
-        with NOTHING if self.tracer is None else self._told(self.tracer, "wait", "backward"):
-            self.porter.stream.wait(self.made)
-        for block, memory, written, ticket in self.sums:
-            with NOTHING if self.tracer is None else self._told(self.tracer, "wait", "turn", block):
-                ticket.enter()
-            if written and block.gradient is not None:
-                with NOTHING if self.tracer is None else self._told(self.tracer, "download", "", block):
-                    block.gradient.receive(memory, written, conveyor)
-            ticket.leave(conveyor.record())
-        conveyor.drain()
-
-    def abandon(self) -> None:
-        """After a failure: let what was begun end, so that the sums may go."""
-        self.porter.conveyor.drain()
-
-    def _told(
-        self, tracer: Tracer, kind: SpanKind, reason: str, block: Block | None = None
-    ) -> AbstractContextManager[None]:
-        what = reason if block is None else f"gradients of {described(block)}"
-        gradient = None if block is None or kind == "wait" else block.gradient
-        nbytes = 0 if gradient is None else gradient.arriving_nbytes
-        name = f"wait for {what}" if kind == "wait" else what
-        return tracer.on_stream(self.porter.device, self.porter.stream, kind, name, nbytes=nbytes, reason=reason)
-
-    def leave(self) -> None:
-        """Give up the turns that are left; those behind still wait for what was begun."""
-        begun = self.porter.conveyor.record()
-        for *_, ticket in self.sums:
-            ticket.leave(begun)
+from roundpipe.telemetry.tracing import NOTHING, Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +80,7 @@ class Weights:
         stream = self._lane.inbox.stream
         memory = self._device.empty((block.layout.numel,), block.layout.dtype, stream=stream)
         arriving = self._lane.inbox.submit(
-            _bring, self._lane.inbox, block, memory, ticket, self._times, self._tracer
+            bring, self._lane.inbox, block, memory, ticket, self._times, self._tracer
         )
         self._arriving[block] = (memory, arriving)
 
@@ -159,7 +106,7 @@ class Weights:
         return tensor.untyped_storage().data_ptr() in self._addresses
 
     def _waiting(self, tracer: Tracer, block: Block) -> AbstractContextManager[None]:
-        return tracer.waiting(self._device, "weights", f"weights of {described(block)} to arrive")
+        return tracer.waiting(self._device, "weights", f"weights of {block} to arrive")
 
     def _make_sums(self) -> None:
         new = [block for block in self._trained if block not in self._sums and block not in self._delivered]
@@ -197,7 +144,7 @@ class Weights:
         for block in self._delivered:
             if any(twin.grad is not None for twin in self._twins.tensors(block)):
                 raise RuntimeError(
-                    f"{described(block)} got a gradient after the backward pass had left it; does it compute on "
+                    f"{block} got a gradient after the backward pass had left it; does it compute on "
                     "another device than its own? Then keep it out of the model"
                 )
 
@@ -240,7 +187,7 @@ class Weights:
         return event
 
     def _going_home(self, tracer: Tracer, block: Block) -> AbstractContextManager[None]:
-        name = f"buffers of {described(block)}"
+        name = f"buffers of {block}"
         return tracer.on_stream(self._device, self._device.results_out, "download", name, nbytes=block.nbytes)
 
     # Gradients
@@ -312,41 +259,3 @@ class Weights:
 
 def _written(sums: Iterable[torch.Tensor]) -> set[int]:
     return {index for index, gradient in enumerate(sums) if gradient._version}
-
-
-def _bring(
-    porter: Porter,
-    block: Block,
-    memory: torch.Tensor,
-    ticket: Ticket,
-    times: LayerTimes | None,
-    tracer: Tracer | None,
-) -> Event:
-    """Upload a block; its turn is over when it has arrived, but for buffers, which the layers may write."""
-    with NOTHING if tracer is None else _told(tracer, porter, block, "wait"):
-        ticket.enter(None if block.is_staged else porter.stream)
-    with (
-        NOTHING if tracer is None else _told(tracer, porter, block, "upload"),
-        NOTHING if times is None else times.upload(block.nbytes, porter.stream),
-    ):
-        for target, source in block.pieces(memory):
-            porter.conveyor.upload(target, source)
-    arrived = porter.conveyor.record()
-    if block.kind != "buffer":
-        ticket.leave(arrived)
-    return arrived
-
-
-def _told(
-    tracer: Tracer, porter: Porter, block: Block, kind: Literal["wait", "upload"]
-) -> AbstractContextManager[None]:
-    name = f"weights of {described(block)}"
-    if kind == "wait":
-        return tracer.on_stream(porter.device, porter.stream, kind, f"wait for the turn of {name}", reason="turn")
-    return tracer.on_stream(porter.device, porter.stream, kind, name, nbytes=block.nbytes)
-
-
-def described(block: Block) -> str:
-    """The layers that use a block, in words."""
-    layers = sorted(block.users)
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"

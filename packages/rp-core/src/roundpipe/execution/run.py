@@ -21,7 +21,8 @@ from rp_sched import Task
 
 from roundpipe.device.packet import Packet
 from roundpipe.device.replica import Twins
-from roundpipe.device.weights import Delivery, Weights
+from roundpipe.device.transfers import Delivery
+from roundpipe.device.weights import Weights
 from roundpipe.execution.call import Call
 from roundpipe.execution.oom_advice import remedies
 from roundpipe.execution.stage import Stage

@@ -11,10 +11,12 @@ import torch
 from rp_sched import Task
 from rp_transfer import Backend, Event
 
-from roundpipe.device.packet import Arrived, Courier, Origins, Packet, enter, is_dense
+from roundpipe.device.activations import Arrived, Courier, Origins, enter
+from roundpipe.device.packet import Packet, is_dense
 from roundpipe.device.recompute import Memory, Shelf, prepares
 from roundpipe.device.replica import Twins
-from roundpipe.device.weights import Delivery, Weights
+from roundpipe.device.transfers import Delivery
+from roundpipe.device.weights import Weights
 from roundpipe.execution.call import Call
 from roundpipe.runtime.runtime import Lane
 from roundpipe.state.model_state import Block

@@ -155,6 +155,11 @@ class RoundPipe(RoundPipeBase):
         """What runs the calls; for models that this one is a part of."""
         return self._engine
 
+    @property
+    def num_microbatch(self) -> int | None:
+        """How many parts `model_run_config` cuts a batch into; None leaves it to the number of devices."""
+        return self.model_run_config.num_microbatch
+
     def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
         """What the planner takes each layer to cost: measured in calls of this type, or guessed from sizes."""
         return self._engine.layer_costs(run_type)

@@ -10,7 +10,6 @@ import torch
 from rp_optim import link, unlink
 from rp_transfer import Ticket
 
-from roundpipe.device.weights import described
 from roundpipe.state.gradient import Gradient
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.tracing import NOTHING, OPTIMIZER, Tracer
@@ -87,7 +86,7 @@ class Loan:
             self._state.backend.host_touch(read=(held,), write=written, what="the step's gradients")
 
     def _waiting(self, tracer: Tracer) -> AbstractContextManager[None]:
-        name = f"wait for the gradients of {described(self.block)}"
+        name = f"wait for the gradients of {self.block}"
         return tracer.on_host(OPTIMIZER, "wait", name, reason="gradients")
 
     def _ready(self, wait: bool, /) -> bool:

@@ -17,7 +17,6 @@ from functools import partial
 from rp_transfer import Ticket
 
 from roundpipe.context import OptimizerCtx
-from roundpipe.device.weights import described
 from roundpipe.optimizer.gradient_loan import Incomplete, Loan, abandon, take_back
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
@@ -205,7 +204,7 @@ def _publish_blocks(tracer: Tracer | None, state: ModelState, turns: Turns) -> N
 
 
 def _waiting(tracer: Tracer, block: Block) -> AbstractContextManager[None]:
-    name = f"wait for those who read the weights of {described(block)}"
+    name = f"wait for those who read the weights of {block}"
     return tracer.on_host(OPTIMIZER, "wait", name, reason="readers")
 
 

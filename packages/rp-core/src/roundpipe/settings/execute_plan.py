@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, overload
+from typing import Protocol, overload, runtime_checkable
 
 import rp_sched
-from rp_sched import InvalidPlan, Limits, Mode, Plan, RoundRobin
+from rp_sched import InvalidPlan, LayerCost, Limits, Mode, Plan, RoundRobin
 
-if TYPE_CHECKING:
-    from roundpipe.models.roundpipe import RoundPipe
-    from roundpipe.runtime.runtime import Runtime
+from roundpipe.runtime.runtime import Runtime
 
 # The share of a device's memory that weights and gradients may take; the rest is for activations.
 MODEL_SHARE = 0.6
+
+
+@runtime_checkable
+class Plannable(Protocol):
+    """What a plan needs to know of a model: a `RoundPipe` has it."""
+
+    @property
+    def runtime(self) -> Runtime:
+        """Where it runs."""
+        ...
+
+    @property
+    def num_microbatch(self) -> int | None:
+        """How many parts its configuration cuts a batch into; None leaves it to the number of devices."""
+        ...
+
+    def layer_costs(self, run_type: Mode) -> list[LayerCost]:
+        """What each layer is taken to cost."""
+        ...
 
 
 @dataclass(slots=True)
@@ -40,7 +57,7 @@ class ModelExecutePlan:
     def auto(
         cls,
         run_type: Mode,
-        model: RoundPipe,
+        model: Plannable,
         /,
         *,
         min_stages: int | None = None,
@@ -54,7 +71,7 @@ class ModelExecutePlan:
         cls,
         run_type: Mode,
         /,
-        *models: RoundPipe,
+        *models: Plannable,
         min_stages: int | None = None,
         upper_threshold: float = 1.1,
         model_memory_limit: float | None = None,
@@ -65,7 +82,7 @@ class ModelExecutePlan:
         cls,
         run_type: Mode,
         /,
-        *models: RoundPipe,
+        *models: Plannable,
         min_stages: int | None = None,
         upper_threshold: float = 1.1,
         model_memory_limit: float | None = None,
@@ -103,7 +120,7 @@ class ModelExecutePlan:
         plans = rp_sched.plan_together(
             *(model.layer_costs(run_type) for model in models),
             devices=len(runtime.lanes),
-            microbatches=max(model.model_run_config.num_microbatch or len(runtime.lanes) + 1 for model in models),
+            microbatches=max(model.num_microbatch or len(runtime.lanes) + 1 for model in models),
             mode=run_type,
             limits=Limits(device_memory_bytes=max(int(model_memory_limit * 1e9), 2)),
             strategy=published,
@@ -149,13 +166,11 @@ class ModelExecutePlan:
         return [*self.fwd_plan, *self.bwd_plan[:1]] if is_fused else self.fwd_plan
 
 
-def _shared_runtime(models: tuple[RoundPipe, ...]) -> Runtime:
-    from roundpipe.models.roundpipe import RoundPipe
-
+def _shared_runtime(models: tuple[Plannable, ...]) -> Runtime:
     if not models:
         raise ValueError("ModelExecutePlan.auto needs at least one model, but got none")
     for model in models:
-        if not isinstance(model, RoundPipe):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+        if not isinstance(model, Plannable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             raise TypeError(f"ModelExecutePlan.auto plans RoundPipe models, but got a {type(model).__name__}")
     if len({id(model.runtime) for model in models}) > 1:
         raise ValueError("models that are planned together must share a runtime; wrap them with the same one")

@@ -49,6 +49,11 @@ class Block:
         self.seen = [tensor._version for tensor in self.tensors]
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
 
+    def __str__(self) -> str:
+        """The layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
+        layers = sorted(self.users)
+        return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
     @property
     def nbytes(self) -> int:
         """Size on a device."""

@@ -1,1 +1,1 @@
-"""The compiled update kernels, how they are built, and their reference."""
+"""What a step does to one tensor: as data, as compiled kernels, and as torch operations."""

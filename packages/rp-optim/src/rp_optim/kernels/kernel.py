@@ -22,7 +22,7 @@ from rp_optim.kernels.build import (
 )
 from rp_optim.kernels.native import NATIVE_DTYPES, Library, NativeKernel
 from rp_optim.kernels.reference import TorchKernel
-from rp_optim.optimizers.updates import AdamUpdate, Kernel, LionUpdate, SGDUpdate, Spot
+from rp_optim.kernels.updates import AdamUpdate, Kernel, LionUpdate, SGDUpdate, Spot
 
 _Update = TypeVar("_Update", AdamUpdate, SGDUpdate, LionUpdate)
 

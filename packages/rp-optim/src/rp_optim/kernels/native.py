@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rp_optim.optimizers.updates import (
+from rp_optim.kernels.updates import (
     AdamNumbers,
     AdamUpdate,
     Factors,

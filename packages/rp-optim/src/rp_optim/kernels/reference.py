@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from rp_optim.optimizers.updates import (
+from rp_optim.kernels.updates import (
     AdamNumbers,
     AdamUpdate,
     Factors,

@@ -1,1 +1,1 @@
-"""The optimizers, one file each, and the update rules they share."""
+"""The optimizers, one file each."""

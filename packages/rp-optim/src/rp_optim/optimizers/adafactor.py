@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from rp_optim.errors import InvalidParameter
 from rp_optim.host import Group, HostOptimizer, State, Taken, count_steps, state_tensor
 from rp_optim.kernels.kernel import kernel_for
-from rp_optim.optimizers.updates import Factors, Matrices, Move, Spot
+from rp_optim.kernels.updates import Factors, Matrices, Move, Spot
 
 Scalar = float | torch.Tensor
 

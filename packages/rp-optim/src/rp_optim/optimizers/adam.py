@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from rp_optim.checks import check_option_flags
 from rp_optim.host import Group, HostOptimizer, Taken, count_steps, state_tensor
 from rp_optim.kernels.kernel import by_kernel
-from rp_optim.optimizers.updates import AdamNumbers, AdamUpdate
+from rp_optim.kernels.updates import AdamNumbers, AdamUpdate
 
 Scalar = float | torch.Tensor
 

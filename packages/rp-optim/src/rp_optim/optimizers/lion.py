@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from rp_optim.checks import at_least, check_betas, check_option_flags
 from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
 from rp_optim.kernels.kernel import by_kernel
-from rp_optim.optimizers.updates import LionNumbers, LionUpdate
+from rp_optim.kernels.updates import LionNumbers, LionUpdate
 
 Scalar = float | torch.Tensor
 

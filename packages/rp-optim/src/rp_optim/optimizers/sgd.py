@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from rp_optim.checks import check_option_flags
 from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
 from rp_optim.kernels.kernel import by_kernel
-from rp_optim.optimizers.updates import SGDNumbers, SGDUpdate
+from rp_optim.kernels.updates import SGDNumbers, SGDUpdate
 
 Scalar = float | torch.Tensor
 

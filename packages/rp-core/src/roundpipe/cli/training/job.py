@@ -13,11 +13,11 @@ from rp_presets import causal_lm_loss
 from torch import Tensor
 
 from roundpipe import RoundPipeRunConfig, Runtime, optim, wrap_model_to_roundpipe
-from roundpipe.cli import data
-from roundpipe.cli.model import ModelSize, make_model, save_model
 from roundpipe.cli.options import Options
 from roundpipe.cli.report import StepFigures, resident_bytes
-from roundpipe.cli.windows import Windows
+from roundpipe.cli.training import data
+from roundpipe.cli.training.model import ModelSize, make_model, save_model
+from roundpipe.cli.training.windows import Windows
 
 HELD_OUT_BYTES = 64 * 1024
 WARM_UP = 0.1

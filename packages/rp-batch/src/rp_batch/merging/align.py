@@ -6,8 +6,8 @@ from collections import OrderedDict, defaultdict
 from typing import Any
 
 from rp_batch import tree
-from rp_batch.combine import brief
 from rp_batch.errors import MergeError
+from rp_batch.merging.combine import brief
 
 __all__ = ["aligned", "matched"]
 

@@ -10,10 +10,10 @@ import torch
 
 from rp_batch import tree
 from rp_batch.errors import FewerParts, SizeError, SplitError
-from rp_batch.functions import split_call, split_tree
-from rp_batch.infer import Decided, Subject, decide
 from rp_batch.sizes import part_sizes, read_sizes
 from rp_batch.spec import Parts, Split, SplitRule, is_function
+from rp_batch.splitting.functions import split_call, split_tree
+from rp_batch.splitting.infer import Decided, Subject, decide
 
 __all__ = ["split"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from rp_batch import spec as specs
 from rp_batch import tree
-from rp_batch.align import aligned, matched
-from rp_batch.combine import Misfit, combine, default_rule, suits
 from rp_batch.errors import MergeError
+from rp_batch.merging.align import aligned, matched
+from rp_batch.merging.combine import Misfit, combine, default_rule, suits
 from rp_batch.place import spec_for_each
 from rp_batch.sizes import read_sizes
 from rp_batch.spec import MergeRule, Parts

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from rp_batch.errors import SizeError, SplitError
-from rp_batch.infer import Subject, decide
 from rp_batch.spec import Parts
+from rp_batch.splitting.infer import Subject, decide
 
 __all__ = ["split_call", "split_tree"]
 

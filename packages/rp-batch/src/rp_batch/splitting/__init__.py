@@ -1,0 +1,1 @@
+"""Splitting a tree: what the batch is, and how it is cut."""

@@ -1,0 +1,1 @@
+"""One training job: its text, its model, its machine."""

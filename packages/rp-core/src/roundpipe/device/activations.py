@@ -1,0 +1,198 @@
+"""Activations and gradients of one task: their way to its device and back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import compress
+from operator import not_
+from typing import Any, Literal
+
+import rp_batch
+import torch
+from rp_transfer import Backend, Event, Stream
+
+from roundpipe.device.packet import Packet, is_dense
+from roundpipe.runtime.runtime import Lane
+from roundpipe.telemetry.tracing import NOTHING, Tracer
+
+
+class _Entry(torch.autograd.Function):
+    """The door of a stage: what comes out may be changed in place, as between any two layers; a leaf may not."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        del ctx
+        # Not detached: what is written to it is none of the leaf's versions.
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return grads[0]
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A packet on a device: `inside` are the leaves that a layer takes, `doors` the grad leaves behind them."""
+
+    treedef: Any
+    inside: list[Any]
+    doors: list[torch.Tensor | None]
+
+    def tree(self) -> Any:
+        """What a layer takes."""
+        return rp_batch.unflatten(self.treedef, self.inside)
+
+
+class Origins:
+    """Where device tensors that may come out of a layer unchanged lie on the host. Does not keep them alive."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    def add(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """`tensor` was copied from `host`, and the compute stream waited for that."""
+        self._hosts[id(tensor)] = (weakref.ref(tensor), tensor._version, host)
+
+    def find(self, leaf: object) -> torch.Tensor | None:
+        """The host copy of exactly this tensor, unless it was written since."""
+        known, version, host = self._hosts.get(id(leaf), (None, 0, None))
+        tensor = None if known is None else known()
+        return host if tensor is not None and tensor is leaf and tensor._version == version else None
+
+
+def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list[torch.Tensor | None]]:
+    """New grad leaves over the same device memory, behind doors; other leaves as they are."""
+    inside: list[Any] = []
+    doors: list[torch.Tensor | None] = []
+    for leaf, requires_grad in zip(leaves, grads, strict=True):
+        door = leaf.detach().requires_grad_() if requires_grad else None
+        doors.append(door)
+        inside.append(leaf if door is None else _Entry.apply(door))
+    return inside, doors
+
+
+class Courier:
+    """Carries packets between the host and one device; used by that device's thread.
+
+    Blocks on their way let packets pass, once these can start. `is_weight` tells memory that is the layers' own.
+    """
+
+    def __init__(
+        self, backend: Backend, lane: Lane, is_weight: Callable[[torch.Tensor], bool], tracer: Tracer | None
+    ) -> None:
+        self._backend = backend
+        self._is_weight = is_weight
+        self._tracer = tracer
+        self._lane = lane
+        self._device = lane.device
+        self._retainer = lane.retainer
+        self._visiting: list[torch.Tensor] = []
+        # Of what travelled either way, until someone sets it back.
+        self.carried_bytes = 0
+
+    def bring(self, packet: Packet) -> list[Any]:
+        """The packet's leaves on the device, ready for the compute stream."""
+        device = self._device
+        for event in packet.events:
+            device.activations_in.wait(event)
+        ready = device.activations_in.record() if len(packet.events) > 1 else next(iter(packet.events), None)
+        try:
+            with self._copying(device.activations_in, "upload", packet.leaves):
+                leaves = [self._upload(leaf) for leaf in packet.leaves]
+        finally:
+            # Where memory ends half-way, some of them are on their way all the same.
+            arrived = device.activations_in.record()
+            self._retainer.keep(arrived, packet.leaves, tuple(self._visiting))
+        self._lane.inbox.conveyor.let_pass(ready, arrived)
+        with (
+            NOTHING
+            if self._tracer is None
+            else self._tracer.waiting(device, "activations", "activations to arrive")
+        ):
+            device.compute.wait(arrived)
+        device.compute.touch(read=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], what="activations")
+        return leaves
+
+    def _upload(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        device = self._device
+        there = device.empty(leaf.shape, leaf.dtype, stream=device.activations_in)
+        device.activations_in.copy(there, leaf)
+        self._visiting.append(there)
+        self.carried_bytes += there.nbytes
+        return there
+
+    def send(
+        self,
+        treedef: Any,
+        leaves: Sequence[Any],
+        grads: Sequence[bool],
+        origins: Origins,
+        *,
+        in_use: bool = False,
+    ) -> Packet:
+        """The leaves on the host, once the packet's events have happened; what is there already stays.
+
+        Leaves that are still `in_use` may be written in place by the next layer while they travel.
+        """
+        known = [origins.find(leaf) for leaf in leaves]
+        plain = [
+            self._plain(leaf, in_use=in_use) if isinstance(leaf, torch.Tensor) and host is None else None
+            for leaf, host in zip(leaves, known, strict=True)
+        ]
+        device = self._device
+        device.compute.touch(write=[leaf for leaf in plain if leaf is not None], what="results")
+        made = device.compute.record()
+        device.results_out.wait(made)
+        held: list[Any] = []
+        try:
+            with self._copying(device.results_out, "download", plain):
+                for leaf, host, out in zip(leaves, known, plain, strict=True):
+                    held.append(host if host is not None else leaf if out is None else self._download(out))
+        finally:
+            event = device.results_out.record()
+            self._retainer.keep(event, plain, held)
+        self._lane.outbox.conveyor.let_pass(made, event)
+        return Packet(treedef, tuple(held), tuple(grads), (event,))
+
+    def _plain(self, tensor: torch.Tensor, *, in_use: bool) -> torch.Tensor:
+        if not is_dense(tensor):
+            raise TypeError(
+                f"what layers hand on must be dense tensors, but one has layout {tensor.layout}; convert it in "
+                "the layer that made it"
+            )
+        found = tensor.detach().resolve_conj().resolve_neg()
+        # What a layer returns of its own, other microbatches return, too: each sends a copy home.
+        is_copied = in_use or self._is_weight(found)
+        return found.clone(memory_format=torch.contiguous_format) if is_copied else found.contiguous()
+
+    def _copying(
+        self, stream: Stream, kind: Literal["upload", "download"], leaves: Iterable[Any]
+    ) -> AbstractContextManager[None]:
+        if self._tracer is None:
+            return NOTHING
+        nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        name = "activations" if kind == "upload" else "results"
+        return self._tracer.on_stream(self._device, stream, kind, name, nbytes=nbytes)
+
+    def _download(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = self._backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)
+        self._device.results_out.copy(host, tensor)
+        self.carried_bytes += tensor.nbytes
+        return host
+
+    def let_go(self, done: Event, still: Iterable[Any] = ()) -> None:
+        """What was brought is needed until `done`, but for the memory of tensors that are `still` in use."""
+        tensors = [leaf for leaf in still if isinstance(leaf, torch.Tensor)]
+        if not all(map(is_dense, tensors)):
+            # The parts of a sparse gradient may lie there, too: it stays until the next time.
+            return
+        used = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        stays = [tensor.untyped_storage().data_ptr() in used for tensor in self._visiting]
+        self._retainer.keep(done, list(compress(self._visiting, map(not_, stays))))
+        self._visiting = list(compress(self._visiting, stays))

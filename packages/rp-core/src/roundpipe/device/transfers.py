@@ -1,0 +1,99 @@
+"""Blocks on their way: weights to a device, sums of gradients to the host."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from rp_transfer import Event, Ticket
+
+from roundpipe.runtime.porter import Porter
+from roundpipe.state.model_state import Block
+from roundpipe.telemetry.layer_times import LayerTimes
+from roundpipe.telemetry.tracing import NOTHING, SpanKind, Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Sums of gradients on their way home; the porter that carries them enters the turns and leaves them.
+
+    `made` is when the sums are complete. Each is a block, its sums on the device, the indices of the parameters
+    that have any, and the turn.
+    """
+
+    porter: Porter
+    made: Event
+    sums: list[tuple[Block, torch.Tensor, set[int], Ticket]]
+    tracer: Tracer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What the sums take on the device."""
+        return sum(memory.nbytes for _, memory, _, _ in self.sums)
+
+    def run(self) -> None:
+        """Block by block; the sums may go when it is over."""
+        conveyor = self.porter.conveyor
+        with NOTHING if self.tracer is None else self._told(self.tracer, "wait", "backward"):
+            self.porter.stream.wait(self.made)
+        for block, memory, written, ticket in self.sums:
+            with NOTHING if self.tracer is None else self._told(self.tracer, "wait", "turn", block):
+                ticket.enter()
+            if written and block.gradient is not None:
+                with NOTHING if self.tracer is None else self._told(self.tracer, "download", "", block):
+                    block.gradient.receive(memory, written, conveyor)
+            ticket.leave(conveyor.record())
+        conveyor.drain()
+
+    def abandon(self) -> None:
+        """After a failure: let what was begun end, so that the sums may go."""
+        self.porter.conveyor.drain()
+
+    def _told(
+        self, tracer: Tracer, kind: SpanKind, reason: str, block: Block | None = None
+    ) -> AbstractContextManager[None]:
+        what = reason if block is None else f"gradients of {block}"
+        gradient = None if block is None or kind == "wait" else block.gradient
+        nbytes = 0 if gradient is None else gradient.arriving_nbytes
+        name = f"wait for {what}" if kind == "wait" else what
+        return tracer.on_stream(self.porter.device, self.porter.stream, kind, name, nbytes=nbytes, reason=reason)
+
+    def leave(self) -> None:
+        """Give up the turns that are left; those behind still wait for what was begun."""
+        begun = self.porter.conveyor.record()
+        for *_, ticket in self.sums:
+            ticket.leave(begun)
+
+
+def bring(
+    porter: Porter,
+    block: Block,
+    memory: torch.Tensor,
+    ticket: Ticket,
+    times: LayerTimes | None,
+    tracer: Tracer | None,
+) -> Event:
+    """Upload a block; its turn is over when it has arrived, but for buffers, which the layers may write."""
+    with NOTHING if tracer is None else _told(tracer, porter, block, "wait"):
+        ticket.enter(None if block.is_staged else porter.stream)
+    with (
+        NOTHING if tracer is None else _told(tracer, porter, block, "upload"),
+        NOTHING if times is None else times.upload(block.nbytes, porter.stream),
+    ):
+        for target, source in block.pieces(memory):
+            porter.conveyor.upload(target, source)
+    arrived = porter.conveyor.record()
+    if block.kind != "buffer":
+        ticket.leave(arrived)
+    return arrived
+
+
+def _told(
+    tracer: Tracer, porter: Porter, block: Block, kind: Literal["wait", "upload"]
+) -> AbstractContextManager[None]:
+    name = f"weights of {block}"
+    if kind == "wait":
+        return tracer.on_stream(porter.device, porter.stream, kind, f"wait for the turn of {name}", reason="turn")
+    return tracer.on_stream(porter.device, porter.stream, kind, name, nbytes=block.nbytes)

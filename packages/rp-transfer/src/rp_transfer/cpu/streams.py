@@ -1,0 +1,237 @@
+"""Streams of virtual devices: copies are queued, and run when somebody waits for an event behind them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from rp_transfer.api import Event
+from rp_transfer.checks import check_cast, check_copy
+from rp_transfer.cpu.queued import Mark, Move, Place
+from rp_transfer.cpu.race_detector import Allocation, Birth, Clock, Ledger, check, join
+from rp_transfer.errors import Closed, Unordered
+from rp_transfer.memory.guard import Guard
+
+
+class CpuEvent:
+    """A point in a stream: how many operations it had, and what it knew of the others."""
+
+    __slots__ = ("_group", "clock", "mark", "position", "stream")
+
+    def __init__(self, stream: CpuStream, position: int, clock: tuple[int, ...], mark: Mark | None) -> None:
+        self.stream = stream
+        self.position = position
+        self.clock = clock
+        self.mark = mark
+        self._group = stream.group
+
+    def query(self) -> bool:
+        """True once somebody has waited for this work; a query alone runs nothing."""
+        if self.stream.executed < self.position:
+            return False
+        self._group.lock.catch_up()
+        # A copy counts as executed while it runs, under the lock.
+        with self._group.lock:
+            join(self._group.host_clock, self.clock)
+            return True
+
+    def synchronize(self) -> None:
+        """Run the copies this event needs, in the calling thread."""
+        self._group.lock.catch_up()
+        with self._group.lock:
+            self._group.raise_violation()
+            self._group.pull(self)
+            join(self._group.host_clock, self.clock)
+
+    def seconds_since(self, earlier: Event) -> float:
+        """By the process's clock."""
+        if not isinstance(earlier, CpuEvent) or self.mark is None or earlier.mark is None:
+            raise ValueError("both events must be recorded with timed=True")
+        return self.mark.seconds - earlier.mark.seconds
+
+    def __repr__(self) -> str:
+        return f"CpuEvent({self.stream.name} #{self.position})"
+
+
+class CpuStream:
+    """Copies in order, run when pulled; `eager` streams run in the thread that puts work on them."""
+
+    def __init__(self, group: StreamGroup, name: str, index: int, eager: bool) -> None:
+        self.group = group
+        self.executed = 0
+        self.queue: deque[Move | Mark | CpuEvent] = deque()
+        self.eager = eager
+        self._name = name
+        self._index = index
+        self._issued = 0
+        self._clock: Clock = group.new_clock()
+        if not eager:
+            group.add(self)
+
+    @property
+    def name(self) -> str:
+        """Such as ``cpu:0/weights_in``."""
+        return self._name
+
+    def wait(self, event: Event) -> None:
+        """Order later work after `event`; a compute stream pulls its copies at once."""
+        if not isinstance(event, CpuEvent) or event.stream.group is not self.group:
+            raise TypeError(f"{self._name} must wait for an event of its own backend, but got {event!r} instead")
+        self.group.lock.catch_up()
+        with self.group.lock:
+            join(self._clock, event.clock)
+            if self.eager:
+                self.group.pull(event)
+            elif event.stream.executed < event.position:
+                self._put(event)
+
+    def record(self, *, timed: bool = False) -> CpuEvent:
+        """An event after everything put here so far."""
+        self.group.lock.catch_up()
+        with self.group.lock:
+            self._learn()
+            mark = Mark() if timed else None
+            if mark is not None:
+                self._do(mark)
+            # What an eager stream did is over, but nobody knows before they have waited for it.
+            self._issued += self.eager
+            return CpuEvent(self, self._issued, tuple(self._clock), mark)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a move of raw bytes and poison the destination until it runs."""
+        check_copy(destination, source)
+        self._move(destination, source, "copy")
+
+    def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a conversion and poison the destination until it runs."""
+        check_cast(destination, source)
+        self._move(destination, source, "conversion")
+
+    def _move(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
+        if source.numel():
+            self.group.lock.catch_up()
+            with self.group.lock:
+                self._do(self._prepare(destination, source, what))
+
+    def _do(self, work: Move | Mark) -> None:
+        if self.eager:
+            work.run()
+        else:
+            self._put(work)
+
+    def _put(self, work: Move | Mark | CpuEvent) -> None:
+        self.queue.append(work)
+        self._issued += 1
+
+    def _prepare(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> Move:
+        move = Move(Place.of(destination), Place.of(source), what, self._name)
+        self._learn()
+        if self.group.strict:
+            self._use(read=(source,), write=(destination,), what=str(move))
+            if not self.eager:
+                move.poison_after([old for old in self.group.queued() if old.uses(move.destination)])
+        return move
+
+    def touch(
+        self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
+    ) -> None:
+        """Check and remember a use by torch operations of the calling thread."""
+        if not self.group.strict:
+            return
+        self.group.lock.catch_up()
+        with self.group.lock:
+            self._use(read=read, write=write, what=f"{what or 'use'} on {self._name}")
+
+    def birth(self) -> Birth:
+        """Memory that this stream now takes may be what it gave back: its work so far may still use it."""
+        join(self._clock, self.group.host_clock)
+        return Birth(tuple(self._clock), self._name)
+
+    def covers(self, allocation: Allocation) -> None:
+        """Raise `Unordered` unless all uses of the memory are in this stream's past, or the host's."""
+        join(self._clock, self.group.host_clock)
+        check(allocation.uses, self._clock, f"freeing {allocation.end - allocation.start} bytes of {self._name}")
+
+    def _use(self, *, read: Iterable[torch.Tensor], write: Iterable[torch.Tensor], what: str) -> None:
+        self._learn()
+        self._clock[self._index] += 1
+        use_of = (self._index, self._clock[self._index])
+        for tensors, writes in ((read, False), (write, True)):
+            for tensor in tensors:
+                self.group.ledger.use(tensor, self._clock, use_of, writes, what)
+
+    def _learn(self) -> None:
+        self.group.raise_violation()
+        join(self._clock, self.group.host_clock)
+
+
+class StreamGroup:
+    """All streams of one backend: their lock, what the host and each of them know, and the copies still queued."""
+
+    def __init__(self, strict: bool, count: int) -> None:
+        self.strict = strict
+        self.lock = Guard()
+        self.ledger = Ledger()
+        self.closed = False
+        self._count = count
+        self._copying: list[CpuStream] = []
+        self.host_clock: Clock = self.new_clock()
+        self._violation: Unordered | None = None
+
+    def new_clock(self) -> Clock:
+        """What somebody knows at first: nothing of any stream. Without checks nobody counts."""
+        return [0] * self._count if self.strict else []
+
+    def add(self, stream: CpuStream) -> None:
+        """One more stream whose copies are queued."""
+        self._copying.append(stream)
+
+    def raise_violation(self) -> None:
+        """Raise what was found where nothing could be raised, and refuse work once closed."""
+        if self.closed:
+            raise Closed("the CPU backend was closed; open another one")
+        violation, self._violation = self._violation, None
+        if violation is not None:
+            raise violation
+
+    def queued(self) -> Iterator[Move]:
+        """The copies that have not run yet, whichever streams they are on."""
+        for stream in self._copying:
+            yield from (work for work in stream.queue if isinstance(work, Move))
+
+    def pull(self, event: CpuEvent) -> None:
+        """Run exactly the copies that `event` needs, whichever streams they are on."""
+        goals = [(event.stream, event.position)]
+        while goals:
+            stream, position = goals[-1]
+            if stream.executed >= position:
+                goals.pop()
+            elif stream.eager:
+                stream.executed = position
+            else:
+                self._step(stream, goals)
+
+    @staticmethod
+    def _step(stream: CpuStream, goals: list[tuple[CpuStream, int]]) -> None:
+        if not stream.queue:
+            raise Closed("the CPU backend was closed before this work ran")
+        head = stream.queue[0]
+        if isinstance(head, CpuEvent) and head.stream.executed < head.position:
+            goals.append((head.stream, head.position))
+            return
+        stream.queue.popleft()
+        stream.executed += 1
+        if not isinstance(head, CpuEvent):
+            head.run()
+
+    def note_violation(self, violation: Unordered) -> None:
+        """Keep the first violation that was found where nothing could be raised: the next call raises it."""
+        self._violation = self._violation or violation
+
+    def close(self) -> None:
+        """Drop what nobody waited for."""
+        self.closed = True
+        for stream in self._copying:
+            stream.queue.clear()
