@@ -18,7 +18,7 @@ from roundpipe.call import Autocast, Call, LossFn
 from roundpipe.claims import Claim
 from roundpipe.compiling import CompileOptions, Compiler
 from roundpipe.config import RoundPipeRunConfig
-from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
+from roundpipe.errors import GradientsIncomplete, Stale, StepFailed, add_note, in_words
 from roundpipe.exposure import Exposure
 from roundpipe.measure import LayerTimes
 from roundpipe.packed import Arrivals, RoundPipePackedData
@@ -258,7 +258,7 @@ class Engine:
         """Raise what failed since this was last asked."""
         errors = self._late_errors()
         for another in errors[1:]:
-            errors[0].add_note(f"RoundPipe: besides, {another!r}")
+            add_note(errors[0], f"RoundPipe: besides, {in_words(another)}")
         if errors:
             raise errors[0]
 
@@ -387,7 +387,7 @@ class Engine:
         try:
             return Packet.of(self._runtime.backend, tree, with_grads=with_grads, arrival=found.of)
         except BaseException as error:
-            error.add_note(f"RoundPipe: in model {self._name!r}, copying {what}")
+            add_note(error, f"RoundPipe: in model {self._name!r}, copying {what}")
             raise
 
     def _launch_fused(

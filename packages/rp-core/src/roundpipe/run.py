@@ -21,6 +21,7 @@ from rp_sched import Task
 
 from roundpipe import tracing
 from roundpipe.call import Call
+from roundpipe.errors import add_note, in_words
 from roundpipe.measure import LayerTimes
 from roundpipe.remedies import remedies
 from roundpipe.runtime import Lane, Runtime
@@ -296,19 +297,24 @@ class Run:
         with self._lock:
             if self.aborted:
                 return
-            error.add_note(f"RoundPipe: in model {self.call.name!r}, {where}")
-            if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(remedies(self._microbatches, self.call.grain, is_planned=self.call.is_planned))
+            if self._adds_gradients:
+                # Before anybody steps aside and lets a step come to what there is of the gradients.
+                self.call.state.note_broken(self.number, type(error).__name__)
             self.aborted = True
             self._error = error
             waiting = [slot for slot in self._slots.values() if slot.packet is None]
-        # Not under the lock: what ends with the frames may be anyone's.
-        if isinstance(error, torch.OutOfMemoryError):
-            _clear_frames(error)
-        if self._adds_gradients:
-            self.call.state.note_broken(self.number, error)
         for slot in waiting:
             slot.fill(None)
+        self._describe(error, where)
+
+    def _describe(self, error: BaseException, where: str) -> None:
+        # After all are awake, and not under the lock: words, and what ends with the frames, may be anyone's code.
+        add_note(error, f"RoundPipe: in model {self.call.name!r}, {where}")
+        if issubclass(type(error), torch.OutOfMemoryError):
+            add_note(error, remedies(self._microbatches, self.call.grain, is_planned=self.call.is_planned))
+            _clear_frames(error)
+        if self._adds_gradients:
+            self.call.state.describe_broken(self.number, in_words(error))
 
     def collect(self, keys: Iterable[Key], *, wait: bool = True) -> list[Packet]:
         """Take slots on the calling thread; their memory may be read afterwards, or after their events.
@@ -325,13 +331,13 @@ class Run:
             if self.call.randomness is not None and self.call.randomness.drew_any():
                 # The generators are the caller's too: nothing may use them once the call has returned.
                 self.wait()
+            return packets
         except Aborted:
-            self.finish()
+            pass
         except BaseException as error:
             self.abort(error, "while the caller waited")
-            self.finish()
-        else:
-            return packets
+        # Not where another error is handled, which would take the place of what the run's own was raised after.
+        self.finish()
         raise AssertionError("an aborted run has an error")
 
     @staticmethod

@@ -323,11 +323,17 @@ class ModelState:
             block.gradient.turns for block in self.trainable if block.gradient is not None
         ]
 
-    def note_broken(self, run: int, error: BaseException) -> None:
-        """A run failed; called on any thread."""
+    def note_broken(self, run: int, error: str) -> None:
+        """A run failed and left part of its gradients; on any thread."""
         with self._breaking:
             if self.broken is None or run < self.broken.run:
-                self.broken = Broken(run, repr(error))
+                self.broken = Broken(run, error)
+
+    def describe_broken(self, run: int, error: str) -> None:
+        """More words for the error that was noted."""
+        with self._breaking:
+            if self.broken is not None and run == self.broken.run:
+                self.broken = Broken(run, error)
 
     def note_flags(self) -> None:
         """Take over the layers' training flags."""
