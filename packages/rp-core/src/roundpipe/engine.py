@@ -178,6 +178,7 @@ class Engine:
     def share_steps(self, other: Engine) -> None:
         """From now on both models are stepped together."""
         self._updates.share(other._updates)
+        self._state.is_part = other._state.is_part = True
 
     def drain(self) -> None:
         """Wait for everything that was launched before."""

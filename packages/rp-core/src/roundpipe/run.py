@@ -118,6 +118,8 @@ class Run:
         self._times: list[LayerTimes] = []
         self._tracer: Tracer | None = None
         self._adds_gradients = False
+        # Whether a gradient on the host may hold a part of this run's.
+        self._has_delivered = False
 
     # Launch, on the calling thread
 
@@ -263,13 +265,18 @@ class Run:
 
     def _deliver(self, delivery: Delivery, where: str) -> None:
         try:
-            if not self.aborted:
+            if self._may_deliver():
                 delivery.run()
         except BaseException as error:
             self.abort(error, where)
             delivery.abandon()
         finally:
             delivery.leave()
+
+    def _may_deliver(self) -> bool:
+        with self._lock:
+            self._has_delivered |= not self.aborted
+            return not self.aborted
 
     def put(self, key: Key, packet: Packet) -> None:
         """Fill a slot."""
@@ -297,7 +304,7 @@ class Run:
         with self._lock:
             if self.aborted:
                 return
-            if self._adds_gradients:
+            if self._leaves_gradients():
                 # Before anybody steps aside and lets a step come to what there is of the gradients.
                 self.call.state.note_broken(self.number, type(error).__name__)
             self.aborted = True
@@ -306,6 +313,10 @@ class Run:
         for slot in waiting:
             slot.fill(None)
         self._describe(error, where)
+
+    def _leaves_gradients(self) -> bool:
+        # The other parts of a whole may have their gradients of this backward already.
+        return self._has_delivered or (self._adds_gradients and self.call.state.is_part)
 
     def _describe(self, error: BaseException, where: str) -> None:
         # After all are awake, and not under the lock: words, and what ends with the frames, may be anyone's code.
@@ -345,7 +356,10 @@ class Run:
         return tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results")
 
     def add_gradients(self) -> None:
-        """The tasks launched from now on add gradients; once a run, since they use up what forward saved."""
+        """The tasks launched from now on add gradients; once a run, since they use up what forward saved.
+
+        If they fail before any gradient has begun to leave its device, the host has those of before.
+        """
         if self._adds_gradients:
             raise RuntimeError(
                 "backward() was called a second time through the same forward; its saved activations are gone"

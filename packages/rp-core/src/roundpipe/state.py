@@ -238,7 +238,7 @@ class ModelState:
     numbers. `num_runs` counts the runs launched that add gradients; `broken` is the first of them that left only
     part. `failed` tells the error of a step that left part of its update. Both are words: errors themselves hold
     all that their frames hold. `is_stepping` is read and written by the optimizer's thread: a step function is
-    running.
+    running. `is_part`: another model is stepped together with this one.
     """
 
     def __init__(
@@ -263,6 +263,7 @@ class ModelState:
         self._breaking = threading.Lock()
         self.failed: str | None = None
         self.is_stepping = False
+        self.is_part = False
         self.build()
 
     @torch.inference_mode(False)
