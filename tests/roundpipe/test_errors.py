@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
+import roundpipe.state.gradient
 import rp_batch
 import rp_sched
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin, weights
-from roundpipe import GradientsIncomplete, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
+from roundpipe import AutoRoundPipe, GradientsIncomplete, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
 from rp_sched import Plan
 from torch import nn
 
@@ -39,6 +40,7 @@ class Fault:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.before_backward: threading.Event | None = None
         self.forward_at = self.recomputation_at = self.backward_at = -1
         self._seen: list[float] = []
         self._backward = 0
@@ -72,6 +74,8 @@ class Fault:
         """Count a backward call, and fail if it is the one."""
         with self._lock:
             now, self._backward = self._backward, self._backward + 1
+        if now == self.backward_at and self.before_backward is not None:
+            assert self.before_backward.wait(10)
         self._raise_if(now == self.backward_at)
 
     def _raise_if(self, failing: bool) -> None:
@@ -167,6 +171,19 @@ def assert_noted(error: BaseException, *words: str) -> None:
         assert word in notes[0], f"{word!r} should be in {notes[0]!r}"
 
 
+def assert_says_what_is_left(model: RoundPipe, phase: Phase) -> None:
+    """After a failed call gradients that were touched are refused, and others are those of before."""
+    try:
+        model.step(lambda: None)
+    except GradientsIncomplete:
+        assert phase != "forward"
+        with pytest.raises(GradientsIncomplete, match="zero_grad"):
+            fused_call(model)
+    else:
+        model.synchronize()
+        assert set(gradients(model.model).values()) == {None}
+
+
 # A layer
 
 
@@ -198,10 +215,7 @@ def test_a_layers_error_arrives_as_itself_and_says_where(
 
     fault.disarm()
     assert_trains(other)
-    with pytest.raises(GradientsIncomplete, match="zero_grad"):
-        fused_call(model)
-    with pytest.raises(GradientsIncomplete):
-        model.step(lambda: None)
+    assert_says_what_is_left(model, phase)
     (model.zero_grad if microbatch else model.reset)()
     assert_trains(model)
 
@@ -225,11 +239,92 @@ def test_separate_calls_raise_a_layers_error_where_it_belongs(runtime: Runtime, 
     assert caught.value is fault.error
     assert_noted(caught.value, f"layer {layer}", phase, "microbatch 1")
     fault.disarm()
-    if phase != "forward":
-        with pytest.raises(GradientsIncomplete):
-            fused_call(model)
-        model.zero_grad()
+    assert_says_what_is_left(model, phase)
+    model.zero_grad()
     assert_trains(model)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "a later backward"])
+def test_gradients_are_incomplete_only_once_one_was_touched(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    layers = faulty_row()
+    model = wrap(layers, two, ROW_PLANS["one layer a stage"])
+    truth = twin(layers)
+    x, y = batch(6)
+    receive, received = roundpipe.gradient.Gradient.receive, threading.Event()
+
+    def receive_and_tell(*arguments: Any) -> None:
+        receive(*arguments)
+        received.set()
+
+    fused_call(model)
+    before = gradients(layers)
+    # The lowest layer's backward is the last one: it fails when others' gradients have come.
+    layer = layers[0 if phase == "a later backward" else 3]
+    layer.fault.arm("forward" if phase == "forward" else "backward", 2)
+    if phase == "a later backward":
+        layer.fault.before_backward = received
+        monkeypatch.setattr(roundpipe.gradient.Gradient, "receive", receive_and_tell)
+    with within(), pytest.raises(Boom):
+        fused_call(model)
+    layer.fault.disarm()
+    if phase == "a later backward":
+        for call in (lambda: fused_call(model), lambda: model.step(lambda: None)):
+            with pytest.raises(GradientsIncomplete, match=r"failed \(Boom\('as planned'\)\)"):
+                call()
+        model.reset()
+    else:
+        model.synchronize()
+        assert_near(gradients(layers), before, 0)
+        train_call(truth, x, y, microbatches=1)
+    fused_call(model)
+    train_call(truth, x, y, microbatches=1)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
+def test_a_step_behind_a_call_that_touched_no_gradient_uses_those_of_before(two: Runtime) -> None:
+    layers = faulty_row()
+    model = wrap(layers, two, ROW_PLANS["one layer a stage"])
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    truth = twin(layers)
+    x, y = batch(6)
+    fused_call(model)
+    fault = layers[3].fault
+    fault.arm("backward", 2)
+    fault.before_backward = launched = threading.Event()
+    model.forward_backward((x,), None, y, square_error)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    launched.set()
+    with within(), pytest.raises(Boom):
+        model.synchronize()
+    fault.disarm()
+    model.synchronize()
+    train_call(truth, x, y, microbatches=1)
+    torch.optim.SGD(truth.parameters(), lr=0.1).step()
+    assert_near(weights(layers), weights(truth), 1e-5)
+    assert_trains(model)
+
+
+def test_a_part_that_failed_before_its_gradients_is_incomplete_where_others_may_have_theirs(two: Runtime) -> None:
+    whole = nn.ModuleDict({"first": faulty_row(), "last": nn.Linear(3, 3)})
+    for name in list(whole):
+        whole[name] = RoundPipe(whole[name], name=name, runtime=two)
+    whole.forward = lambda x: whole["last"](whole["first"](x))
+    model = AutoRoundPipe(whole, name="whole")
+    fault = whole["first"].model[3].fault
+    fault.arm("backward", 0)
+    x, y = batch(6)
+    loss = square_error(model(x), y)
+    with within(), pytest.raises(Boom):
+        loss.backward()
+    fault.disarm()
+    with pytest.raises(GradientsIncomplete, match="'first'"):
+        model.step(lambda: None)
+    model.reset()
+    square_error(model(x), y).backward()
+    model.step(lambda: None)
+    model.synchronize()
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])

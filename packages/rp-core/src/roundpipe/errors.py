@@ -11,6 +11,10 @@
 
 from __future__ import annotations
 
+import logging
+
+_LOG = logging.getLogger(__name__)
+
 
 class RoundPipeError(RuntimeError):
     """Base of the engine's own errors."""
@@ -30,3 +34,27 @@ class GradientsIncomplete(RoundPipeError):
 
 class StepFailed(RoundPipeError):
     """A step failed half-way; the optimizer's parameters must be reset or loaded before training goes on."""
+
+
+# What users raise may be of any class: its `repr`, and what notes are added by, may fail in any way. Whoever tells
+# of an error has others to wake, so no description fails.
+
+
+def in_words(error: BaseException) -> str:
+    """An error in words.
+
+    >>> in_words(ValueError("no"))
+    "ValueError('no')"
+    """
+    try:
+        return repr(error)
+    except BaseException:
+        return f"{type(error).__name__} (whose repr fails)"
+
+
+def add_note(error: BaseException, words: str) -> None:
+    """Add a note to an error; to the log if the error takes none."""
+    try:
+        error.add_note(words)
+    except BaseException:
+        _LOG.warning("%s takes no note; it would be: %s", in_words(error), words)

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from roundpipe.device.compiling import Compiler
+from roundpipe.errors import in_words
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
 
@@ -164,7 +165,7 @@ class Twins:
         except Exception as error:
             raise TypeError(
                 f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied for a device, as "
-                f"copy.deepcopy must ({error}); keep locks, files and streams out of layers"
+                f"copy.deepcopy must ({in_words(error)}); keep locks, files and streams out of layers"
             ) from error
 
     def _twin_tensor(self, tensor: torch.Tensor) -> torch.Tensor:

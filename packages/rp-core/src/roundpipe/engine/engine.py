@@ -16,7 +16,7 @@ from roundpipe.device.compiling import CompileOptions, Compiler
 from roundpipe.device.packet import Packet
 from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
-from roundpipe.errors import GradientsIncomplete, Stale, StepFailed
+from roundpipe.errors import GradientsIncomplete, Stale, StepFailed, add_note, in_words
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.call import Autocast, Call, LossFn
 from roundpipe.execution.packed_data import Arrivals, RoundPipePackedData
@@ -178,6 +178,7 @@ class Engine:
     def share_steps(self, other: Engine) -> None:
         """From now on both models are stepped together."""
         self._updates.share(other._updates)
+        self._state.is_part = other._state.is_part = True
 
     def drain(self) -> None:
         """Wait for everything that was launched before."""
@@ -258,7 +259,7 @@ class Engine:
         """Raise what failed since this was last asked."""
         errors = self._late_errors()
         for another in errors[1:]:
-            errors[0].add_note(f"RoundPipe: besides, {another!r}")
+            add_note(errors[0], f"RoundPipe: besides, {in_words(another)}")
         if errors:
             raise errors[0]
 
@@ -387,7 +388,7 @@ class Engine:
         try:
             return Packet.of(self._runtime.backend, tree, with_grads=with_grads, arrival=found.of)
         except BaseException as error:
-            error.add_note(f"RoundPipe: in model {self._name!r}, copying {what}")
+            add_note(error, f"RoundPipe: in model {self._name!r}, copying {what}")
             raise
 
     def _launch_fused(

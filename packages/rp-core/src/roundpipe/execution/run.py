@@ -23,6 +23,7 @@ from roundpipe.device.packet import Packet
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
+from roundpipe.errors import add_note, in_words
 from roundpipe.execution.call import Call
 from roundpipe.execution.oom_advice import remedies
 from roundpipe.execution.stage import Stage
@@ -118,6 +119,8 @@ class Run:
         self._times: list[LayerTimes] = []
         self._tracer: Tracer | None = None
         self._adds_gradients = False
+        # Whether a gradient on the host may hold a part of this run's.
+        self._has_delivered = False
 
     # Launch, on the calling thread
 
@@ -263,13 +266,18 @@ class Run:
 
     def _deliver(self, delivery: Delivery, where: str) -> None:
         try:
-            if not self.aborted:
+            if self._may_deliver():
                 delivery.run()
         except BaseException as error:
             self.abort(error, where)
             delivery.abandon()
         finally:
             delivery.leave()
+
+    def _may_deliver(self) -> bool:
+        with self._lock:
+            self._has_delivered |= not self.aborted
+            return not self.aborted
 
     def put(self, key: Key, packet: Packet) -> None:
         """Fill a slot."""
@@ -297,19 +305,28 @@ class Run:
         with self._lock:
             if self.aborted:
                 return
-            error.add_note(f"RoundPipe: in model {self.call.name!r}, {where}")
-            if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(remedies(self._microbatches, self.call.grain, is_planned=self.call.is_planned))
+            if self._leaves_gradients():
+                # Before anybody steps aside and lets a step come to what there is of the gradients.
+                self.call.state.note_broken(self.number, type(error).__name__)
             self.aborted = True
             self._error = error
             waiting = [slot for slot in self._slots.values() if slot.packet is None]
-        # Not under the lock: what ends with the frames may be anyone's.
-        if isinstance(error, torch.OutOfMemoryError):
-            _clear_frames(error)
-        if self._adds_gradients:
-            self.call.state.note_broken(self.number, error)
         for slot in waiting:
             slot.fill(None)
+        self._describe(error, where)
+
+    def _leaves_gradients(self) -> bool:
+        # The other parts of a whole may have their gradients of this backward already.
+        return self._has_delivered or (self._adds_gradients and self.call.state.is_part)
+
+    def _describe(self, error: BaseException, where: str) -> None:
+        # After all are awake, and not under the lock: words, and what ends with the frames, may be anyone's code.
+        add_note(error, f"RoundPipe: in model {self.call.name!r}, {where}")
+        if issubclass(type(error), torch.OutOfMemoryError):
+            add_note(error, remedies(self._microbatches, self.call.grain, is_planned=self.call.is_planned))
+            _clear_frames(error)
+        if self._adds_gradients:
+            self.call.state.describe_broken(self.number, in_words(error))
 
     def collect(self, keys: Iterable[Key], *, wait: bool = True) -> list[Packet]:
         """Take slots on the calling thread; their memory may be read afterwards, or after their events.
@@ -326,13 +343,13 @@ class Run:
             if self.call.randomness is not None and self.call.randomness.drew_any():
                 # The generators are the caller's too: nothing may use them once the call has returned.
                 self.wait()
+            return packets
         except Aborted:
-            self.finish()
+            pass
         except BaseException as error:
             self.abort(error, "while the caller waited")
-            self.finish()
-        else:
-            return packets
+        # Not where another error is handled, which would take the place of what the run's own was raised after.
+        self.finish()
         raise AssertionError("an aborted run has an error")
 
     @staticmethod
@@ -340,7 +357,10 @@ class Run:
         return tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results")
 
     def add_gradients(self) -> None:
-        """The tasks launched from now on add gradients; once a run, since they use up what forward saved."""
+        """The tasks launched from now on add gradients; once a run, since they use up what forward saved.
+
+        If they fail before any gradient has begun to leave its device, the host has those of before.
+        """
         if self._adds_gradients:
             raise RuntimeError(
                 "backward() was called a second time through the same forward; its saved activations are gone"

@@ -17,6 +17,7 @@ from functools import partial
 from rp_transfer import Ticket
 
 from roundpipe.context import OptimizerCtx
+from roundpipe.errors import add_note, in_words
 from roundpipe.optimizer.gradient_loan import Incomplete, Loan, abandon, take_back
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
@@ -158,9 +159,10 @@ def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tra
             _note_failed(parts, "a call failed while its step was under way")
         abandon(loans)
     except BaseException as error:
-        error.add_note(f"RoundPipe: in model {name!r}, in the step function, on the optimizer's thread")
-        _note_failed(parts, repr(error))
+        _note_failed(parts, type(error).__name__)
         abandon(loans)
+        add_note(error, f"RoundPipe: in model {name!r}, in the step function, on the optimizer's thread")
+        _note_failed(parts, in_words(error))
         raise
 
 

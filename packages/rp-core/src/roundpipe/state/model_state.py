@@ -243,7 +243,7 @@ class ModelState:
     numbers. `num_runs` counts the runs launched that add gradients; `broken` is the first of them that left only
     part. `failed` tells the error of a step that left part of its update. Both are words: errors themselves hold
     all that their frames hold. `is_stepping` is read and written by the optimizer's thread: a step function is
-    running.
+    running. `is_part`: another model is stepped together with this one.
     """
 
     def __init__(
@@ -268,6 +268,7 @@ class ModelState:
         self._breaking = threading.Lock()
         self.failed: str | None = None
         self.is_stepping = False
+        self.is_part = False
         self.build()
 
     @torch.inference_mode(False)
@@ -328,11 +329,17 @@ class ModelState:
             block.gradient.turns for block in self.trainable if block.gradient is not None
         ]
 
-    def note_broken(self, run: int, error: BaseException) -> None:
-        """A run failed; called on any thread."""
+    def note_broken(self, run: int, error: str) -> None:
+        """A run failed and left part of its gradients; on any thread."""
         with self._breaking:
             if self.broken is None or run < self.broken.run:
-                self.broken = Broken(run, repr(error))
+                self.broken = Broken(run, error)
+
+    def describe_broken(self, run: int, error: str) -> None:
+        """More words for the error that was noted."""
+        with self._breaking:
+            if self.broken is not None and run == self.broken.run:
+                self.broken = Broken(run, error)
 
     def note_flags(self) -> None:
         """Take over the layers' training flags."""
