@@ -37,13 +37,13 @@ class KernelHook(BuildHookInterface):
         if self.target_name != "wheel" or version == "editable":
             return
         builder = _builder(self.root)
-        compiler = builder.find_compiler()
-        if compiler is None:
-            self.app.display_warning("no C compiler: the kernels will be compiled on first use")
-            return
         self._folder = tempfile.TemporaryDirectory()
         library = Path(self._folder.name) / "_kernels.so"
         try:
+            compiler = builder.find_compiler()
+            if compiler is None:
+                self.app.display_warning("no C compiler: the kernels will be compiled on first use")
+                return
             builder.build(compiler, library)
         except (builder.BuildFailed, OSError) as error:
             self.app.display_warning(f"the kernels will be compiled on first use: {error}")

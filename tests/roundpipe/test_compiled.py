@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -105,6 +108,29 @@ def test_the_numbers_are_those_of_layers_that_are_not_compiled(runtime: Runtime,
     model.synchronize()
     assert_near(loss, wanted, 1e-4)
     assert_near(gradients(layers), gradients(truth), 1e-4)
+
+
+def test_layers_are_compiled_after_the_threads_of_another_runtime_have_ended() -> None:
+    script = """
+import torch
+from roundpipe import RoundPipe, Runtime
+from torch import nn
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+for _ in range(3):
+    torch._dynamo.reset()
+    with Runtime("cpu:2") as runtime:
+        row = nn.Sequential(Layer(3, 3), Layer(3, 3))
+        model = RoundPipe(row, runtime=runtime, compile_layers={"backend": "aot_eager"})
+        model.forward_backward((torch.ones(4, 3),), None, None, lambda output, _: output.sum())
+"""
+    # In a process of its own, where no thread that lives on has compiled anything, and freed memory is filled.
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, timeout=100, env=os.environ | {"MALLOC_PERTURB_": "165"}
+    )
 
 
 def test_gradients_are_summed_in_fp32_beside_compiled_layers(two: Runtime) -> None:

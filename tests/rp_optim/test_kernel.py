@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_optim.gradients import squares_of
 from rp_optim.kernels import build
+from rp_optim.kernels.cache import cache_folder, check_trusted
 from rp_optim.kernels.kernel import Kernels, current_kernel
 from rp_optim.kernels.native import Library
 from rp_optim.kernels.updates import AdamNumbers, AdamUpdate, Spot
@@ -441,6 +443,145 @@ def test_where_no_cache_can_be_written_the_library_is_the_processs_own(
     kernels, said = found(caplog)
     assert kernels == (*NATIVE, "torch")
     assert "compiled for this process alone" in said
+
+
+# What a stranger could have put there
+
+STRANGER = """
+#include <stdlib.h>
+#include <fcntl.h>
+__attribute__((constructor)) static void run(void) { open(getenv("STRANGER_WAS_HERE"), O_CREAT | O_WRONLY, 0600); }
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that makes a file, named in the environment, as soon as it is loaded."""
+    monkeypatch.setenv("STRANGER_WAS_HERE", str(tmp_path / "was-here"))
+    (tmp_path / "x.c").write_text(STRANGER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "x.so", tmp_path / "x.c"], check=True)
+    return tmp_path / "x.so"
+
+
+def plant(library: Path, folder: Path) -> Path:
+    """Put a library where a search of `folder` finds it, under a name that says what is in it."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()[:32]
+    return library.replace(folder / f"kernels-{build.cache_key(compiler)}-{digest}.so")
+
+
+@pytest.mark.usefixtures("_quick_compiler")
+@pytest.mark.parametrize("above", [0, 1], ids=["the folder itself", "a folder above"])
+@pytest.mark.parametrize("mode", [0o777, 0o775], ids=oct)
+def test_a_library_where_others_may_write_is_not_loaded(
+    stranger: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, above: int, mode: int
+) -> None:
+    planted = plant(stranger, cache)
+    open_to_others = (cache, *cache.parents)[above]
+    open_to_others.chmod(mode)
+    kernels, said = found(caplog)
+    assert kernels == (*NATIVE, "torch")
+    assert f"{open_to_others} must not be writable by others; run chmod go-w on it" in said
+    assert not (tmp_path / "was-here").exists()
+    assert planted.exists()
+
+
+@pytest.mark.usefixtures("_quick_compiler")
+def test_the_sticky_bit_protects_what_is_in_a_folder_and_not_the_cache_itself(
+    stranger: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir(parents=True)
+    cache.parent.chmod(0o1777)
+    assert "compiled now into" in found(caplog)[1]
+    plant(stranger, cache)
+    cache.chmod(0o1777)
+    assert "must not be writable by others" in found(caplog)[1]
+    assert not (tmp_path / "was-here").exists()
+
+
+@pytest.mark.usefixtures("_quick_compiler")
+@pytest.mark.parametrize("how", ["writable", "link"])
+def test_a_file_that_others_could_change_is_compiled_anew(
+    stranger: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    planted = plant(stranger, cache)
+    if how == "link":
+        planted.symlink_to(planted.rename(tmp_path / "elsewhere.so"))
+    else:
+        planted.chmod(0o666)
+    assert "compiled now into" in found(caplog)[1]
+    assert not planted.exists()
+    assert not (tmp_path / "was-here").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_belongs_to_another_user_is_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "strangers").mkdir(mode=0o755)
+    (tmp_path / "strangers" / "file").touch(0o644)
+    check_trusted(tmp_path / "strangers" / "file")
+    os.chown(tmp_path / "strangers", 12345, 12345)
+    for path in ("strangers", "strangers/file"):
+        with pytest.raises(PermissionError, match=r"strangers must belong to this user or root, .* to user 12345"):
+            check_trusted(tmp_path / path)
+
+
+@pytest.mark.usefixtures("_quick_compiler")
+def test_what_is_compiled_under_an_open_umask_is_found_again(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir(parents=True)
+    before = os.umask(0o002)
+    try:
+        found(caplog)
+    finally:
+        os.umask(before)
+    assert "compiled before" in found(caplog)[1]
+
+
+@pytest.mark.parametrize("shared", ["", "relative"])
+def test_a_cache_that_is_not_absolute_is_ignored(
+    shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RP_OPTIM_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", shared)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == (tmp_path / "home" / ".cache" / "rp-optim").resolve()
+    assert not (tmp_path / "relative").exists()
+
+
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_a_home_that_is_not_absolute_is_no_place_for_a_cache(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RP_OPTIM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home)
+    with pytest.raises(OSError, match=f"HOME must be absolute, but is {home!r}"):
+        cache_folder()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ('gcc "-O2', "CC must be a command, but is 'gcc \"-O2': No closing quotation"),
+        ("gcc-of-nowhere -O2", "CC must name a C compiler that runs, but is 'gcc-of-nowhere -O2'"),
+    ],
+    ids=["an open quotation mark", "a program that is not there"],
+)
+@pytest.mark.usefixtures("cache")
+def test_what_is_wrong_with_cc_is_said_in_one_line(
+    command: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", command)
+    kernels, said = found(caplog)
+    assert kernels == ("torch",)
+    assert said.startswith(f"WARNING rp-optim steps run on torch's operations, which are slower: {reason}")
+    assert len(said.splitlines()) == 1
 
 
 def test_the_environment_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

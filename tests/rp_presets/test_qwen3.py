@@ -413,6 +413,14 @@ def test_twins_with_other_tensors_compute_the_same(attention):
     assert {id(p) for p in twin.parameters()}.isdisjoint(id(p) for p in row.parameters())
 
 
+def test_compiled_layers_hand_on_the_whole_carry():
+    row = to_sequential(make_model(**SLIDING))
+    expected = run(row, **INPUTS["padded right"]()).logits
+    for layer in row:
+        layer.compile(backend="eager")
+    torch.testing.assert_close(run(row, **INPUTS["padded right"]()).logits, expected, **EXACT)
+
+
 def test_a_twin_on_another_device_makes_everything_there():
     row = to_sequential(make_model(**SLIDING))
     twin = copy.deepcopy(row).to("meta")

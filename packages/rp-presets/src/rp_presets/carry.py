@@ -37,4 +37,5 @@ class Carry(NamedTuple):
 
     def advance(self, hidden_states: Tensor) -> Carry:
         """The same carry, with the hidden states that a layer made."""
-        return self._replace(hidden_states=hidden_states)
+        # Not `_replace`: compiled by torch 2.11, it returns an empty tuple.
+        return Carry(hidden_states, self.position_embeddings, self.position_ids, self.masks)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 CompileOptions = Mapping[str, Any]
 
@@ -27,6 +28,7 @@ class Compiler:
     def __init__(self, options: CompileOptions, num_devices: int) -> None:
         self._options = dict(options)
         self._num_devices = num_devices
+        _keep_device_guard()
 
     def raise_limits(self) -> None:
         """Let the compiler keep that many variants in what the calling thread runs, or has others run."""
@@ -54,6 +56,13 @@ def options_of(compile_layers: object) -> CompileOptions | None:
             f"compile_layers must be a bool or a dict of arguments of torch.compile, but is {compile_layers!r}"
         )
     return cast(CompileOptions, compile_layers)
+
+
+def _keep_device_guard() -> None:
+    # Without a GPU, the first thread to trace in torch 2.11 leaves the process a pointer into its own memory, and
+    # tracing crashes once that thread has ended. So let it be the caller's, before a lane's.
+    with FakeTensorMode():
+        pass
 
 
 # By default the compiler gives up on a function after so many variants, and after so many in all.

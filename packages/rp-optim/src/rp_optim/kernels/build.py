@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +50,27 @@ class Compiler:
 
 
 def find_compiler() -> Compiler | None:
-    """``$CC``, else the first of cc, gcc and clang that runs; None if there is none."""
-    asked = os.environ.get("CC")
-    for command in [shlex.split(asked)] if asked else [["cc"], ["gcc"], ["clang"]]:
+    """``$CC``, else the first of cc, gcc and clang that runs; None if there is none.
+
+    Raises `BuildFailed` if ``CC`` is no command of a compiler that runs.
+    """
+    if asked := os.environ.get("CC"):
+        return _named_compiler(asked)
+    return _first_that_runs(["cc"], ["gcc"], ["clang"])
+
+
+def _named_compiler(asked: str) -> Compiler:
+    try:
+        found = _first_that_runs(shlex.split(asked))
+    except ValueError as error:
+        raise BuildFailed(f"CC must be a command, but is {asked!r}: {error}") from error
+    if found is None:
+        raise BuildFailed(f"CC must name a C compiler that runs, but is {asked!r}; correct it, or unset it")
+    return found
+
+
+def _first_that_runs(*commands: Sequence[str]) -> Compiler | None:
+    for command in commands:
         if command and shutil.which(command[0]) and (version := _version(command)):
             return Compiler(tuple(command), version)
     return None
@@ -101,46 +119,24 @@ def build(compiler: Compiler, library: Path) -> None:
 
     Raises `BuildFailed`, and `OSError` if the folder of `library` cannot be written.
     """
-    with _compiled(compiler, library.parent) as made:
+    with compiled(compiler, library.parent) as made:
         os.replace(made, library)
-
-
-def build_cached(compiler: Compiler, folder: Path) -> Path:
-    """Compile the kernels into `folder`, under a name that says what is in the file; returns its path.
-
-    Raises as `build` does.
-    """
-    with _compiled(compiler, folder) as made:
-        library = folder / f"kernels-{cache_key(compiler)}-{_digest(made)}.so"
-        os.replace(made, library)
-    return library
-
-
-def find_cached(compiler: Compiler, folder: Path) -> Path | None:
-    """What `build_cached` left in `folder`, if it is still what its name says; what is not is removed.
-
-    Looked at before it is loaded: reading a mapped library past its end kills the process.
-    """
-    for library in sorted(folder.glob(f"kernels-{cache_key(compiler)}-*.so")):
-        if library.stem.endswith(f"-{_digest(library)}"):
-            return library
-        with suppress(OSError):
-            library.unlink()
-    return None
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
 
 
 @contextmanager
-def _compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
+def compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
+    """A library in a folder of its own inside `parent`, for as long as the block runs.
+
+    Raises as `build` does.
+    """
     with tempfile.TemporaryDirectory(dir=parent, prefix=".build-") as folder:
         room = Path(folder)
         try:
             made = _compile(compiler, room, ("-fopenmp",))
         except BuildFailed:
             made = _compile(compiler, room, ())
+        # The linker asks the umask, which may let a group write.
+        made.chmod(0o755)
         # On the disk before it has its name: after a crash there is no half of it.
         with made.open("rb+") as file:
             os.fsync(file.fileno())

@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from rp_optim.errors import KernelUnavailable
-from rp_optim.kernels.build import (
-    BuildFailed,
-    Compiler,
-    build,
-    build_cached,
-    find_cached,
-    find_compiler,
-    source_hash,
-)
+from rp_optim.kernels.build import BuildFailed, Compiler, build, find_compiler, source_hash
+from rp_optim.kernels.cache import build_cached, cache_folder, find_cached
 from rp_optim.kernels.native import NATIVE_DTYPES, Library, NativeKernel
 from rp_optim.kernels.reference import TorchKernel
 from rp_optim.kernels.updates import AdamUpdate, Kernel, LionUpdate, SGDUpdate, Spot
@@ -150,20 +143,19 @@ def _find_library() -> tuple[Library, str]:
 def _compiled_library() -> tuple[Library, str]:
     compiler = find_compiler()
     if compiler is None:
-        raise BuildFailed("there is no C compiler that runs (cc, gcc or clang, or the one that CC names)")
+        raise BuildFailed("there is no C compiler that runs (cc, gcc or clang); set CC to the command of one")
     try:
         return _cached_library(compiler)
     except OSError as error:
-        _log.debug("the cache cannot be used: %s", error)
+        reason = f"the cache cannot be used: {error}"
     with tempfile.TemporaryDirectory(prefix="rp-optim-") as folder:
         library = Path(folder) / "kernels.so"
         build(compiler, library)
-        return Library(library, source_hash()), "compiled for this process alone"
+        return Library(library, source_hash()), f"compiled for this process alone, since {reason}"
 
 
 def _cached_library(compiler: Compiler) -> tuple[Library, str]:
-    folder = _cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cache_folder()
     try:
         if (path := find_cached(compiler, folder)) is not None:
             return Library(path, source_hash()), f"compiled before into {path}"
@@ -171,15 +163,3 @@ def _cached_library(compiler: Compiler) -> tuple[Library, str]:
         _log.debug("the library in the cache cannot be used: %s", error)
     path = build_cached(compiler, folder)
     return Library(path, source_hash()), f"compiled now into {path}"
-
-
-def _cache_folder() -> Path:
-    given = os.environ.get("RP_OPTIM_CACHE")
-    if given:
-        return Path(given)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    # As OSError, which has its own answer: a library for this process alone.
-    home = os.path.expanduser("~")
-    if not shared and home == "~":
-        raise OSError("there is no home folder to cache the kernels in")
-    return Path(shared or Path(home) / ".cache") / "rp-optim"
