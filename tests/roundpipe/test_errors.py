@@ -170,6 +170,7 @@ def assert_noted(error: BaseException, *words: str) -> None:
 # A layer
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("microbatch", [0, 2])
 @pytest.mark.parametrize(
     ("layer", "phase"),
@@ -684,6 +685,7 @@ class Changing(nn.Module):
         return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("microbatch", [0, 2])
 @pytest.mark.parametrize("plan_name", ["planned", "one layer a stage", "microbatches divided"])
 @pytest.mark.parametrize(

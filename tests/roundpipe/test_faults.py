@@ -141,6 +141,7 @@ def failure(model: RoundPipe, monkeypatch: pytest.MonkeyPatch, place: str, nth: 
     return True
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("plan_name", PLANS)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_copy_or_allocation_that_fails_arrives_as_itself_and_leaves_nothing(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations, islice, pairwise
 
 import pytest
+from examples import examples
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from naive import steady_ms
@@ -28,8 +29,8 @@ from rp_sched import (
 )
 
 # Other work shares the machine, so no example has a deadline.
-few = settings(max_examples=120, deadline=None)
-patient = settings(max_examples=80, deadline=None)
+few = settings(max_examples=examples(120), deadline=None)
+patient = settings(max_examples=examples(80), deadline=None)
 ALMOST = 1 + 1e-6
 
 
