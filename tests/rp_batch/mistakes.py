@@ -1,7 +1,7 @@
 """Makes one mistake of one line at a time in rp_batch and runs the test that should notice; run as a program.
 
-Takes numbers, one a line, and answers how the test ended (``passed`` is bad news); -1 is no mistake, all the tests. The
-package is copied, changed in the copy, and imported from there.
+Takes numbers, one a line, and answers how the test ended (``passed`` is bad news); -1 is no mistake, all tests.
+The package is copied, changed in the copy, and imported from there.
 """
 
 from __future__ import annotations

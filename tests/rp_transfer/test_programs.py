@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -184,10 +183,8 @@ def test_a_backend_that_stays_open_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_call_that_hangs_is_given_up() -> None:
     never = threading.Event()
-    start = time.monotonic()
     with pytest.raises(NotConforming, match="still hangs"):
         bounded(never.wait, seconds=0.05)
-    assert time.monotonic() - start < 10
     never.set()
 
 
