@@ -1,10 +1,42 @@
-"""What the tests of all packages share: those that need a GPU skip themselves where there is none."""
+"""What the tests of all packages share: which of them run, on how many processes, and with how many examples."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import os
+import sys
+from pathlib import Path
 
 import pytest
+
+# Test files are imported one by one; what those of all packages share lies here.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pairwise import superfluous
+
+if importlib.util.find_spec("hypothesis") is not None:
+    from examples import register_profiles
+
+    register_profiles()
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each process has one core to itself. To be set before torch is imported, also by programs that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--nightly``: nothing is left out."""
+    parser.addoption(
+        "--nightly", action="store_true", help="also run what tests marked pairwise leave out: all combinations"
+    )
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite runs on all cores; what is chosen, and what may run on a GPU, in this process."""
+    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.keyword
+    has_gpu = Path("/proc/driver/nvidia/version").exists()
+    return len(os.sched_getaffinity(0)) if is_whole and not has_gpu else 0
 
 
 def cuda_is_here() -> bool:
@@ -16,9 +48,24 @@ def cuda_is_here() -> bool:
     return torch.cuda.is_available()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``cuda`` without a CUDA device."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what is marked ``cuda`` without a CUDA device; leave out what is for the night."""
+    if not config.option.nightly and (left_out := superfluous(items)):
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and not cuda_is_here():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Let collections pass by what was imported: many tests collect, and modules are most of what there is."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter collect it all at its end; some libraries complain of what is left."""
+    gc.unfreeze()

@@ -1,12 +1,11 @@
 """Takes away one wait of the engine at a time and runs `waiting.py` on what is left; run as a program.
 
-Prints one JSON line for each: the wait, and how the run ended (``passed`` is bad news). With numbers as arguments,
-only those waits. The engine's own sources are copied, changed in the copy, and imported from there.
+Takes numbers, one a line, and answers how the run ended (``passed`` is bad news); -1 takes no wait away. The
+engine's own sources are copied, changed in the copy, and imported from there.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -164,11 +163,12 @@ WAITS = [
 ]
 
 
-def changed_copy(folder: Path, wait: Wait) -> None:
+def changed_copy(folder: Path, number: int) -> None:
     """The engine without one wait."""
     shutil.copytree(ENGINE, folder / "roundpipe", ignore=shutil.ignore_patterns("__pycache__", "cli"))
-    path = folder / "roundpipe" / wait.file
-    path.write_text(wait.removed_from(path.read_text()))
+    if number >= 0:
+        path = folder / "roundpipe" / WAITS[number].file
+        path.write_text(WAITS[number].removed_from(path.read_text()))
 
 
 def run_changed(folder: str) -> None:
@@ -190,10 +190,10 @@ def run_changed(folder: str) -> None:
     os._exit(0)
 
 
-def how_it_ends(wait: Wait) -> str:
+def how_it_ends(number: int) -> str:
     """``failed`` or ``hung``; ``passed`` is bad news for the tests, ``crashed`` for this list."""
     with tempfile.TemporaryDirectory() as folder:
-        changed_copy(Path(folder), wait)
+        changed_copy(Path(folder), number)
         process = multiprocessing.get_context("fork").Process(target=run_changed, args=(folder,))
         process.start()
         process.join(LIMIT_S)
@@ -204,8 +204,7 @@ def how_it_ends(wait: Wait) -> str:
         return {0: "passed", 1: "failed"}.get(process.exitcode or 0, "crashed")
 
 
-def main() -> None:
-    """All waits, or those whose numbers are given."""
+if __name__ == "__main__":
     # Everything but the engine itself is imported once, before the forks.
     import rp_batch  # noqa: F401
     import rp_optim  # noqa: F401
@@ -214,12 +213,7 @@ def main() -> None:
     import rp_transfer  # noqa: F401
     import torch._dynamo  # noqa: F401 - which the first optimizer imports, in seconds
 
-    for number in [int(argument) for argument in sys.argv[1:]] or range(len(WAITS)):
-        wait = WAITS[number]
-        ended = how_it_ends(wait)
-        sys.stdout.write(json.dumps({"number": number, "what": wait.what, "ended": ended}) + "\n")
-        sys.stdout.flush()
+    sys.path.insert(0, str(HERE.parent))
+    from mutants import serve
 
-
-if __name__ == "__main__":
-    main()
+    serve(how_it_ends)

@@ -63,6 +63,7 @@ def test_forward_backward_gives_the_losses_and_gradients_of_plain_pytorch(
     assert_near(x.grad, x_true.grad, NEAR)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize(("microbatches", "plan_name"), list(enumerate(PLAN_NAMES, 1)))
 def test_forward_then_backward_gives_the_outputs_and_gradients_of_plain_pytorch(
@@ -383,6 +384,7 @@ class Last(nn.Module):
         return self.linear(tree["h"] + whole) + first.sum(1, keepdim=True) * more["mask"]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 def test_trees_of_anything_travel_between_layers(runtime: Runtime, plan_name: str, grain: Any) -> None:
@@ -444,6 +446,7 @@ class ViewInPlace(nn.Module):
         return x
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 @pytest.mark.parametrize("first", ["linear", "in place"])
@@ -490,6 +493,7 @@ class OfViews(nn.Module):
         return (x + wide.sum(2) + h * again)[:, 1:] + part
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 def test_views_and_the_input_itself_may_be_handed_on(runtime: Runtime, plan_name: str, grain: Any) -> None:

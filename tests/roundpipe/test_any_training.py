@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import rp_batch
 import torch
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain import assert_near, batch, gradients, square_error, twin, weights
@@ -17,7 +18,7 @@ from roundpipe.device.randomness import draw_seed, mix
 from rp_sched import Plan
 from torch import nn
 
-EXAMPLES = 500
+EXAMPLES = examples(500)
 CALLS = 2
 LR = 1e-2
 
@@ -255,4 +256,4 @@ def test_any_training_agrees_with_plain_pytorch() -> None:
 
     any_training()
     assert seen["all"] >= EXAMPLES
-    assert seen["large"] >= seen["all"] / 4
+    assert seen["large"] >= seen["all"] // 4

@@ -119,8 +119,8 @@ ROW_PLANS = plans(4, MICROBATCHES)
 
 
 @contextmanager
-def within(seconds: float = 10.0) -> Iterator[None]:
-    """What is done here must not take longer."""
+def within(seconds: float = 50.0) -> Iterator[None]:
+    """What is done here must not hang; on a loaded machine it may take its time."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < seconds
@@ -187,6 +187,7 @@ def assert_says_what_is_left(model: RoundPipe, phase: Phase) -> None:
 # A layer
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("microbatch", [0, 2])
 @pytest.mark.parametrize(
     ("layer", "phase"),
@@ -252,7 +253,7 @@ def test_gradients_are_incomplete_only_once_one_was_touched(
     model = wrap(layers, two, ROW_PLANS["one layer a stage"])
     truth = twin(layers)
     x, y = batch(6)
-    receive, received = roundpipe.gradient.Gradient.receive, threading.Event()
+    receive, received = roundpipe.state.gradient.Gradient.receive, threading.Event()
 
     def receive_and_tell(*arguments: Any) -> None:
         receive(*arguments)
@@ -265,7 +266,7 @@ def test_gradients_are_incomplete_only_once_one_was_touched(
     layer.fault.arm("forward" if phase == "forward" else "backward", 2)
     if phase == "a later backward":
         layer.fault.before_backward = received
-        monkeypatch.setattr(roundpipe.gradient.Gradient, "receive", receive_and_tell)
+        monkeypatch.setattr(roundpipe.state.gradient.Gradient, "receive", receive_and_tell)
     with within(), pytest.raises(Boom):
         fused_call(model)
     layer.fault.disarm()
@@ -538,7 +539,7 @@ def test_ctrl_c_while_a_call_waits_is_raised_there_and_the_model_trains_on(runti
                 self.fault.forward_call(x)
             except Boom:
                 os.kill(os.getpid(), signal.SIGINT)
-                seen.wait(5)
+                seen.wait(40)
             return x
 
     seen = threading.Event()
@@ -779,6 +780,7 @@ class Changing(nn.Module):
         return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("microbatch", [0, 2])
 @pytest.mark.parametrize("plan_name", ["planned", "one layer a stage", "microbatches divided"])
 @pytest.mark.parametrize(

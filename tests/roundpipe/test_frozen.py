@@ -29,6 +29,7 @@ def touching_frozen(taken: profile, kind: str) -> list[str]:
     return [span.name for span in taken.spans if span.kind == kind and any(name in span.name for name in FROZEN)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 def test_for_backward_frozen_bottom_layers_are_neither_uploaded_nor_run(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -61,6 +62,21 @@ def goes_on(model: RoundPipe, width: int = 3) -> None:
     model.synchronize()
 
 
+def interrupt_when_it_waits(runtime: Runtime) -> None:
+    """Send the main thread a real signal, as soon as it launches something and then waits for another thread.
+
+    One that is only pretended does not end a wait.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        frame = sys._current_frames()[main]
+        if runtime._launch.locked() and frame.f_code is threading.Condition.wait.__code__:
+            signal.pthread_kill(main, signal.SIGINT)
+            return
+
+
 @pytest.mark.parametrize("waiting", ["synchronize", "zero_grad", "reset"])
 def test_ctrl_c_while_the_caller_waits_for_backward_leaves_no_turn_taken(two: Runtime, waiting: str) -> None:
     MAY_GO.clear()
@@ -68,11 +84,11 @@ def test_ctrl_c_while_the_caller_waits_for_backward_leaves_no_turn_taken(two: Ru
         nn.Sequential(Held(), Held()), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1)
     )
     call(model, 4)
-    # A real signal: one that is only pretended does not end a wait.
-    main = threading.main_thread().ident
-    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+    interrupter = threading.Thread(target=interrupt_when_it_waits, args=(two,))
+    interrupter.start()
     with pytest.raises(KeyboardInterrupt):
         getattr(model, waiting)()
+    interrupter.join(30)
     MAY_GO.set()
     goes_on(model, 4)
 

@@ -171,7 +171,7 @@ def test_backward_goes_on_beside_gradients_that_cannot_leave_where_there_is_room
         model._engine._planner.spare_bytes = room
         model.forward_backward((x,), None, x, square_error)
         # The step holds the gradients' turns: those of the fused stage stay, and perhaps hold the next stage up.
-        went_on = Noting.begun.acquire(timeout=PATIENCE_S / 3 if room else 1.0)
+        went_on = Noting.begun.acquire(timeout=PATIENCE_S / 2 if room else 1.0)
         released.set()
         model.synchronize()
     assert went_on == bool(room)

@@ -138,6 +138,7 @@ def test_a_packed_output_feeds_another_model_in_one_call(runtime: Runtime, plan_
     chain.assert_gradients()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 def test_gradients_flow_from_the_second_model_to_the_first(runtime: Runtime, plan_name: str, grain: Any) -> None:

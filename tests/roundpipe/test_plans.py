@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import rp_sched
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import assert_near, batch, gradients, mlp, square_error, train_call, twin
@@ -151,7 +152,7 @@ def row(layers: int, width: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 7), st.sampled_from([4, 16, 64])), min_size=1, max_size=3),
     st.sampled_from(["infer", "train", "fused"]),

@@ -52,6 +52,7 @@ def train(devices: str, plan_name: str, layers: nn.Sequential, separate: bool = 
         return results, gradients(layers)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2", "cpu:4"])

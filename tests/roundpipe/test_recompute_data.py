@@ -96,6 +96,7 @@ def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs[:, :3] - labels).square().sum()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 @pytest.mark.parametrize("separate", [False, True])

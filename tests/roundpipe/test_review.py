@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -169,6 +170,49 @@ def test_after_synchronize_the_devices_hold_nothing(devices: str) -> None:
         assert all(len(lane.retainer) == 0 for lane in runtime.lanes)
         if devices != "cuda":
             assert [use.used_bytes for use in runtime.memory()] == [0] * len(runtime.lanes)
+
+
+def test_synchronize_waits_until_delivered_gradients_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    with Runtime("cpu:1") as runtime:
+        outbox = runtime.lanes[0].outbox
+        submit = outbox.submit
+
+        def late(job: Callable[..., None], *args: object) -> object:
+            # The thread holds its job for a while after the job has left its turns.
+            return submit(lambda: (job(*args), over.wait(0.3) if args else None)[0])
+
+        monkeypatch.setattr(outbox, "submit", late)
+        model = RoundPipe(nn.Sequential(nn.Linear(300, 300), nn.Tanh()), runtime=runtime)
+        call(model, torch.randn(8, 300), torch.randn(8, 300))
+        model.synchronize()
+        assert runtime.memory()[0].used_bytes == 0
+        over.set()
+
+
+class Held:
+    """Says when it is let go of."""
+
+    def __init__(self, gone: Callable[[], None]) -> None:
+        self.gone = gone
+
+    def __call__(self) -> int:
+        return 7
+
+    def __del__(self) -> None:
+        self.gone()
+
+
+def test_a_porters_job_is_over_when_what_it_held_is_gone(two: Runtime) -> None:
+    outbox = two.lanes[0].outbox
+    held_up, let_go = threading.Event(), threading.Event()
+    outbox.submit(held_up.wait, 30)
+    was_over: list[bool] = []
+    job = outbox.submit(Held(lambda: (was_over.append(job.done()), let_go.set())))
+    held_up.set()
+    assert job.result(30) == 7
+    assert let_go.wait(30)
+    assert was_over == [False]
 
 
 def test_a_late_error_is_forgotten_with_what_it_broke(two: Runtime) -> None:

@@ -131,6 +131,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 @pytest.mark.parametrize("make", ROWS)
 def test_gradients_and_steps_are_those_of_plain_pytorch(

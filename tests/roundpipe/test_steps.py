@@ -151,6 +151,7 @@ def drive(
 # What the order means
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer_name", ["roundpipe", "torch"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_twenty_steps_agree_with_plain_pytorch_one_step_late(

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from mutants import started
 from remove_waits import WAITS
 
-HERE = Path(__file__).parent
+pytestmark = [pytest.mark.mutation, pytest.mark.timeout(300)]
 
 
-def launch(program: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / program), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def ended() -> Iterator[Callable[[int], str]]:
+    """How the scenarios end without the wait of a number."""
+    with started(Path(__file__).with_name("remove_waits.py")) as how_it_ends:
+        yield how_it_ends
 
 
-@pytest.mark.timeout(300)
-def test_the_scenarios_pass_with_every_wait_in_place() -> None:
-    process = launch("waiting.py")
-    out, error = process.communicate(timeout=240)
-    assert process.returncode == 0, error
-    assert (out, error) == ("", "")
+def test_the_scenarios_pass_with_every_wait_in_place(ended: Callable[[int], str]) -> None:
+    assert ended(-1) == "passed"
 
 
-@pytest.mark.timeout(1500)
-def test_the_scenarios_fail_without_any_one_wait() -> None:
-    halves = [launch("remove_waits.py", *map(str, range(first, len(WAITS), 2))) for first in (0, 1)]
-    ended: dict[int, str] = {}
-    for process in halves:
-        out, error = process.communicate(timeout=1400)
-        assert process.returncode == 0, error
-        ended |= {line["number"]: line["ended"] for line in map(json.loads, out.splitlines())}
-    assert sorted(ended) == list(range(len(WAITS)))
-    unnoticed = [WAITS[number].what for number, how in ended.items() if how not in ("failed", "hung")]
-    assert unnoticed == []
+@pytest.mark.parametrize("number", range(len(WAITS)), ids=[wait.what for wait in WAITS])
+def test_the_scenarios_fail_without_any_one_wait(ended: Callable[[int], str], number: int) -> None:
+    assert ended(number) in ("failed", "hung")

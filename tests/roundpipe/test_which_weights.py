@@ -132,6 +132,7 @@ TABLE: dict[str, tuple[str, list[int]]] = {
 KINDS = ["fused", "separate", "by turns"]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLE)
 def test_each_of_twenty_calls_reads_the_weights_that_the_table_says(
@@ -238,6 +239,7 @@ def test_the_state_dict_is_the_last_steps_result(runtime: Runtime, how: str) -> 
     assert {value.item() for value in state.values()} == {telling.steps}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("before", ["", "ca", "cs", "ca ca", "ca ca c"])

@@ -1,16 +1,11 @@
 """Makes one mistake of one line at a time in rp_batch and runs the test that should notice; run as a program.
 
-Prints one JSON line for each: its number, what it is, and how the test ended (``passed`` is bad news). The package
-is copied, changed in the copy, and imported from there.
-
-    python mistakes.py              all of them
-    python mistakes.py 1 2          the second half of them: every second one, from number 1
-    python mistakes.py none         no mistake, and all the tests
+Takes numbers, one a line, and answers how the test ended (``passed`` is bad news); -1 is no mistake, all tests.
+The package is copied, changed in the copy, and imported from there.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -23,8 +18,6 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "packages/rp-batch/src/rp_batch"
 # A run that has not ended by then hangs; it takes a second or two.
 LIMIT_S = 60
-# How many trees each property is tried on.
-EXAMPLES = "40"
 
 
 @dataclass(frozen=True)
@@ -311,14 +304,13 @@ def run_tests(folder: str, tests: list[str]) -> None:
 
     if not Path(rp_batch.__file__).is_relative_to(folder):
         os._exit(99)
-    # The same trees in every run, and none of the failing ones kept.
-    os.environ |= {"RP_BATCH_EXAMPLES": EXAMPLES, "HYPOTHESIS_STORAGE_DIRECTORY": folder}
-    options = ["-x", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--rootdir={HERE.parents[1]}"]
+    options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutation", f"--rootdir={HERE.parents[1]}"]
     os._exit(pytest.main([*options, *(str(HERE / test) for test in tests)]))
 
 
-def how_it_ends(mistake: Mistake | None) -> str:
-    """``failed``, as it should; ``passed`` is bad news for the test, anything else for this list."""
+def how_it_ends(number: int) -> str:
+    """``failed``, as it should; ``passed`` is bad news for the test, anything else for this list. -1: none."""
+    mistake = None if number < 0 else MISTAKES[number]
     tests = sorted({each.test for each in MISTAKES}) if mistake is None else [mistake.test]
     with tempfile.TemporaryDirectory() as folder:
         changed_copy(Path(folder), mistake)
@@ -332,16 +324,7 @@ def how_it_ends(mistake: Mistake | None) -> str:
         return {0: "passed", 1: "failed"}.get(process.exitcode or 0, f"crashed ({process.exitcode})")
 
 
-def chosen(arguments: list[str]) -> dict[int, Mistake | None]:
-    """The mistakes that are asked for; number -1 stands for none."""
-    if arguments == ["none"]:
-        return {-1: None}
-    first, step = map(int, arguments or (0, 1))
-    return {number: MISTAKES[number] for number in range(first, len(MISTAKES), step)}
-
-
-def main() -> None:
-    """Run what the arguments ask for."""
+if __name__ == "__main__":
     # Everything but the package itself is imported once, before the forks.
     import hypothesis  # noqa: F401
     import optree  # noqa: F401
@@ -349,11 +332,7 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers.modeling_outputs  # noqa: F401
 
-    for number, mistake in chosen(sys.argv[1:]).items():
-        found = {"number": number, "what": mistake and mistake.what, "ended": how_it_ends(mistake)}
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
+    sys.path.insert(0, str(HERE.parent))
+    from mutants import serve
 
-
-if __name__ == "__main__":
-    main()
+    serve(how_it_ends)

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from mistakes import MISTAKES
+from mutants import started
 
-PROGRAM = Path(__file__).parent / "mistakes.py"
-
-
-def launch(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(PROGRAM), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+pytestmark = [pytest.mark.mutation, pytest.mark.timeout(300)]
 
 
-def lines(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    out, error = process.communicate(timeout=280)
-    assert process.returncode == 0, error
-    return [json.loads(line) for line in out.splitlines()]
+@pytest.fixture(scope="module")
+def ended() -> Iterator[Callable[[int], str]]:
+    """How the tests end with the mistake of a number."""
+    with started(Path(__file__).with_name("mistakes.py")) as how_it_ends:
+        yield how_it_ends
 
 
-def test_without_a_mistake_their_tests_pass() -> None:
-    assert [line["ended"] for line in lines(launch("none"))] == ["passed"]
+def test_without_a_mistake_their_tests_pass(ended: Callable[[int], str]) -> None:
+    assert ended(-1) == "passed"
 
 
-@pytest.mark.timeout(300)
-def test_every_mistake_is_noticed_by_the_test_that_should() -> None:
-    halves = [launch(first, "2") for first in "01"]
-    ended = {line["number"]: line for half in halves for line in lines(half)}
-    assert sorted(ended) == list(range(len(ended)))
-    assert len(ended) >= 10
-    assert [line["what"] for line in ended.values() if line["ended"] != "failed"] == []
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=[mistake.what for mistake in MISTAKES])
+def test_every_mistake_is_noticed_by_the_test_that_should(ended: Callable[[int], str], number: int) -> None:
+    assert ended(number) == "failed"

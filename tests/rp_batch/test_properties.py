@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as torch_pytree
 from transformers.utils import ModelOutput
-
-EXAMPLES = int(os.environ.get("RP_BATCH_EXAMPLES", "100"))
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -185,7 +182,7 @@ def leaves_of(call: Any) -> list[tuple[str, Any]]:
 
 def holds_for(*strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
     """Hypothesis's `given`, for as many examples as one has time for."""
-    return lambda test: settings(max_examples=EXAMPLES, deadline=None)(given(*strategies)(test))
+    return lambda test: settings(deadline=None)(given(*strategies)(test))
 
 
 # --- properties -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import pytest
 import rp_optim
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_optim import Master, clip_grad_norm_, link, unlink
@@ -121,7 +122,7 @@ def test_nothing_to_clip() -> None:
         clip_grad_norm_((parameter for parameter in ()), 1.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=1, max_size=50), st.floats(1e-3, 1e3))
 def test_clipped_gradients_are_no_longer_than_asked_and_as_long_as_they_can_be(
     numbers: list[float], max_norm: float

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import rp_optim
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_optim.gradients import squares_of
@@ -113,7 +114,7 @@ def test_weights_are_rounded_to_nearest_even_as_torch_does(dtype: torch.dtype) -
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**60), max_value=2.0**60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(floats32, min_size=1, max_size=200),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -130,7 +131,7 @@ def test_all_variants_give_the_same_bits_and_torch_nearly(
     torch.testing.assert_close(masters[0], reference, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(floats32, max_size=300))
 def test_squares_are_those_of_fp64(numbers: list[float]) -> None:
     weight = torch.nn.Parameter(torch.zeros(len(numbers)))
@@ -144,7 +145,7 @@ def test_squares_are_those_of_fp64(numbers: list[float]) -> None:
     assert found.pop() == pytest.approx(exact, rel=1e-14, abs=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 40), st.integers(1, 300), st.integers(0, 20))
 def test_nothing_beside_the_arrays_is_touched(before: int, length: int, after: int) -> None:
     for name in NATIVE:

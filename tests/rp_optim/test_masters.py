@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import rp_optim
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_optim import UNCHANGED, Master, link, unlink
@@ -174,7 +175,7 @@ def test_a_step_waits_for_the_deepest_layer_that_is_missing() -> None:
     assert log == [2, 4, 3, 1, 0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.permutations(range(6)), st.integers(0, 6))
 def test_every_master_is_updated_once_in_any_order_of_arrival(order: list[int], early: int) -> None:
     masters, sources, log = linked(6, arrived=False)

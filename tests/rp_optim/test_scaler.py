@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import rp_optim
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_optim import GradScaler, Master, OptimizerThread, ScalerMisuse, WrongThread, link
@@ -35,7 +36,7 @@ def run(scaler: Any, grads: list[float], kind: Any = torch.optim.SGD) -> list[tu
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.sampled_from([1.0, -0.5, math.inf, math.nan, 1e37]), min_size=1, max_size=12))
 def test_it_is_torchs(grads: list[float]) -> None:
     mine = run(GradScaler(**OPTIONS), grads)
@@ -256,7 +257,7 @@ def test_a_loss_is_unscaled_with_its_own_scale_however_late_its_step(thread: Opt
     assert loop.moves == [1.0] * 5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.sampled_from([1.0, math.inf]), min_size=1, max_size=6), st.data())
 def test_scales_do_not_depend_on_the_speed_of_the_machine(grads: list[float], data: st.DataObject) -> None:
     found = []

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_presets import causal_lm_loss
@@ -35,7 +36,7 @@ def plain_loss(logits: Tensor, labels: Tensor, reduction: str, aligned: bool) ->
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction=reduction)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     shape=st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 4), st.integers(1, 9))),

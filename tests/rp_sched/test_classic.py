@@ -1,13 +1,14 @@
 """The classic schedules run, keep to their devices, and take the time that their papers say."""
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import models
 from rp_sched import LayerCost, check_order, simulate
 from rp_sched.planners.classic import CLASSIC, even_stages, gpipe, interleaved, looped_bfs, one_f_one_b
 
-patient = settings(max_examples=60, deadline=None)
+patient = settings(max_examples=examples(60), deadline=None)
 
 
 @patient

@@ -4,13 +4,14 @@ import pickle
 from itertools import pairwise
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_sched import InvalidPlan, Plan
 
 # Other work shares the machine, so no example has a deadline.
 patient = settings(deadline=None)
-thorough = settings(max_examples=200, deadline=None)
+thorough = settings(max_examples=examples(200), deadline=None)
 
 MODES = ("infer", "train", "fused")
 

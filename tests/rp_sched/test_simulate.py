@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from examples import examples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from naive import Naive, deal, steady_ms
@@ -10,8 +11,8 @@ from problems import MODES, calls, limits, models, plans
 from rp_sched import Course, Dealer, InvalidOrder, LayerCost, Limits, Plan, Task, Timeline, simulate
 
 # Other work shares the machine, so no example has a deadline.
-patient = settings(max_examples=60, deadline=None)
-thorough = settings(max_examples=250, deadline=None)
+patient = settings(max_examples=examples(60), deadline=None)
+thorough = settings(max_examples=examples(250), deadline=None)
 
 Played = tuple[list[list[Task]], list[LayerCost], int, str, Limits]
 

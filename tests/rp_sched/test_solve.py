@@ -4,6 +4,7 @@ import pickle
 from itertools import product
 
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import MODES, limits, models
@@ -11,7 +12,7 @@ from rp_sched import Course, Infeasible, LayerCost, Limits, Mode, Plan, RoundRob
 from test_search import all_plans, fits
 
 # Other work shares the machine, so no example has a deadline.
-thorough = settings(max_examples=150, deadline=None)
+thorough = settings(max_examples=examples(150), deadline=None)
 ALMOST = 1 + 1e-6
 
 numbers = st.integers(1, 5)

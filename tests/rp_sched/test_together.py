@@ -1,13 +1,14 @@
 """Models that share devices get plans that fit together."""
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import MODES, models
 from rp_sched import Course, Infeasible, LayerCost, Limits, Mode, Plan, RoundRobin, plan, plan_together
 from rp_sched.simulation.makespan import pace
 
-patient = settings(max_examples=40, deadline=None)
+patient = settings(max_examples=examples(40), deadline=None)
 ALMOST = 1 + 1e-6
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_transfer import Backend, CpuBackend, open_backend
@@ -27,33 +28,33 @@ COUNTS = pytest.mark.parametrize("count", [1, 2, 4])
 
 
 @COUNTS
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(seed=SEEDS)
 def test_random_programs_on_cpu_devices_equal_the_programs_run_in_order(count: int, seed: int) -> None:
     check(CpuBackend(count), [seed])
 
 
 @COUNTS
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=SEEDS)
 def test_long_programs_on_one_backend_one_after_another_stay_right(count: int, seed: int) -> None:
     check(CpuBackend(count), range(seed, seed + 2), length=60)
 
 
 @COUNTS
-@settings(max_examples=35, deadline=None)
+@settings(max_examples=examples(35), deadline=None)
 @given(seed=SEEDS)
 def test_no_needed_wait_can_be_taken_away_unseen(count: int, seed: int) -> None:
     check_caught(lambda: CpuBackend(count), [seed])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(seed=SEEDS)
 def test_programs_are_right_without_the_checks_too(seed: int) -> None:
     check(CpuBackend(2, strict=False), [seed])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=SEEDS, unit=st.integers(2, 5))
 def test_programs_are_right_in_larger_units(seed: int, unit: int) -> None:
     check(CpuBackend(2), [seed], unit=unit)

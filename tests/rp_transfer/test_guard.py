@@ -33,7 +33,7 @@ def test_an_interrupt_leaves_it_open() -> None:
     guard, chance = Guard(), random.Random(0)
 
     def is_open() -> bool:
-        found = guard.acquire(timeout=1)
+        found = guard.acquire(timeout=30)
         if found:
             guard.release()
         return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -406,4 +407,4 @@ class TurnsMachine(RuleBasedStateMachine):
 
 
 TestTurnsMachine = TurnsMachine.TestCase
-TestTurnsMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTurnsMachine.settings = settings(max_examples=examples(80), stateful_step_count=30, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,37 @@ HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").
 STEPS = dict(re.findall(r'^step "(.+?)" (.+)$', (ROOT / ".ci/run").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", ["format", "lint", "types", "imports"])
+QUICK = list(STEPS)[1 : list(STEPS).index("workspace") + 1]
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_a_hook_runs_the_check_of_its_name(name: str) -> None:
     (hook,) = [hook for hook in HOOKS if hook["id"] == name]
-    assert hook["entry"] == STEPS[name]
+    # Before a commit files are formatted; everywhere else they are only looked at.
+    assert hook["entry"] == STEPS[name].removesuffix(" --check")
     # Where a checker looks at the whole, files are not handed to it one by one.
     assert hook.get("pass_filenames", True) is (name in ("format", "lint"))
 
 
-def test_before_a_push_all_checks_run() -> None:
+def test_before_a_push_the_quick_checks_run() -> None:
     (hook,) = [hook for hook in HOOKS if hook.get("stages") == ["pre-push"]]
-    assert hook["entry"] == ".ci/run"
+    assert hook["entry"] == ".ci/run quick"
+    assert QUICK == ["format", "lint", "types", "imports", "workspace"]
+
+
+def test_the_commands_of_the_readme_are_checked() -> None:
+    text = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"On a fresh machine.*?```console\n(.*?)```", text, re.DOTALL)
+    commands = [line.removeprefix("$ ").removeprefix("pip install uv && ") for line in block.splitlines()]
+    assert len(commands) == 2
+    for command in commands:
+        assert any(step.replace(" --locked", "").startswith(command) for step in STEPS.values()), command
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").iterdir()), ids=lambda path: path.name)
+def test_every_script_is_told_to_contributors_and_runs(script: Path) -> None:
+    assert f"scripts/{script.name}" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert os.access(script, os.X_OK)
 
 
 def test_hooks_use_nothing_but_what_is_here() -> None:
@@ -36,7 +57,7 @@ def test_every_check_is_told_to_contributors() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().replace("uv run ", "")
     commands = [step.replace("uv run ", "").replace("--locked ", "") for name, step in STEPS.items()]
     commands.remove("uv sync --locked")
-    missing = [command for command in commands if command.split(" --output")[0] not in text]
+    missing = [command for command in commands if command not in text]
     assert missing == []
 
 

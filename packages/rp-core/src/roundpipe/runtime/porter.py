@@ -52,6 +52,10 @@ class Porter:
         self._jobs.put((future, partial(job, *args, **kwargs)))
         return future
 
+    def settle(self) -> None:
+        """Wait until all jobs so far have ended and let go of what they held."""
+        self.submit(_nothing).result()
+
     def note_load(self, job: Future[Any], nbytes: int) -> None:
         """The job that was submitted last lets go of so many bytes on the device."""
         self._loads.append((job, nbytes))
@@ -75,6 +79,10 @@ def _finish(jobs: _Jobs, thread: threading.Thread) -> None:
         thread.join()
 
 
+def _nothing() -> None:
+    """A job that ends when those before it have."""
+
+
 def _start(device: Device, num_threads: int) -> None:
     device.attach_thread()
     torch.set_num_threads(num_threads)
@@ -83,15 +91,23 @@ def _start(device: Device, num_threads: int) -> None:
 def _work(jobs: _Jobs) -> None:
     while (next_one := jobs.get()) is not None:
         future, job = next_one
+        del next_one
         if future.set_running_or_notify_cancel():
-            _settle(future, job)
-        del next_one, future, job
+            result, error = _outcome(job)
+            # Whoever waits for the job waits for the memory it held, too.
+            del job
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+            del result, error
+        else:
+            del job
+        del future
 
 
-def _settle(future: Future[Any], job: Callable[[], Any]) -> None:
+def _outcome(job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
-        result = job()
+        return job(), None
     except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        return None, error

@@ -86,8 +86,10 @@ class Lane:
             self._waiting.remove(job)
 
     def settle(self) -> None:
-        """Wait for the jobs and let go of what was kept for them."""
+        """Wait for the jobs, the porters' too, and let go of what was kept for them."""
         self._executor.submit(self.retainer.drain).result()
+        self.inbox.settle()
+        self.outbox.settle()
 
     def pace(self, done: Event) -> None:
         """Wait for the device if much was put on it, the last of it over with `done`; let go of what is over.

@@ -1,0 +1,63 @@
+"""Of tests marked ``pairwise`` as many run as cover every pair of parameters, and no more."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pairwise import covering, pairs, superfluous
+
+pytest_plugins = "pytester"
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+THREE_AXES = """
+    import pytest
+
+    @pytest.fixture(params=["cpu:1", "cpu:2", pytest.param("cuda", marks=pytest.mark.cuda)])
+    def devices(request):
+        return request.param
+
+    @pytest.mark.{mark}
+    @pytest.mark.parametrize("plan", ["fused", "cut", None])
+    @pytest.mark.parametrize(("layers", "options"), [(1, {{}}), (1, {{"a": 1}}), (2, {{}})])
+    def test_it(devices, plan, layers, options):
+        pass
+"""
+
+
+def every_pair(rows: list[tuple[int, ...]]) -> set[object]:
+    return set().union(*map(pairs, rows))
+
+
+@given(SIZES, st.integers(0, 99), st.sampled_from([0, 0.2, 0.9]))
+def test_every_pair_that_occurs_is_covered(sizes: list[int], seed: int, left_out: float) -> None:
+    chance = Random(seed)
+    rows = [row for row in product(*map(range, sizes)) if chance.random() >= left_out]
+    chosen = covering(rows)
+    assert every_pair([rows[index] for index in chosen]) == every_pair(rows)
+    assert chosen == sorted(set(chosen)) == covering(rows)
+
+
+@given(SIZES)
+def test_few_are_chosen(sizes: list[int]) -> None:
+    chosen = covering(list(product(*map(range, sizes))))
+    largest, second = [*sorted(sizes, reverse=True), 1][:2]
+    assert largest * second <= len(chosen) <= 1.5 * largest * second
+
+
+def test_what_is_parametrized_together_is_one_axis_and_gpus_are_covered_by_themselves(
+    pytester: pytest.Pytester,
+) -> None:
+    items = pytester.getitems(THREE_AXES.format(mark="pairwise"))
+    left = [item for item in items if item not in superfluous(items)]
+    kinds = [("cuda" in item.name, item.name) for item in left]
+    assert [sum(is_cuda for is_cuda, _ in kinds), sum(not is_cuda for is_cuda, _ in kinds)] == [9, 9]
+    for two in product(("cpu:1", "cpu:2"), ("fused", "cut", "None")):
+        assert any(all(part in name for part in two) for _, name in kinds), two
+
+
+def test_nothing_else_is_left_out(pytester: pytest.Pytester) -> None:
+    assert superfluous(pytester.getitems(THREE_AXES.format(mark="timeout(9)"))) == set()
