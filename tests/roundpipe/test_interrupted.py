@@ -160,7 +160,7 @@ def test_gradients_stay_on_the_device_until_a_delivery_that_failed_is_over(
     two: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1))
-    receive, received = roundpipe.gradient.Gradient.receive, [0]
+    receive, received = roundpipe.state.gradient.Gradient.receive, [0]
 
     def fail_second(self: Any, *arguments: Any) -> None:
         received[0] += 1
@@ -168,7 +168,7 @@ def test_gradients_stay_on_the_device_until_a_delivery_that_failed_is_over(
             raise MemoryError("as planned")
         receive(self, *arguments)
 
-    monkeypatch.setattr(roundpipe.gradient.Gradient, "receive", fail_second)
+    monkeypatch.setattr(roundpipe.state.gradient.Gradient, "receive", fail_second)
     call(model)
     with pytest.raises(MemoryError, match="as planned"):
         model.synchronize()
@@ -179,13 +179,13 @@ AT_THE_END = """
 import torch, roundpipe.gradient
 from roundpipe import RoundPipe, Runtime
 from torch import nn
-receive = roundpipe.gradient.Gradient.receive
+receive = roundpipe.state.gradient.Gradient.receive
 def slowly(self, *arguments):
     receive(self, *arguments)
     room = torch.ones(200, 200)
     for _ in range(20000):
         room.add_(1)
-roundpipe.gradient.Gradient.receive = slowly
+roundpipe.state.gradient.Gradient.receive = slowly
 runtime = Runtime("cpu:1")
 model = RoundPipe(nn.Sequential(nn.Linear(4, 4)), runtime=runtime)
 model.forward_backward((torch.ones(2, 4),), None, torch.ones(2, 4), lambda out, label: (out - label).sum())

@@ -109,7 +109,7 @@ def test_pinned_bytes_and_devices_are_the_runtimes(runtime: Runtime) -> None:
 
 
 def test_it_prints_as_a_table() -> None:
-    use = roundpipe.runtime.MemoryUse("cpu:0", 1024, 2048, 1 << 30)
+    use = roundpipe.runtime.runtime.MemoryUse("cpu:0", 1024, 2048, 1 << 30)
     report = MemoryReport(2048, 0, 1024, 4096, None, 512, 8192, 1 << 40, (use,))
     assert str(report).splitlines() == [
         "host                  |      bytes",
