@@ -176,7 +176,7 @@ def test_gradients_stay_on_the_device_until_a_delivery_that_failed_is_over(
 
 
 AT_THE_END = """
-import torch, roundpipe.gradient
+import torch, roundpipe.state.gradient
 from roundpipe import RoundPipe, Runtime
 from torch import nn
 receive = roundpipe.state.gradient.Gradient.receive
