@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error, weights
-from roundpipe import Busy, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, tracing
+from roundpipe import Busy, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
+from roundpipe.telemetry import tracing
 from roundpipe.telemetry.profiling import profile
 from roundpipe.telemetry.summary import summarize
 from roundpipe.telemetry.tracing import Span
@@ -250,7 +251,7 @@ def test_profiles_do_not_nest(tmp_path: Path) -> None:
     ):
         pytest.fail("the second one began")
     assert not (tmp_path / "second.json").exists()
-    assert tracing.current() is None
+    assert tracing.current() is tracing.SILENT
 
 
 def test_another_thread_cannot_begin_a_second_one(tmp_path: Path) -> None:
@@ -290,7 +291,7 @@ def test_calls_of_several_threads_and_runtimes_are_recorded(tmp_path: Path) -> N
 def test_the_end_waits_for_copies_that_nobody_has_waited_for() -> None:
     device = CpuBackend(1).devices[0]
     source, there = torch.ones(4), device.empty((4,), torch.float32, stream=device.weights_in)
-    tracer = tracing.Tracer(keep=True, ranges=False)
+    tracer = tracing.Recorder(keep=True, ranges=False)
     for _ in range(2):
         with tracer.on_stream(device, device.weights_in, "upload", "weights", nbytes=16):
             device.weights_in.copy(there, source)
@@ -338,7 +339,7 @@ def test_a_runtime_that_closes_within_leaves_its_spans(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), profile(tmp_path / "no such folder" / "trace.json"):
         pytest.fail("it began")
-    assert tracing.current() is None
+    assert tracing.current() is tracing.SILENT
 
 
 def test_there_is_no_summary_before_the_end_and_no_second_use(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rp_transfer import Backend, Event, Stream
 
 from roundpipe.device.packet import Packet, is_dense
 from roundpipe.runtime.runtime import Lane
-from roundpipe.telemetry.tracing import NOTHING, Tracer
+from roundpipe.telemetry.tracing import Tracer
 
 
 class _Entry(torch.autograd.Function):
@@ -82,7 +82,7 @@ class Courier:
     """
 
     def __init__(
-        self, backend: Backend, lane: Lane, is_weight: Callable[[torch.Tensor], bool], tracer: Tracer | None
+        self, backend: Backend, lane: Lane, is_weight: Callable[[torch.Tensor], bool], tracer: Tracer
     ) -> None:
         self._backend = backend
         self._is_weight = is_weight
@@ -108,11 +108,7 @@ class Courier:
             arrived = device.activations_in.record()
             self._retainer.keep(arrived, packet.leaves, tuple(self._visiting))
         self._lane.inbox.conveyor.let_pass(ready, arrived)
-        with (
-            NOTHING
-            if self._tracer is None
-            else self._tracer.waiting(device, "activations", "activations to arrive")
-        ):
+        with self._tracer.waiting(device, "activations", "activations to arrive"):
             device.compute.wait(arrived)
         device.compute.touch(read=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], what="activations")
         return leaves
@@ -174,8 +170,6 @@ class Courier:
     def _copying(
         self, stream: Stream, kind: Literal["upload", "download"], leaves: Iterable[Any]
     ) -> AbstractContextManager[None]:
-        if self._tracer is None:
-            return NOTHING
         nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         name = "activations" if kind == "upload" else "results"
         return self._tracer.on_stream(self._device, stream, kind, name, nbytes=nbytes)

@@ -12,7 +12,7 @@ from rp_transfer import Event, Ticket
 from roundpipe.runtime.porter import Porter
 from roundpipe.state.model_state import Block
 from roundpipe.telemetry.layer_times import LayerTimes
-from roundpipe.telemetry.tracing import NOTHING, SpanKind, Tracer
+from roundpipe.telemetry.tracing import NOTHING, SILENT, SpanKind, Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Delivery:
     porter: Porter
     made: Event
     sums: list[tuple[Block, torch.Tensor, set[int], Ticket]]
-    tracer: Tracer | None = None
+    tracer: Tracer = SILENT
 
     @property
     def nbytes(self) -> int:
@@ -36,13 +36,13 @@ class Delivery:
     def run(self) -> None:
         """Block by block; the sums may go when it is over."""
         conveyor = self.porter.conveyor
-        with NOTHING if self.tracer is None else self._told(self.tracer, "wait", "backward"):
+        with self._told("wait", "backward"):
             self.porter.stream.wait(self.made)
         for block, memory, written, ticket in self.sums:
-            with NOTHING if self.tracer is None else self._told(self.tracer, "wait", "turn", block):
+            with self._told("wait", "turn", block):
                 ticket.enter()
             if written and block.gradient is not None:
-                with NOTHING if self.tracer is None else self._told(self.tracer, "download", "", block):
+                with self._told("download", "", block):
                     block.gradient.receive(memory, written, conveyor)
             ticket.leave(conveyor.record())
         conveyor.drain()
@@ -51,14 +51,14 @@ class Delivery:
         """After a failure: let what was begun end, so that the sums may go."""
         self.porter.conveyor.drain()
 
-    def _told(
-        self, tracer: Tracer, kind: SpanKind, reason: str, block: Block | None = None
-    ) -> AbstractContextManager[None]:
+    def _told(self, kind: SpanKind, reason: str, block: Block | None = None) -> AbstractContextManager[None]:
         what = reason if block is None else f"gradients of {block}"
         gradient = None if block is None or kind == "wait" else block.gradient
         nbytes = 0 if gradient is None else gradient.arriving_nbytes
         name = f"wait for {what}" if kind == "wait" else what
-        return tracer.on_stream(self.porter.device, self.porter.stream, kind, name, nbytes=nbytes, reason=reason)
+        return self.tracer.on_stream(
+            self.porter.device, self.porter.stream, kind, name, nbytes=nbytes, reason=reason
+        )
 
     def leave(self) -> None:
         """Give up the turns that are left; those behind still wait for what was begun."""
@@ -73,13 +73,13 @@ def bring(
     memory: torch.Tensor,
     ticket: Ticket,
     times: LayerTimes | None,
-    tracer: Tracer | None,
+    tracer: Tracer,
 ) -> Event:
     """Upload a block; its turn is over when it has arrived, but for buffers, which the layers may write."""
-    with NOTHING if tracer is None else _told(tracer, porter, block, "wait"):
+    with _told(tracer, porter, block, "wait"):
         ticket.enter(None if block.is_staged else porter.stream)
     with (
-        NOTHING if tracer is None else _told(tracer, porter, block, "upload"),
+        _told(tracer, porter, block, "upload"),
         NOTHING if times is None else times.upload(block.nbytes, porter.stream),
     ):
         for target, source in block.pieces(memory):

@@ -16,7 +16,7 @@ from roundpipe.runtime.runtime import Lane
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
 from roundpipe.telemetry.layer_times import LayerTimes
-from roundpipe.telemetry.tracing import NOTHING, Tracer
+from roundpipe.telemetry.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Weights:
         gradient_turns: dict[Block, Ticket],
         spare_bytes: int,
         times: LayerTimes | None,
-        tracer: Tracer | None,
+        tracer: Tracer,
     ) -> None:
         self._times = times
         # While what calls take is measured, each must show what it takes alone.
@@ -90,7 +90,7 @@ class Weights:
             if block in self._bound:
                 continue
             memory, arriving = self._arriving[block]
-            with NOTHING if self._tracer is None else self._waiting(self._tracer, block):
+            with self._waiting(block):
                 self._device.compute.wait(arriving.result())
             self._device.compute.touch(
                 read=(memory,), write=(memory,) if block.kind == "buffer" else (), what="weights"
@@ -105,20 +105,20 @@ class Weights:
         """Whether the memory of a tensor is that of a layer that is ready."""
         return tensor.untyped_storage().data_ptr() in self._addresses
 
-    def _waiting(self, tracer: Tracer, block: Block) -> AbstractContextManager[None]:
-        return tracer.waiting(self._device, "weights", f"weights of {block} to arrive")
+    def _waiting(self, block: Block) -> AbstractContextManager[None]:
+        return self._tracer.waiting(self._device, "weights", f"weights of {block} to arrive")
 
     def _make_sums(self) -> None:
         new = [block for block in self._trained if block not in self._sums and block not in self._delivered]
         if new:
             # As late as possible: those of tasks before take their room on the device until they have left.
-            with NOTHING if self._tracer is None else self._waiting_for_room(self._tracer):
+            with self._waiting_for_room():
                 self._lane.outbox.wait_for_room(self._spare_bytes)
         for block in new:
             self._sums[block] = self._zeros(block)
 
-    def _waiting_for_room(self, tracer: Tracer) -> AbstractContextManager[None]:
-        return tracer.waiting(self._device, "memory", "the gradients before these to leave the device")
+    def _waiting_for_room(self) -> AbstractContextManager[None]:
+        return self._tracer.waiting(self._device, "memory", "the gradients before these to leave the device")
 
     def _zeros(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
         layout = block.layout
@@ -179,16 +179,18 @@ class Weights:
         out = self._device.results_out
         self._device.compute.touch(write=(memory,), what="buffers")
         out.wait(self._device.compute.record())
-        with NOTHING if self._tracer is None else self._going_home(self._tracer, block):
+        with self._going_home(block):
             for source, target in block.pieces(memory):
                 out.copy(target, source)
         event = out.record()
         self._lane.retainer.keep(event, memory, block.host_tensors())
         return event
 
-    def _going_home(self, tracer: Tracer, block: Block) -> AbstractContextManager[None]:
+    def _going_home(self, block: Block) -> AbstractContextManager[None]:
         name = f"buffers of {block}"
-        return tracer.on_stream(self._device, self._device.results_out, "download", name, nbytes=block.nbytes)
+        return self._tracer.on_stream(
+            self._device, self._device.results_out, "download", name, nbytes=block.nbytes
+        )
 
     # Gradients
 

@@ -31,14 +31,13 @@ from roundpipe.state.model_state import ModelState, PinMode
 from roundpipe.state.ownership import Claim
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.layer_times import LayerTimes
-from roundpipe.telemetry.tracing import CALLER, NOTHING, Tracer
+from roundpipe.telemetry.tracing import CALLER, Tracer
 
 
 @contextmanager
 def told(name: str, what: str) -> Generator[None]:
     """What is launched within outlives the caller's inference mode, and whoever watches is told of it."""
-    tracer = tracing.current()
-    with lasting(), NOTHING if tracer is None else tracer.on_host(CALLER, "call", f"{what} of {name}"):
+    with lasting(), tracing.current().on_host(CALLER, "call", f"{what} of {name}"):
         yield
 
 
@@ -171,7 +170,7 @@ class Engine:
         """Take a step's turns."""
         return self._updates.prepare(take, is_async=is_async)
 
-    def submit_step(self, job: Callable[[Tracer | None], None]) -> Future[None]:
+    def submit_step(self, job: Callable[[Tracer], None]) -> Future[None]:
         """Queue a step's job."""
         return self._updates.submit(job)
 

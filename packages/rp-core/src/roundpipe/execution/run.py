@@ -12,7 +12,6 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import rp_batch
@@ -31,7 +30,6 @@ from roundpipe.runtime.runtime import Lane, Runtime
 from roundpipe.runtime.tickets import taking
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.layer_times import LayerTimes
-from roundpipe.telemetry.tracing import NOTHING, Tracer
 
 Key = tuple[Literal["input", "grad", "label", "loss"], int, int]
 
@@ -117,7 +115,7 @@ class Run:
         self._microbatches = 0
         # What the layers took, one for each launch in which that is measured.
         self._times: list[LayerTimes] = []
-        self._tracer: Tracer | None = None
+        self._tracer = tracing.SILENT
         self._adds_gradients = False
         # Whether a gradient on the host may hold a part of this run's.
         self._has_delivered = False
@@ -177,8 +175,7 @@ class Run:
             raise
 
     def _followed(self, future: Future[None]) -> Future[None]:
-        if self._tracer is not None:
-            self._tracer.follow(future)
+        self._tracer.follow(future)
         return future
 
     def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, _TaskJob]:
@@ -334,7 +331,7 @@ class Run:
         Raises the run's first error, once all its tasks have stepped aside.
         """
         try:
-            with NOTHING if self._tracer is None else self._waiting(self._tracer):
+            with self._tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results"):
                 packets = [self.take(key) for key in keys]
                 for packet in packets if wait else ():
                     for event in packet.events:
@@ -351,10 +348,6 @@ class Run:
         # Not where another error is handled, which would take the place of what the run's own was raised after.
         self.finish()
         raise AssertionError("an aborted run has an error")
-
-    @staticmethod
-    def _waiting(tracer: Tracer) -> AbstractContextManager[None]:
-        return tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results")
 
     def add_gradients(self) -> None:
         """The tasks launched from now on add gradients; once a run, since they use up what forward saved.

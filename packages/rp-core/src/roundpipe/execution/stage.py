@@ -96,7 +96,7 @@ class Stage:
         weights: Weights,
         exchange: Exchange,
         times: LayerTimes | None,
-        tracer: Tracer | None,
+        tracer: Tracer,
     ) -> None:
         self._times = times
         self._tracer = tracer
@@ -150,19 +150,15 @@ class Stage:
     # Told to whoever records
 
     def _told(self, microbatch: int) -> AbstractContextManager[None]:
-        if self._tracer is None:
-            return NOTHING
         task, device = self._task, self._device
         name = f"{task.kind}[{task.layers.start}:{task.layers.stop}] m{microbatch}"
         return self._tracer.on_stream(device, device.compute, "task", name)
 
     def _part(self, name: str) -> AbstractContextManager[None]:
-        if self._tracer is None:
-            return NOTHING
         return self._tracer.on_stream(self._device, self._device.compute, "layer", name)
 
     def _waiting(self, reason: str, what: str) -> AbstractContextManager[None]:
-        return NOTHING if self._tracer is None else self._tracer.waiting(self._device, reason, what)
+        return self._tracer.waiting(self._device, reason, what)
 
     def step_aside(self) -> None:
         """Let go of what is on the device, once the work already put there is done with it."""
@@ -244,10 +240,8 @@ class Stage:
         enter_memory = self._memory.again if again else self._memory.first
 
         def body() -> Any:
-            if self._times is not None or self._tracer is not None:
-                with self._timed_forward(layer):
-                    return run()
-            return run()
+            with self._timed_forward(layer):
+                return run()
 
         def run() -> Any:
             with enter_memory(layer, microbatch):
@@ -263,7 +257,7 @@ class Stage:
     def _timed_forward(self, layer: int) -> Generator[None]:
         times = self._times
         with (
-            NOTHING if self._tracer is None else self._part(f"forward of {self._call.where(layer)}"),
+            self._part(f"forward of {self._call.where(layer)}"),
             NOTHING if times is None else times.forward(layer, self._device.compute),
         ):
             yield

@@ -12,7 +12,7 @@ from rp_transfer import Ticket
 
 from roundpipe.state.gradient import Gradient
 from roundpipe.state.model_state import Block, ModelState
-from roundpipe.telemetry.tracing import NOTHING, OPTIMIZER, Tracer
+from roundpipe.telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
 
 class Incomplete(BaseException):
@@ -27,7 +27,7 @@ class Loan:
     """
 
     def __init__(
-        self, state: ModelState, block: Block, ticket: Ticket, num_runs: int, tracer: Tracer | None = None
+        self, state: ModelState, block: Block, ticket: Ticket, num_runs: int, tracer: Tracer = SILENT
     ) -> None:
         self._tracer = tracer
         assert block.gradient is not None
@@ -78,16 +78,16 @@ class Loan:
         """Block until all tasks that add to these gradients are over."""
         if self._arrived:
             return
-        with NOTHING if self._tracer is None else self._waiting(self._tracer):
+        with self._waiting():
             self._ticket.enter()
         self._arrived = True
         if (held := self.gradient.first_or_none()) is not None:
             written = (held,) if self.block.back is None else (held, self.block.back)
             self._state.backend.host_touch(read=(held,), write=written, what="the step's gradients")
 
-    def _waiting(self, tracer: Tracer) -> AbstractContextManager[None]:
+    def _waiting(self) -> AbstractContextManager[None]:
         name = f"wait for the gradients of {self.block}"
-        return tracer.on_host(OPTIMIZER, "wait", name, reason="gradients")
+        return self._tracer.on_host(OPTIMIZER, "wait", name, reason="gradients")
 
     def _ready(self, wait: bool, /) -> bool:
         if not (self._arrived or wait or self._ticket.open()):

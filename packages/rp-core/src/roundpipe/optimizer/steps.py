@@ -23,7 +23,7 @@ from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry import tracing
-from roundpipe.telemetry.tracing import NOTHING, OPTIMIZER, Tracer
+from roundpipe.telemetry.tracing import NOTHING, OPTIMIZER, SILENT, Tracer
 
 Turns = dict[Block, Ticket]
 
@@ -62,13 +62,12 @@ class Updates:
         self._state.version += 1
         return {block: take(block.turns, write=True) for block in self._state.trainable}
 
-    def submit(self, job: Callable[[Tracer | None], None]) -> Future[None]:
+    def submit(self, job: Callable[[Tracer], None]) -> Future[None]:
         """Queue a job whose errors are this model's."""
         tracer = tracing.current()
         # In the caller's context variables, where newer torch keeps settings.
         future = self._runtime.optimizer.submit(copy_context().run, job, tracer)
-        if tracer is not None:
-            tracer.follow(future)
+        tracer.follow(future)
         self._pending.append(future)
         return future
 
@@ -114,7 +113,7 @@ class Part:
         """The step will be run for certain; on the calling thread."""
         self.state.unpublished = self._is_async
 
-    def loans(self, tracer: Tracer | None) -> list[Loan]:
+    def loans(self, tracer: Tracer) -> list[Loan]:
         """The gradients, to be lent."""
         return [
             Loan(self.state, block, ticket, self._num_runs, tracer) for block, ticket in self._gradients.items()
@@ -128,15 +127,13 @@ class Part:
 # On the optimizer's thread
 
 
-def run_step(
-    name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer | None = None
-) -> None:
+def run_step(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer = SILENT) -> None:
     """Run a step function over the gradients of all parts, which are updated together or not at all."""
     try:
         for part in parts:
             _publish(tracer, part.name, part.state, part.before)
         if all(part.state.failed is None for part in parts):
-            with NOTHING if tracer is None else tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
+            with tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
                 _update(name, parts, step_fn, tracer)
         for part in parts:
             _publish(tracer, part.name, part.state, part.after)
@@ -145,7 +142,7 @@ def run_step(
             part.leave()
 
 
-def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer | None) -> None:
+def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer) -> None:
     loans = [loan for part in parts for loan in part.loans(tracer)]
     try:
         for loan in loans:
@@ -182,22 +179,22 @@ def _note_failed(parts: Sequence[Part], words: str) -> None:
         part.state.failed = words
 
 
-def _publish_all(name: str, state: ModelState, turns: Turns, tracer: Tracer | None) -> None:
+def _publish_all(name: str, state: ModelState, turns: Turns, tracer: Tracer) -> None:
     try:
         _publish(tracer, name, state, turns)
     finally:
         _leave(turns)
 
 
-def _publish(tracer: Tracer | None, name: str, state: ModelState, turns: Turns) -> None:
+def _publish(tracer: Tracer, name: str, state: ModelState, turns: Turns) -> None:
     told = f"publication of {name}"
-    with NOTHING if tracer is None or not turns else tracer.on_host(OPTIMIZER, "publication", told):
+    with tracer.on_host(OPTIMIZER, "publication", told) if turns else NOTHING:
         _publish_blocks(tracer, state, turns)
 
 
-def _publish_blocks(tracer: Tracer | None, state: ModelState, turns: Turns) -> None:
+def _publish_blocks(tracer: Tracer, state: ModelState, turns: Turns) -> None:
     for block, ticket in turns.items():
-        with NOTHING if tracer is None else _waiting(tracer, block):
+        with _waiting(tracer, block):
             ticket.enter()
         # The masters of a step that failed are neither the old nor the new ones.
         if state.failed is None:

@@ -15,7 +15,7 @@ from roundpipe.errors import RoundPipeError
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.summary import ProfileSummary, summarize
 from roundpipe.telemetry.trace_file import trace_events
-from roundpipe.telemetry.tracing import Span, Tracer
+from roundpipe.telemetry.tracing import Recorder, Span
 
 
 class profile:  # noqa: N801 - used as a function is
@@ -50,7 +50,7 @@ class profile:  # noqa: N801 - used as a function is
             raise ValueError("nvtx=True needs CUDA, and there is none here; leave it out")
         self.path = Path(path)
         self._nvtx = nvtx
-        self._tracer: Tracer | None = None
+        self._tracer: Recorder | None = None
         self._spans: list[Span] | None = None
         self._file: TextIOWrapper | None = None
 

@@ -1,7 +1,7 @@
 """What the engine tells about its work while somebody asks: spans of streams and of threads.
 
-Whoever launches work asks `current()` once, under the launch lock, and hands the answer on with the work. It is
-None unless a profile is being taken or ranges are wanted, so the work itself tests one attribute.
+Whoever launches work asks `current()` once, under the launch lock, and hands the tracer on with the work. It is
+`SILENT` unless a profile is being taken or NVTX ranges are wanted.
 """
 
 from __future__ import annotations
@@ -76,6 +76,40 @@ class _Clock:
 
 
 class Tracer:
+    """Is told what the engine does, from any thread; this one keeps none of it."""
+
+    def on_stream(
+        self,
+        device: Device,
+        stream: Stream,
+        kind: SpanKind,
+        name: str,
+        *,
+        nbytes: int = 0,
+        reason: str = "",
+    ) -> AbstractContextManager[None]:
+        """Around what is put on the stream, and what its thread waits for."""
+        del device, stream, kind, name, nbytes, reason
+        return NOTHING
+
+    def on_host(self, row: str, kind: SpanKind, name: str, *, reason: str = "") -> AbstractContextManager[None]:
+        """Around what the calling thread does."""
+        del row, kind, name, reason
+        return NOTHING
+
+    def waiting(self, device: Device, reason: str, what: str) -> AbstractContextManager[None]:
+        """Around a wait in which the device's compute stream has nothing to do, or its thread nothing to put there."""
+        return self.on_stream(device, device.compute, "wait", f"wait for {what}", reason=reason)
+
+    def follow(self, future: Future[Any]) -> None:
+        """Count this work among what the end of a profile waits for."""
+        del future
+
+
+SILENT = Tracer()
+
+
+class Recorder(Tracer):
     """Takes spans in from any thread: keeps them if `keep`, and shows them as NVTX ranges if `ranges`.
 
     Spans within which something was raised are left out.
@@ -105,7 +139,7 @@ class Tracer:
         nbytes: int = 0,
         reason: str = "",
     ) -> Generator[None]:
-        """What is put on the stream within, and what its thread waits for within; on a thread of the device."""
+        """See `Tracer.on_stream`; on a thread of the device."""
         if not self._keep:
             with self._range(name):
                 yield
@@ -122,19 +156,15 @@ class Tracer:
 
     @contextmanager
     def on_host(self, row: str, kind: SpanKind, name: str, *, reason: str = "") -> Generator[None]:
-        """What the calling thread does within."""
+        """See `Tracer.on_host`."""
         start_s = self._now_s()
         with self._range(name):
             yield
         if self._keep:
             self._spans.append(Span(HOST, row, kind, name, start_s, self._now_s(), 0, reason))
 
-    def waiting(self, device: Device, reason: str, what: str) -> AbstractContextManager[None]:
-        """The device's compute stream has nothing to do within, or its thread nothing to put there."""
-        return self.on_stream(device, device.compute, "wait", f"wait for {what}", reason=reason)
-
     def follow(self, future: Future[Any]) -> None:
-        """Work that was launched, and that the end waits for."""
+        """See `Tracer.follow`."""
         if self._keep:
             self._futures.append(future)
 
@@ -203,31 +233,31 @@ def ranges_wanted() -> bool:
 
 
 class _Switch:
-    """Who is told of launches, and the tracer of the profile that is being taken until it has ended."""
+    """Who is told of launches, and the recorder of the profile that is being taken until it has ended."""
 
     def __init__(self) -> None:
-        self.told: Tracer | None = None
-        self.tracer: Tracer | None = None
+        self.told: Recorder | None = None
+        self.tracer: Recorder | None = None
         self.where = ""
         self.lock = threading.Lock()
-        self._ranges: list[Tracer | None] = []
+        self._ranges: list[Tracer] = []
 
-    def ranges(self) -> Tracer | None:
+    def ranges(self) -> Tracer:
         """The tracer without a profile; the environment is read once."""
         if not self._ranges:
-            self._ranges.append(Tracer(keep=False, ranges=True) if ranges_wanted() else None)
+            self._ranges.append(Recorder(keep=False, ranges=True) if ranges_wanted() else SILENT)
         return self._ranges[0]
 
 
 _SWITCH = _Switch()
 
 
-def current() -> Tracer | None:
-    """Who is told about what is launched now, if anyone."""
+def current() -> Tracer:
+    """Who is told about what is launched now."""
     return _SWITCH.told or _SWITCH.ranges()
 
 
-def switch_on(where: str, *, ranges: bool) -> Tracer:
+def switch_on(where: str, *, ranges: bool) -> Recorder:
     """Begin a profile; `where` it goes, in words.
 
     Raises `Busy` while another one is being taken.
@@ -239,7 +269,7 @@ def switch_on(where: str, *, ranges: bool) -> Tracer:
                 "time in a process, and they do not nest"
             )
         _SWITCH.where = where
-        _SWITCH.told = _SWITCH.tracer = Tracer(keep=True, ranges=ranges or ranges_wanted())
+        _SWITCH.told = _SWITCH.tracer = Recorder(keep=True, ranges=ranges or ranges_wanted())
         return _SWITCH.tracer
 
 
