@@ -98,7 +98,7 @@ class Tracer:
         return NOTHING
 
     def waiting(self, device: Device, reason: str, what: str) -> AbstractContextManager[None]:
-        """Around a wait in which the device's compute stream has nothing to do, or its thread nothing to put there."""
+        """Around a wait in which the device's compute stream, or the thread that feeds it, is idle."""
         return self.on_stream(device, device.compute, "wait", f"wait for {what}", reason=reason)
 
     def follow(self, future: Future[Any]) -> None:
