@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -158,3 +158,95 @@ def test_a_model_may_go_while_its_buffers_are_on_their_way_home(runtime: Runtime
     layers = mlp()
     found = RoundPipe(layers, runtime=runtime)(batch(6)[0])
     assert_near(found, layers(batch(6)[0]), 1e-5)
+
+
+# Buffers that several layers share
+
+
+def same_norm_twice() -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4)
+    return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 3))
+
+
+class Reader(nn.Module):
+    """Scales by a buffer, which another layer may write."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (1 + self.scale)
+
+
+def norm_between_readers() -> nn.Sequential:
+    """The tensor that batch norm writes, past its version counter, is a buffer of layers before and after it."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4)
+    mean = norm.running_mean
+    assert mean is not None
+    return nn.Sequential(Reader(mean), norm, Reader(mean), nn.Linear(4, 3))
+
+
+SHARING = [same_norm_twice, norm_between_readers]
+
+
+@pytest.mark.parametrize("make", SHARING)
+@pytest.mark.parametrize("plan_name", ["planned", "one layer a stage", "tail divided"])
+def test_a_written_buffer_of_several_layers_is_refused_where_stages_would_reorder_its_writes(
+    runtime: Runtime, make: Callable[[], nn.Sequential], plan_name: str
+) -> None:
+    layers = make()
+    before = weights(layers)
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plans(len(layers), 3)[plan_name])
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    x, y = batch(9)
+    with pytest.raises(ValueError, match=r"share a buffer .* make layers \d to \d one layer of the"):
+        model.forward_backward((x,), None, y, square_error)
+    model.reset()
+    with pytest.raises(ValueError, match="share a buffer"), torch.no_grad():
+        model(x)
+    model.reset()
+    assert_near(weights(layers), before, 0)
+
+
+@pytest.mark.parametrize("make", SHARING)
+@pytest.mark.parametrize(
+    ("plan_name", "microbatches"),
+    [("one stage", 3), ("all fused", 3), ("forward whole, backward in layers", 3), ("one layer a stage", 1)],
+)
+def test_a_written_buffer_of_several_layers_is_plain_pytorchs_where_its_writes_keep_their_order(
+    runtime: Runtime, make: Callable[[], nn.Sequential], plan_name: str, microbatches: int
+) -> None:
+    layers = make()
+    truth = twin(layers)
+    config = RoundPipeRunConfig(
+        num_microbatch=microbatches, execute_plan=plans(len(layers), microbatches)[plan_name]
+    )
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    for seed in range(3):
+        x, y = batch(9, seed)
+        loss = model.forward_backward((x,), None, y, square_error)
+        assert_near(loss, train_call(truth, x, y, microbatches=microbatches), 1e-4)
+    model.synchronize()
+    assert_near(weights(layers), weights(truth), 1e-4)
+    assert_near(gradients(layers), gradients(truth), 1e-3)
+
+
+@pytest.mark.parametrize("make", SHARING)
+@pytest.mark.parametrize("plan_name", WHOLE_PLANS)
+def test_a_buffer_of_several_layers_that_is_not_written_is_served_by_any_plan(
+    runtime: Runtime, make: Callable[[], nn.Sequential], plan_name: str
+) -> None:
+    layers = make().eval()
+    truth = twin(layers)
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plans(len(layers), 3)[plan_name])
+    model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+    for seed in range(2):
+        x, y = batch(9, seed)
+        loss = model.forward_backward((x,), None, y, square_error)
+        assert_near(loss, train_call(truth, x, y, microbatches=3), 1e-4)
+    model.synchronize()
+    assert_near(gradients(layers), gradients(truth), 1e-3)

@@ -242,3 +242,82 @@ def test_ordered_dicts_in_another_order_take_the_order_of_the_first():
     first, other = OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)
     assert list(rp_batch.merge([first, other]).items()) == [("a", 1), ("b", 2)]
     assert list(rp_batch.merge([other, first]).items()) == [("b", 2), ("a", 1)]
+
+
+# Trees that have no end
+
+
+def nested(levels: int, bottom: Any) -> Any:
+    tree = bottom
+    for _ in range(levels):
+        tree = {"next": [tree]}
+    return tree
+
+
+def test_trees_of_hundreds_of_levels_are_split_and_merged():
+    tree = nested(300, torch.arange(4))
+    (args, _), (other, _) = rp_batch.split(((tree,), {}), 2)
+    merged = rp_batch.merge([args[0], other[0]])
+    assert torch.equal(rp_batch.flatten(merged)[0][0], torch.arange(4))
+
+
+def test_a_list_that_holds_itself_is_refused():
+    tree: list[Any] = [1]
+    tree.append(tree)
+    with pytest.raises(rp_batch.DepthError) as caught:
+        rp_batch.flatten(tree)
+    assert str(caught.value) == "[1]: must not be the whole tree again, which holds it; break the cycle"
+
+
+@dataclass
+class Linked:
+    """A node that leads to another."""
+
+    next: Any
+
+
+CALLS = {
+    "split": (lambda tree: rp_batch.split(((0, tree), {}), 2), "args[1]"),
+    "split keywords": (lambda tree: rp_batch.split(((), {"x": tree}), 2), "kwargs['x']"),
+    "merge": (lambda tree: rp_batch.merge([tree, tree]), "output"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", ["list", "dict", "dataclass"])
+def test_a_cycle_is_refused_with_the_path_to_it(call: str, kind: str):
+    run, root = CALLS[call]
+    inner: Any = {"list": [0], "dict": {"next": 0}, "dataclass": Linked(0)}[kind]
+    steps = {"list": "[0]", "dict": "['next']", "dataclass": ".next"}[kind]
+    if kind == "dataclass":
+        inner.next = (torch.zeros(2), inner)
+    else:
+        inner[0 if kind == "list" else "next"] = (torch.zeros(2), inner)
+    with pytest.raises(rp_batch.DepthError) as caught:
+        run([torch.ones(2), inner])
+    assert caught.value.path == f"{root}[1]{steps}[1]"
+    assert (
+        str(caught.value) == f"{caught.value.path}: must not be {root}[1] again, which holds it; break the cycle"
+    )
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_tree_that_is_too_deep_is_refused_with_the_path_to_it(call: str):
+    run, root = CALLS[call]
+    with pytest.raises(rp_batch.DepthError, match="must not have more than 1000 levels") as caught:
+        run([torch.ones(2), nested(2500, torch.ones(2))])
+    assert caught.value.path.startswith(f"{root}[1]['next'][0]['next'][0]")
+    assert caught.value.path.endswith("...")
+    assert len(caught.value.path) < 200
+
+
+def test_what_recurses_in_a_nodes_own_code_is_told_as_it_is():
+    class Bottomless:
+        pass
+
+    def opened(node: Any) -> Any:
+        return opened(node)
+
+    torch_pytree.register_pytree_node(Bottomless, opened, lambda values, _: values)
+    with pytest.raises(RecursionError):
+        rp_batch.flatten([Bottomless()])

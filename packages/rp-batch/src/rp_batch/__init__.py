@@ -1,6 +1,6 @@
 """Trees to microbatches, and back."""
 
-from rp_batch.errors import BatchError, FewerParts, MergeError, SizeError, SpecError, SplitError
+from rp_batch.errors import BatchError, DepthError, FewerParts, MergeError, SizeError, SpecError, SplitError
 from rp_batch.merging.merge import merge
 from rp_batch.sizes import part_sizes
 from rp_batch.spec import Concat, Equal, First, Mean, Parts, Reduce, Replicate, Split, Sum
@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "Concat",
+    "DepthError",
     "Equal",
     "FewerParts",
     "First",

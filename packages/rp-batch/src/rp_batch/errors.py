@@ -4,13 +4,14 @@ BatchError(ValueError)
   ├── SpecError        a spec that cannot be used, or not there
   ├── SizeError        batch sizes that disagree, or that nothing decides
   ├── SplitError       a leaf that torch, or a user's function, did not split
-  └── MergeError       parts that do not fit together
+  ├── MergeError       parts that do not fit together
+  └── DepthError       a tree that holds itself, or is nested too deep
 FewerParts(UserWarning)  a batch smaller than the number of parts asked for
 """
 
 from __future__ import annotations
 
-__all__ = ["BatchError", "FewerParts", "MergeError", "SizeError", "SpecError", "SplitError"]
+__all__ = ["BatchError", "DepthError", "FewerParts", "MergeError", "SizeError", "SpecError", "SplitError"]
 
 
 class BatchError(ValueError):
@@ -49,6 +50,20 @@ class SplitError(BatchError):
 
 class MergeError(BatchError):
     """Parts that do not fit together."""
+
+
+class DepthError(BatchError):
+    """A tree that holds itself, or is nested too deep.
+
+    >>> import rp_batch
+    >>> endless = {"items": [1, 2]}
+    >>> endless["items"].append(endless)
+    >>> try:
+    ...     rp_batch.flatten(endless)
+    ... except rp_batch.DepthError as error:
+    ...     print(error)
+    ['items'][2]: must not be the whole tree again, which holds it; break the cycle
+    """
 
 
 class FewerParts(UserWarning):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -15,6 +16,7 @@ import torch
 from optree import PyTreeSpec
 from torch.utils import _pytree as torch_pytree
 
+from rp_batch.errors import DepthError
 from rp_batch.same import same
 
 __all__ = ["TreeDef", "children", "flatten", "leaf", "map_leaves", "paths", "rebuild", "unflatten"]
@@ -27,6 +29,8 @@ _Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "rp_batch"
 # optree's types allow only metadata and children of its own kind; at run time anything hashable goes.
 _register_node = cast("Callable[..., object]", getattr(optree, "register_pytree_node"))  # noqa: B009
+# Of a path that is too long to read.
+_SHOWN_LEVELS = 12
 _registering = threading.Lock()
 _registered: set[type] = set()
 _leaf_types: set[type] = set()
@@ -51,10 +55,21 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     `None` is a leaf, as it is for torch: it has a path, a spec may stand at its place, and a part that holds
     `None` where another holds a tensor is reported there. Everything else is a leaf too, and so are other
     subclasses of list and dict.
+
+    Raises `DepthError` for a tree that holds itself, or has more than 1,000 levels.
     """
-    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+    return flatten_named(tree, "")
+
+
+def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
+    """Do as `flatten`, for a tree that errors call by this name; several names are those of a tuple's items."""
+    try:
+        leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+    except RecursionError as error:
+        # A node's own code may also recurse without end.
+        raise _find_endless(tree, roots) or error from None
     if _register_nodes(leaves):
-        return flatten(tree)
+        return flatten_named(tree, *roots)
     return leaves, treedef
 
 
@@ -142,8 +157,10 @@ class Children:
 
 def children(tree: Tree) -> Children | None:
     """Open one level of a tree; None if it is a leaf."""
+    # The first that is asked about is the root; by its identity it would be opened again where it holds itself.
+    answers = itertools.chain([False], itertools.repeat(True))
     values, treedef = optree.tree_flatten(
-        tree, is_leaf=lambda node: node is not tree, none_is_leaf=True, namespace=_NAMESPACE
+        tree, is_leaf=lambda _: next(answers), none_is_leaf=True, namespace=_NAMESPACE
     )
     if treedef.is_leaf():
         return children(tree) if _register_nodes([tree]) else None
@@ -155,6 +172,57 @@ def children(tree: Tree) -> Children | None:
 def rebuild(opened: Children, values: Iterable[Any]) -> Tree:
     """Build a node like the opened one, with other children."""
     return opened.treedef.unflatten(values)
+
+
+# --- Trees that have no end --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Level:
+    """A node on the way down, the step from the one above, and the children still to be looked at."""
+
+    node: Any
+    step: str
+    rest: Iterator[tuple[str, Any]]
+
+
+def _find_endless(tree: Tree, roots: Sequence[str]) -> DepthError | None:
+    """The error for the first node that is its own ancestor, or too deep; None if there is none.
+
+    In the order of `flatten`, and without recursion.
+    """
+    way = [_level(tree, "")]
+    while way:
+        step, node = next(way[-1].rest, ("", None))
+        if not step:
+            way.pop()
+            continue
+        above = [level.node is node for level in way]
+        way.append(_level(node, step))
+        if True in above:
+            start = _written(way[: above.index(True) + 1], roots) or "the whole tree"
+            return DepthError(_written(way, roots), f"must not be {start} again, which holds it; break the cycle")
+        if len(way) > optree.MAX_RECURSION_DEPTH:
+            return DepthError(
+                f"{_written(way[:_SHOWN_LEVELS], roots)}...",
+                f"a tree must not have more than {optree.MAX_RECURSION_DEPTH} levels, but this one has more; "
+                "hand on a list of its nodes, or mark their class with rp_batch.leaf",
+            )
+    return None
+
+
+def _level(node: Any, step: str) -> _Level:
+    opened = children(node)
+    return _Level(node, step, iter(()) if opened is None else zip(opened.steps, opened.values, strict=True))
+
+
+def _written(way: Sequence[_Level], roots: Sequence[str]) -> str:
+    """How Python reaches the last of these nodes."""
+    steps = [level.step for level in way[1:]]
+    if len(roots) > 1 and steps:
+        names = {f"[{index}]": name for index, name in enumerate(roots)}
+        return names[steps[0]] + "".join(steps[1:])
+    return "".join((*roots[:1], *steps))
 
 
 # --- Nodes that optree does not know: torch's registry and plain dataclasses ------------------------------------

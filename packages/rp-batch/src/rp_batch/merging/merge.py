@@ -90,7 +90,7 @@ class _Merge:
 
     def _whole(self, rule: MergeRule | None, parts: list[Any], where: str) -> Any:
         """Merge by one rule, or by the default rules, all leaves at once."""
-        first, treedef = tree.flatten(parts[0])
+        first, treedef = tree.flatten_named(parts[0], where)
         types = list(map(type, first))
         rows = [first]
         for index, part in enumerate(parts[1:], 1):

@@ -103,7 +103,7 @@ class Subject:
     @staticmethod
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
         """The arguments of a call."""
-        leaves, treedef = tree.flatten((args, kwargs))
+        leaves, treedef = tree.flatten_named((args, kwargs), "args", "kwargs")
         return Subject(
             (args, kwargs),
             leaves,
@@ -116,7 +116,7 @@ class Subject:
     @staticmethod
     def named(value: Any, name: str) -> Subject:
         """Any tree; all of its leaves count as positional."""
-        leaves, treedef = tree.flatten(value)
+        leaves, treedef = tree.flatten_named(value, name)
         return Subject(value, leaves, list(map(_leading, leaves)), treedef, len(leaves), (name,))
 
     def paths(self) -> list[str]:

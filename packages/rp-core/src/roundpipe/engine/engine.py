@@ -345,7 +345,13 @@ class Engine:
     # Launching; under the launch lock
 
     def _call(
-        self, config: RoundPipeRunConfig, *, with_grad: bool, loss_fn: LossFn | None = None, keep: bool = False
+        self,
+        config: RoundPipeRunConfig,
+        parts: Sequence[Any],
+        *,
+        with_grad: bool,
+        loss_fn: LossFn | None = None,
+        keep: bool = False,
     ) -> Call:
         state = self._state
         random = with_grad or any(flag for flags in state.flags for flag in flags)
@@ -359,6 +365,7 @@ class Engine:
             with_grad=with_grad,
             grain=config.recompute_grain or "stage",
             is_planned=config.execute_plan is None,
+            num_microbatches=len(parts),
             randomness=randomness,
             autocast=Autocast.current(),
             spare_bytes=self._planner.spare_bytes,
@@ -401,7 +408,7 @@ class Engine:
         keep: bool,
     ) -> Run:
         tasks = self._planner.tasks(config, "fused", parts, input_grads=bool(_requiring_grad(parts)))
-        call = self._call(config, with_grad=True, loss_fn=loss_fn, keep=keep)
+        call = self._call(config, parts, with_grad=True, loss_fn=loss_fn, keep=keep)
         run = self._new_run(call, tasks, parts, arrivals, outputs=keep)
         for m, label in enumerate(labels):
             run.put(("label", 0, m), self._copied(label, f"labels, microbatch {m}", arrivals))
@@ -420,7 +427,7 @@ class Engine:
     ) -> tuple[Run, list[Task]]:
         mode: Mode = "train" if with_grad else "infer"
         tasks = self._planner.tasks(config, mode, parts, input_grads=input_grads)
-        run = self._new_run(self._call(config, with_grad=with_grad), tasks, parts, arrivals, outputs=True)
+        run = self._new_run(self._call(config, parts, with_grad=with_grad), tasks, parts, arrivals, outputs=True)
         up = [task for task in tasks if task.kind == "F"]
         self._launch(run, up, self._planner.watch(config, mode, parts, up))
         return run, [task for task in tasks if task.kind == "B"]

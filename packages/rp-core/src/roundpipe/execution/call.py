@@ -53,6 +53,7 @@ class Call:
     with_grad: bool
     grain: Grain
     is_planned: bool
+    num_microbatches: int
     randomness: Randomness | None
     autocast: tuple[Autocast, ...]
     spare_bytes: int = 0

@@ -306,31 +306,52 @@ class Stage:
 
         output = self._seeded(layer, microbatch, from_the_start, again=False)
         written = [
-            block for block in memories if self._writes(block, before[block], memories[block], versions[block])
+            block
+            for block in memories
+            if self._writes(layer, block, before[block], memories[block], versions[block])
         ]
+        for block in written:
+            self._refuse_torn(block)
         self._keep_buffers(layer, microbatch, written, list(before.values()))
         return output
 
-    def _writes(self, block: Block, before: torch.Tensor, after: torch.Tensor, versions: list[int]) -> bool:
+    def _writes(
+        self, layer: int, block: Block, before: torch.Tensor, after: torch.Tensor, versions: list[int]
+    ) -> bool:
         # Batch norm writes its statistics past the version counters, so a layer's first run is looked at closely.
         if self._weights.versions((block,))[block] != versions:
             return True
-        if block.writes is None:
-            block.writes = not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
-        return block.writes
+        if layer not in block.looked_at:
+            block.looked_at.add(layer)
+            block.writes = bool(block.writes) or not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+        return bool(block.writes)
+
+    def _refuse_torn(self, block: Block) -> None:
+        # Stages take all microbatches through one layer before the next: the writes would come in another order
+        # than in plain PyTorch. Whether a planned stage holds all these layers may change from call to call.
+        together = not self._call.is_planned and set(block.users) <= set(self._task.layers)
+        if len(block.users) == 1 or self._call.num_microbatches == 1 or together:
+            return
+        users = sorted(block.users)
+        span = f"layers {users[0]} to {users[-1]}"
+        raise ValueError(
+            f"layers {', '.join(map(str, users))} share a buffer that running them writes, so with "
+            f"{self._call.num_microbatches} microbatches {span} must be in one stage; make {span} one layer of "
+            "the row (an nn.Sequential), give each a buffer of its own, set num_microbatch=1, or pass an "
+            "execute_plan that has them in one stage"
+        )
 
     def _keep_buffers(
         self, layer: int, microbatch: int, written: Sequence[Block], before: Sequence[torch.Tensor]
     ) -> None:
         for block in written:
             self._weights.note_written(block)
-        if not self._exchange.will_recompute(layer, microbatch):
-            return
-        if layer not in self._snapshots:
-            self._snapshots[layer] = self._courier.send(None, before, [False] * len(before), Origins())
-        self._exchange.put_buffers(layer, microbatch, self._snapshots[layer])
-        if written:
-            del self._snapshots[layer]
+        if self._exchange.will_recompute(layer, microbatch):
+            if layer not in self._snapshots:
+                self._snapshots[layer] = self._courier.send(None, before, [False] * len(before), Origins())
+            self._exchange.put_buffers(layer, microbatch, self._snapshots[layer])
+        for user in {user for block in written for user in block.users}:
+            self._snapshots.pop(user, None)
 
     def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
         for layer in layers:

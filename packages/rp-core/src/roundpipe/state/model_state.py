@@ -22,7 +22,7 @@ class Block:
     `memory` is their one contiguous block, (numel,), or None where they stay in the storages they came in, which
     `registration` keeps pinned if they are registered. `is_staged` says that some of this memory is not pinned, so
     that the host itself reads it for the devices. `writes` is whether running a layer was seen to change these
-    buffers; None until one has run in this mode.
+    buffers; None until one has run in this mode. `looked_at` are the layers that were watched for that.
 
     `back` is a second block, if there is one: a step writes its result there while devices read `memory`, and the
     two change places when it is published. `complete` are the parameters whose result is there: their indices, and
@@ -39,6 +39,7 @@ class Block:
         self.memory = memory
         self.registration = registration
         self.writes: bool | None = None
+        self.looked_at: set[int] = set()
         self.back: torch.Tensor | None = None
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
@@ -365,6 +366,7 @@ class ModelState:
         self.quiet = set()
         for block in self.blocks:
             block.writes = None
+            block.looked_at = set()
 
     @torch.inference_mode(False)
     def make_masters(self) -> None:
