@@ -1,7 +1,9 @@
 """The command line plans, plays and compares, and a mistake is one line that names the field."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -191,3 +193,30 @@ def test_the_module_runs_as_a_program(costs: str):
     assert [found.returncode for found in ran] == [0, 2]
     assert ran[0].stdout.startswith("Plan(")
     assert (ran[1].stderr.count("\n"), ran[1].stdout) == (1, "")
+
+
+def test_an_output_that_takes_no_more_is_one_line(costs: str):
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "rp_sched", "plan", costs, *SIZE],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert ran.returncode == 2
+    assert re.fullmatch(r"rp-sched: .*No space left on device.*\n", ran.stderr)
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path):
+    pipe = tmp_path / "costs"
+    os.mkfifo(pipe)
+    program = subprocess.Popen(
+        [sys.executable, "-m", "rp_sched", "plan", str(pipe), *SIZE], stderr=subprocess.PIPE, text=True
+    )
+    with program, pipe.open("w"):
+        # The program has opened the pipe, and waits for what it holds.
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (130, "rp-sched: interrupted\n")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,31 +11,47 @@ from typing import NoReturn, get_args
 from rp_sched.errors import InvalidTask
 from rp_sched.planners.planner import Strategy
 from rp_sched.planners.roundrobin import RoundRobin
-from rp_sched.problem.checks import whole
-from rp_sched.problem.files import read
+from rp_sched.problem import bounds
+from rp_sched.problem.checks import shown, whole
+from rp_sched.problem.files import MOST_TASKS_BYTES, read, read_text
 from rp_sched.problem.plan import Mode
 from rp_sched.problem.tasks import Task
 from rp_sched.report.compare import compare
 from rp_sched.report.render import gantt, svg
-from rp_sched.report.schedules import NAMES, Calls, Setting, schedules
+from rp_sched.report.schedules import NAMES, Calls, Setting, repeated, schedules
 from rp_sched.report.trace import trace
 from rp_sched.simulation.timeline import Timeline
 
 USAGE_ERROR = 2
+INTERRUPTED = 130
 # Calls that are played to show how they follow each other.
 STEADY_CALLS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status. Mistakes are one line on stderr and status 2."""
+    """Run the command line; the exit status. Mistakes are one line on stderr and status 2; 130 after Ctrl-C."""
     try:
         options = _parser().parse_args(arguments)
-        text = options.run(options)
+        _print(options.run(options))
     except (ValueError, TypeError, OSError) as error:
-        print(f"rp-sched: {_one_line(error)}", file=sys.stderr)  # noqa: T201 (a command line prints)
-        return USAGE_ERROR
-    print(text)  # noqa: T201
+        return _complain(" ".join(str(error).split()), USAGE_ERROR)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
     return 0
+
+
+def _print(text: str) -> None:
+    """Print at once; if that fails, nothing is left that Python would write at its end and fail again."""
+    try:
+        print(text, flush=True)  # noqa: T201 (a command line prints)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"rp-sched: {message}", file=sys.stderr)  # noqa: T201
+    return status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,8 +76,12 @@ def _command(
     command = add(name, help=help_, description=help_)
     command.set_defaults(run=run)
     command.add_argument("costs", type=Path, help="JSON file with layers and limits")
-    command.add_argument("--devices", type=_count("--devices"), required=True, help="how many devices")
-    command.add_argument("--microbatches", type=_count("--microbatches"), required=True, help="how many a call")
+    command.add_argument(
+        "--devices", type=_count("--devices", bounds.DEVICES), required=True, help="how many devices"
+    )
+    command.add_argument(
+        "--microbatches", type=_count("--microbatches", bounds.MICROBATCHES), required=True, help="how many a call"
+    )
     command.add_argument("--mode", choices=get_args(Mode), default="fused", help="default: fused")
     return command
 
@@ -76,22 +97,28 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--schedule", choices=NAMES, default="adaptive", help="default: adaptive")
     command.add_argument("--tasks", type=Path, help="file with a task a line, like F[0:7] m0:4 @2")
-    command.add_argument("--calls", type=_count("--calls"), default=1, help="calls in a row; default: 1")
+    command.add_argument(
+        "--calls", type=_count("--calls", bounds.CALLS), default=1, help="calls in a row; default: 1"
+    )
     _add_pictures(command)
 
 
 def _add_pictures(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--width", type=_count("--width"), default=100, help="of the chart, in characters")
+    command.add_argument(
+        "--width", type=_count("--width", bounds.COLUMNS), default=100, help="of the chart, in characters"
+    )
     command.add_argument("--trace", type=Path, help="write a trace for Chrome or Perfetto")
     command.add_argument("--svg", type=Path, help="write a picture")
 
 
-def _count(name: str) -> Callable[[str], int]:
+def _count(name: str, bound: bounds.Bound) -> Callable[[str], int]:
+    wanted = f"must be a whole number, at least 1 and at most {bound.most}, {bound.reason}"
+
     def count(text: str) -> int:
         try:
-            return whole(name, int(text), least=1)
+            return whole(name, int(text), least=1, bound=bound)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, but is {text!r}") from None
+            raise argparse.ArgumentTypeError(f"{wanted}, but is {shown(text)}") from None
 
     return count
 
@@ -158,7 +185,7 @@ def _device_line(timeline: Timeline, device: int) -> str:
 
 def _calls(options: argparse.Namespace, setting: Setting) -> Calls:
     if options.tasks is not None:
-        return [_read_tasks(options.tasks)] * options.calls
+        return repeated(_read_tasks(options.tasks), options.calls)
     made = schedules(setting)
     if options.schedule not in made:
         raise ValueError(f"--schedule {options.schedule} is for --mode fused only, but --mode is {setting.mode}")
@@ -166,8 +193,12 @@ def _calls(options: argparse.Namespace, setting: Setting) -> Calls:
 
 
 def _read_tasks(path: Path) -> list[Task]:
+    try:
+        text = read_text(path, most_bytes=MOST_TASKS_BYTES)
+    except ValueError as error:
+        raise InvalidTask(f"{path}: {error}") from error
     tasks: list[Task] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             tasks += [Task.parse(line.strip())] if line.strip() else []
         except InvalidTask as error:
@@ -185,7 +216,3 @@ def _pictures(options: argparse.Namespace, timeline: Timeline) -> str:
 
 def _compare(options: argparse.Namespace) -> str:
     return compare(_setting(options))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

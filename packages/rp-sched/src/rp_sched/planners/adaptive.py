@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rp_sched.planners.local_search import EQUAL, Finder
+from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
 from rp_sched.planners.search_space import Space
 from rp_sched.problem.checks import part
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
@@ -15,6 +15,8 @@ from rp_sched.simulation.stage_costs import Loads
 
 # In a few hundredths of a second for a hundred layers these find most of what there is to gain.
 QUICK_PLANS = 12
+# Plans for fewer devices are tried until all searches together have simulated so many steps (see `local_search`).
+ALL_STEPS = 8 * MOST_STEPS
 
 
 class Search:
@@ -28,11 +30,12 @@ class Search:
     True
 
     `best`: the plan so far, in its `Course`; there is one from the start. `best_ms`: the time of a call in the
-    steady state (see `Course.steady_ms`). Of up to 8 layers and 3 devices nothing is left out of what
-    `rp_sched.space` describes, which may take seconds; larger problems get a bounded search, which rarely takes
-    one. Where that could be better, plans for fewer devices are tried, so one more device never hurts once both
-    searches are over. `first`: plans to begin with, which keep the limits, beside the published one.
-    `quick_plans`: how many more are tried at once.
+    steady state (see `Course.steady_ms`). Of up to 8 layers, 3 devices and 16 microbatches (of fewer layers, more:
+    `EXACT_SIZE` of `rp_sched.planners.local_search`) nothing is left out of what `rp_sched.planners.search_space`
+    describes, which may take minutes; larger problems get a bounded search, which rarely takes a second. Where
+    that could be better, plans for fewer devices are tried, so one more device never hurts once both are over,
+    unless they are so large that their bound ends them (`ALL_STEPS`). `first`: plans to begin with, which keep the
+    limits, beside the published one. `quick_plans`: how many more are tried at once.
 
     Raises `Infeasible` if no plan keeps the limits, `TypeError` or `ValueError` for arguments that cannot be.
     """
@@ -95,14 +98,15 @@ class Search:
                 return
 
     def _all(self, finder: Finder) -> Iterator[None]:
-        devices = finder.devices
+        devices, steps = finder.devices, 0
         while True:
             for _ in finder.run():
                 self._take(finder)
                 yield
             self._take(finder)
             devices -= 1
-            if devices == 0 or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
+            steps += finder.steps
+            if devices == 0 or steps > ALL_STEPS or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
                 return
             finder = self._finder(devices, ())
 

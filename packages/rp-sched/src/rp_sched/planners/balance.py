@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
+from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
 
 
@@ -19,7 +20,7 @@ def balance(sizes: Sequence[int], gaps: int) -> tuple[tuple[int, ...], ...]:
     Raises `TypeError` or `ValueError` for sizes below zero or no gap. Source: R. L. Graham, "Bounds on
     multiprocessing timing anomalies", 1969 (longest processing time first).
     """
-    whole("gaps", gaps, least=1)
+    whole("gaps", gaps, least=1, bound=bounds.GAPS)
     checked = [whole(f"sizes[{index}]", size) for index, size in enumerate(sizes)]
     fill = [(0, gap) for gap in range(gaps)]
     chosen: list[list[int]] = [[] for _ in range(gaps)]

@@ -10,7 +10,8 @@ from itertools import chain
 
 from rp_sched.errors import InvalidPlan
 from rp_sched.planners.partition import backward_row, even, fewest, least_cap
-from rp_sched.problem.checks import whole
+from rp_sched.problem import bounds
+from rp_sched.problem.checks import at_most, whole
 from rp_sched.problem.costs import NO_LIMITS, LayerCost
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.tasks import Task
@@ -91,10 +92,11 @@ def interleaved(stages: Sequence[range], devices: int, microbatches: int) -> tup
 
 
 def _check(stages: Sequence[range], devices: int, microbatches: int) -> None:
-    whole("devices", devices, least=1)
-    whole("microbatches", microbatches, least=1)
+    whole("devices", devices, least=1, bound=bounds.DEVICES)
+    whole("microbatches", microbatches, least=1, bound=bounds.MICROBATCHES)
     if not stages:
         raise InvalidPlan("stages must have at least one stage, but is empty")
+    at_most("twice the stages times microbatches", 2 * len(stages) * microbatches, bounds.TASKS)
     # A plan of these stages has the gaps, overlaps and empty stages that they have.
     Plan(tuple(stages)).check(max(stages[-1].stop, 1), "infer")
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from rp_sched.problem import bounds
 from rp_sched.problem.checks import milliseconds, part, whole
 from rp_sched.problem.costs import BACKWARD_PER_FORWARD, LayerCost
 
@@ -30,7 +31,7 @@ class Estimator:
     """
 
     def __init__(self, num_layers: int) -> None:
-        count = whole("num_layers", num_layers, least=1)
+        count = whole("num_layers", num_layers, least=1, bound=bounds.LAYERS)
         self._forward = [_Average() for _ in range(count)]
         self._backward = [_Average() for _ in range(count)]
         self._given: tuple[LayerCost, ...] | None = None

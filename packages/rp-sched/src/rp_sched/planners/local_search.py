@@ -11,13 +11,20 @@ from rp_sched.problem.plan import Mode, Plan
 from rp_sched.simulation.makespan import MOST_CALLS, Course, Pace, pace
 from rp_sched.simulation.stage_costs import Loads
 
-# Up to so many layers and devices every plan is looked at, or known to be no better without a look.
+# Up to so many layers and devices every plan is looked at, or known to be no better without a look. There are
+# about 4^layers times microbatches, each played for all microbatches: the square of what must be at most the size.
 EXACT_LAYERS = 8
 EXACT_DEVICES = 3
+EXACT_SIZE = 4096
 # How often a microbatch may go through a stage in the simulations of a search that is not exact; where links take
 # time, each counts for several, since it takes as long as several to simulate.
 MOST_STEPS = 2_000_000
 LINKED_STEPS = 5
+# Where there are more devices than this, the choice of one counts for as many steps as it has sixteens to look at.
+FEW_DEVICES = 64
+DEVICES_A_STEP = 16
+# A plan of more tasks a call is not tried: they only hold each other up.
+MOST_TASKS = 20_000
 # Calls that are played to compare shapes, and how many of the best shapes are looked around.
 ROUGH_CALLS = 10
 BEST_SHAPES = 6
@@ -36,7 +43,7 @@ class Finder:
         self._best: Course | None = None
         self._space = Space(loads, mode=mode, devices=devices, microbatches=microbatches)
         self._least_ms = self._space.bound_ms()
-        self._steps = 0
+        self.steps = 0
         self._tried: dict[Shape, float] = {}
         published = RoundRobin().plan(loads, devices=devices, microbatches=microbatches, mode=mode)
         for plan in (*first, published, *self._leanest()):
@@ -54,13 +61,13 @@ class Finder:
         """Look further, plan by plan."""
         for _ in self._bounded():
             yield
-            if self._is_perfect or self._steps > MOST_STEPS:
+            if self._is_perfect or self.steps > MOST_STEPS:
                 break
         for _ in self._simplify():
             yield
-            if self._steps > 2 * MOST_STEPS:
+            if self.steps > 2 * MOST_STEPS:
                 break
-        if self._space.loads.num_layers <= EXACT_LAYERS and self.devices <= EXACT_DEVICES:
+        if self._is_small:
             yield from self._exact()
 
     def ranked(self, count: int) -> list[Plan]:
@@ -74,6 +81,12 @@ class Finder:
     @property
     def _is_perfect(self) -> bool:
         return self.best_ms <= self._least_ms * (1 + EQUAL)
+
+    @property
+    def _is_small(self) -> bool:
+        layers = self._space.loads.num_layers
+        small = layers <= EXACT_LAYERS and self.devices <= EXACT_DEVICES
+        return small and 2**layers * self._space.microbatches <= EXACT_SIZE
 
     def _try(self, plan: Plan, most_calls: int) -> float:
         """How long a call takes, as far as so many calls tell; infinite if the plan cannot be the best."""
@@ -90,7 +103,9 @@ class Finder:
 
     def _pace(self, course: Course, most_calls: int) -> Pace:
         found = pace([course], self.devices, most_calls=most_calls)
-        self._steps += found.calls * course.steps * (LINKED_STEPS if course.loads.linked else 1)
+        choice = self.devices // DEVICES_A_STEP if self.devices > FEW_DEVICES else 0
+        steps = course.steps + len(course.jobs) * choice
+        self.steps += found.calls * steps * (LINKED_STEPS if course.loads.linked else 1)
         return found
 
     def _cannot_win(self, course: Course) -> bool:
@@ -123,7 +138,8 @@ class Finder:
 
     def _try_shape(self, shape: Shape) -> float:
         if shape not in self._tried:
-            self._tried[shape] = self._try(self._space.shaped(shape), ROUGH_CALLS)
+            few = shape.tasks <= MOST_TASKS
+            self._tried[shape] = self._try(self._space.shaped(shape), ROUGH_CALLS) if few else float("inf")
         return self._tried[shape]
 
     def _simplify(self) -> Iterator[None]:

@@ -146,6 +146,9 @@ def least_cap(count: Callable[[float], int], stages: int, low_ms: float, high_ms
         return low_ms
     while high_ms - low_ms > RELATIVE_PRECISION * high_ms:
         middle = (low_ms + high_ms) / 2
+        if not low_ms < middle < high_ms:
+            # Between the smallest numbers there are none.
+            break
         low_ms, high_ms = (low_ms, middle) if count(middle) <= stages else (middle, high_ms)
     return high_ms
 

@@ -6,6 +6,7 @@ from typing import Literal
 from rp_sched.errors import Infeasible
 from rp_sched.planners.adaptive import Search
 from rp_sched.planners.roundrobin import RoundRobin
+from rp_sched.problem.checks import shown
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
 from rp_sched.problem.plan import Mode, Plan
 from rp_sched.problem.validation import check_problem
@@ -62,4 +63,5 @@ def published(strategy: object) -> RoundRobin:
         return RoundRobin()
     if isinstance(strategy, RoundRobin):
         return strategy
-    raise ValueError(f"strategy must be 'adaptive', 'roundrobin' or a RoundRobin, but is {strategy!r} instead")
+    wanted = "'adaptive', 'roundrobin' or a RoundRobin"
+    raise ValueError(f"strategy must be {wanted}, but is {shown(strategy)} instead")

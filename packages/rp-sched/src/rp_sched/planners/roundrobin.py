@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row, least_cap, tail
+from rp_sched.problem import bounds
 from rp_sched.problem.checks import part, speed, whole
 from rp_sched.problem.plan import Mode, Plan
 from rp_sched.simulation.stage_costs import Loads
@@ -84,7 +85,8 @@ class RoundRobin:
     def _limited(self, loads: Loads) -> Loads:
         if self.model_memory_limit is None:
             return loads
-        most = max(1, int(self.model_memory_limit * BYTES_PER_GB / 2))
+        # No device has more than can be addressed.
+        most = max(1, int(min(self.model_memory_limit * BYTES_PER_GB / 2, bounds.BYTES.most)))
         limits = replace(loads.limits, ahead_bytes=None)
         known = limits.stage_limit_bytes
         return Loads(loads.costs, replace(limits, stage_bytes=most if known is None else min(most, known)))

@@ -31,6 +31,12 @@ class Shape(NamedTuple):
     backward: int
     division: Division
 
+    @property
+    def tasks(self) -> int:
+        """How many a call has, with a fused stage."""
+        division = self.division
+        return self.forward * division.forward + division.fused + self.backward * division.backward
+
 
 class Space:
     """All plans of a model in a mode that keep the limits, the host's apart, for some devices.
@@ -48,7 +54,7 @@ class Space:
         # The same shapes come up again and again.
         self._even: dict[tuple[Kind, int, int], Cut] = {}
         self._least: dict[tuple[Kind, int], int] = {}
-        self._groups = {parts: spans.divide(microbatches, parts) for parts in range(2, microbatches + 1)}
+        self._groups: dict[int, Cut] = {}
 
     @cached_property
     def starts(self) -> list[int]:
@@ -75,16 +81,24 @@ class Space:
     def make(self, start: int, forward: Cut, backward: Cut, division: Division) -> Plan:
         """The plan with these cuts; `backward` from the first layer up."""
         fused = range(start, self.loads.num_layers)
-        groups = self._groups.get
+        groups = self._divided
         return Plan(
             forward,
             fused or None,
             backward[::-1],
-            groups(division.fused, ()),
-            groups(division.forward, ()),
-            groups(division.backward, ()) if backward else (),
+            groups(division.fused),
+            groups(division.forward),
+            groups(division.backward) if backward else (),
             in_turn=False,
         )
+
+    def _divided(self, parts: int) -> Cut:
+        """The microbatches in so many groups; none where they are not divided."""
+        if parts < 2:
+            return ()
+        if parts not in self._groups:
+            self._groups[parts] = spans.divide(self.microbatches, parts)
+        return self._groups[parts]
 
     def shaped(self, shape: Shape) -> Plan:
         """The plan of a shape: each direction is cut into stages of even time."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rp_sched.errors import InvalidCost
+from rp_sched.problem import bounds
 from rp_sched.problem.checks import flag, milliseconds, speed, whole
 
 # A backward pass multiplies matrices twice where the forward pass does it once: for its inputs, for its weights.
@@ -56,10 +57,10 @@ class LayerCost:
         put = object.__setattr__
         put(self, "forward_ms", forward_ms)
         put(self, "backward_ms", milliseconds("backward_ms", backward_ms))
-        put(self, "weight_bytes", whole("weight_bytes", weight_bytes, error=InvalidCost))
-        put(self, "trainable_bytes", whole("trainable_bytes", trainable_bytes, error=InvalidCost))
-        put(self, "boundary_bytes", whole("boundary_bytes", boundary_bytes, error=InvalidCost))
-        put(self, "kept_bytes", whole("kept_bytes", kept_bytes, error=InvalidCost))
+        put(self, "weight_bytes", _bytes("weight_bytes", weight_bytes))
+        put(self, "trainable_bytes", _bytes("trainable_bytes", trainable_bytes))
+        put(self, "boundary_bytes", _bytes("boundary_bytes", boundary_bytes))
+        put(self, "kept_bytes", _bytes("kept_bytes", kept_bytes))
         put(self, "writes_buffers", flag("writes_buffers", writes_buffers))
         self._check_trainable()
 
@@ -110,7 +111,7 @@ class Limits:
         put = object.__setattr__
         for name in ("device_memory_bytes", "stage_bytes", "ahead_bytes", "host_memory_bytes"):
             if getattr(self, name) is not None:
-                put(self, name, whole(name, getattr(self, name), least=1, error=InvalidCost))
+                put(self, name, _bytes(name, getattr(self, name), least=1))
         for name in ("upload_gb_s", "download_gb_s"):
             if getattr(self, name) is not None:
                 put(self, name, speed(name, getattr(self, name)))
@@ -150,6 +151,10 @@ class Limits:
     def download_ms_per_byte(self) -> float:
         """Zero where the link has no limit."""
         return 0.0 if self.download_gb_s is None else 1 / (self.download_gb_s * 1e6)
+
+
+def _bytes(name: str, value: object, *, least: int = 0) -> int:
+    return whole(name, value, least=least, bound=bounds.BYTES, error=InvalidCost)
 
 
 NO_LIMITS = Limits()

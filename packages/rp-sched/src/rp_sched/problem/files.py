@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from rp_sched.errors import InvalidCost
-from rp_sched.problem.checks import whole
+from rp_sched.problem import bounds
+from rp_sched.problem.checks import at_most, shown, whole
 from rp_sched.problem.costs import LayerCost, Limits
 
 _LAYER = tuple(field.name for field in fields(LayerCost))
 _LIMITS = tuple(field.name for field in fields(Limits))
+
+
+# Far more than the most layers, or tasks, that may be given: a file without an end is refused.
+MOST_COSTS_BYTES = 16 * 2**20
+MOST_TASKS_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +31,18 @@ class Problem:
 def read(path: Path) -> Problem:
     """The costs and limits in a file. Raises `InvalidCost` or `OSError` in one line that names file and field."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(read_text(path, most_bytes=MOST_COSTS_BYTES))
     except (ValueError, TypeError) as error:
         raise InvalidCost(f"{path}: {error}") from error
+
+
+def read_text(path: Path, *, most_bytes: int) -> str:
+    """The text of a file or a pipe, of which no more than `most_bytes` are read."""
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"the file must have at most {most_bytes} bytes, but has more; make it shorter")
+    return content.decode("utf-8")
 
 
 def parse(text: str) -> Problem:
@@ -48,10 +63,11 @@ def parse(text: str) -> Problem:
         raise InvalidCost("layers must be a list of layers, but there is none")
     layers = top["layers"]
     if not isinstance(layers, list) or not layers:
-        raise InvalidCost(f"layers must be a list of at least one layer, but is {layers!r} instead")
-    costs = [
-        cost for at, layer in enumerate(cast(list[object], layers)) for cost in _layer(f"layers[{at}]", layer)
-    ]
+        raise InvalidCost(f"layers must be a list of at least one layer, but is {shown(layers)} instead")
+    costs: list[LayerCost] = []
+    for at, layer in enumerate(cast(list[object], layers)):
+        costs += _layer(f"layers[{at}]", layer)
+        at_most("the number of layers", len(costs), bounds.LAYERS, error=InvalidCost)
     return Problem(tuple(costs), _limits(top.get("limits", {})))
 
 
@@ -61,6 +77,8 @@ def _json(text: str) -> object:
         return json.loads(text)
     except ValueError as error:
         raise InvalidCost(f"the file must be JSON, but is not: {error}") from error
+    except RecursionError as error:
+        raise InvalidCost("the file must be lists of objects, but is nested too deeply to be read") from error
 
 
 def _layer(where: str, value: object) -> Iterable[LayerCost]:
@@ -69,7 +87,7 @@ def _layer(where: str, value: object) -> Iterable[LayerCost]:
     if "forward_ms" not in found:
         raise InvalidCost(f"{where}: forward_ms must be given, but is missing")
     try:
-        return [LayerCost(**found)] * whole("repeat", repeat, least=1)
+        return [LayerCost(**found)] * whole("repeat", repeat, least=1, bound=bounds.LAYERS)
     except (ValueError, TypeError) as error:
         raise InvalidCost(f"{where}: {error}") from error
 
@@ -85,11 +103,11 @@ def _limits(value: object) -> Limits:
 def _object(where: str, value: object, names: set[str]) -> dict[str, Any]:
     # Any: the values' own classes check them.
     if not isinstance(value, dict):
-        raise InvalidCost(f"{where} must be an object, but is {value!r} instead")
+        raise InvalidCost(f"{where} must be an object, but is {shown(value)} instead")
     found = cast(dict[str, Any], value)
     for name in found:
         if name not in names:
-            raise InvalidCost(f"{where}: there is no field {name!r}; there are {', '.join(sorted(names))}")
+            raise InvalidCost(f"{where}: there is no field {shown(name)}; there are {', '.join(sorted(names))}")
     return {name: _number(name, given) for name, given in found.items()}
 
 

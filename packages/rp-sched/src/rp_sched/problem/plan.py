@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from rp_sched.errors import InvalidPlan
-from rp_sched.problem import spans
-from rp_sched.problem.checks import whole
+from rp_sched.problem import bounds, spans
+from rp_sched.problem.checks import shown, whole
 
 Mode = Literal["infer", "train", "fused"]
 """`infer`: forward only. `train`: forward, and later backward. `fused`: forward, loss and backward in one call."""
@@ -23,7 +23,7 @@ def check_mode(mode: object) -> None:
     ValueError: mode must be one of 'infer', 'train', 'fused', but is 'eval' instead
     """
     if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {str(get_args(Mode))[1:-1]}, but is {mode!r} instead")
+        raise ValueError(f"mode must be one of {str(get_args(Mode))[1:-1]}, but is {shown(mode)} instead")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -64,7 +64,7 @@ class Plan:
         if self.fused is not None:
             _check_ranges("fused", (self.fused,))
         if self.devices is not None:
-            whole("devices", self.devices, least=1)
+            whole("devices", self.devices, least=1, bound=bounds.DEVICES)
 
     def __repr__(self) -> str:
         words = [
@@ -109,7 +109,7 @@ class Plan:
         Traceback (most recent call last):
         rp_sched.errors.InvalidPlan: groups must cover microbatch 0:4, but cover 0:2 instead; add 2:4
         """
-        whole("microbatches", microbatches, least=1)
+        whole("microbatches", microbatches, least=1, bound=bounds.MICROBATCHES)
         for name in _GROUPS:
             groups: tuple[range, ...] = getattr(self, name)
             if groups:
@@ -152,7 +152,7 @@ class Plan:
 def _check_ranges(name: str, values: tuple[object, ...]) -> None:
     for value in values:
         if not isinstance(value, range):
-            raise TypeError(f"{name} must be made of ranges of layers or microbatches, but has {value!r}")
+            raise TypeError(f"{name} must be made of ranges of layers or microbatches, but has {shown(value)}")
 
 
 def _written(kind: str, stages: Iterable[range], groups: Iterable[range]) -> list[str]:

@@ -5,15 +5,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from rp_sched.errors import InvalidOrder, InvalidTask
-from rp_sched.problem import spans
-from rp_sched.problem.checks import whole
+from rp_sched.errors import InvalidOrder, InvalidPlan, InvalidTask
+from rp_sched.problem import bounds, spans
+from rp_sched.problem.checks import at_most, shown, whole
 from rp_sched.problem.plan import Mode, Plan, check_mode
 
 Kind = Literal["F", "B", "FB"]
 """`F`: forward. `B`: backward. `FB`: forward, loss and backward, microbatch by microbatch."""
 
-_WRITTEN = re.compile(r"(FB|F|B)\[([0-9]+):([0-9]+)\] m([0-9]+):([0-9]+) @([0-9]+)")
+_WRITTEN = re.compile(r"(FB|F|B)\[([0-9]{1,18}):([0-9]{1,18})\] m([0-9]{1,18}):([0-9]{1,18}) @([0-9]{1,18})")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -51,7 +51,7 @@ class Task:
         """
         found = _WRITTEN.fullmatch(text)
         if found is None:
-            raise InvalidTask(f"a task is written like 'F[0:7] m0:4 @2', but the text is {text!r}")
+            raise InvalidTask(f"a task is written like 'F[0:7] m0:4 @2', but the text is {shown(text)}")
         first, last, first_batch, last_batch, device = map(int, found.groups()[1:])
         kind = cast(Kind, found[1])
         return cls(kind, range(first, last), range(first_batch, last_batch), device)
@@ -63,6 +63,12 @@ def phases(plan: Plan, microbatches: int) -> Iterator[tuple[Kind, tuple[range, .
     yield "F", plan.forward, plan.forward_groups or undivided
     yield "FB", () if plan.fused is None else (plan.fused,), plan.groups or undivided
     yield "B", plan.backward, plan.backward_groups or undivided
+
+
+def check_tasks(plan: Plan, microbatches: int) -> None:
+    """Refuse a plan with more tasks a call than a list should hold."""
+    count = sum(len(stages) * len(groups) for _, stages, groups in phases(plan, microbatches))
+    at_most("the number of tasks", count, bounds.TASKS, error=InvalidPlan)
 
 
 def _steps(plan: Plan, microbatches: int) -> Iterator[tuple[Kind, range, range]]:
@@ -88,6 +94,7 @@ def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_devi
     plan.check(max(plan.num_layers, 1), mode)
     plan.check_microbatches(microbatches)
     _check_devices(devices, first_device)
+    check_tasks(plan, microbatches)
     used = min(devices, plan.devices or devices)
     return tuple(
         Task(kind, layers, batch, (first_device + turn) % used)
@@ -112,7 +119,7 @@ def check_order(
     same way. With `devices` given, every task's device is one of them.
     """
     whole("num_layers", num_layers, least=1)
-    whole("microbatches", microbatches, least=1)
+    whole("microbatches", microbatches, least=1, bound=bounds.MICROBATCHES)
     check_mode(mode)
     progress = _Progress(num_layers, microbatches, mode)
     for index, task in enumerate(tasks):
@@ -123,7 +130,7 @@ def check_order(
 
 
 def _check_devices(devices: int, first_device: int) -> None:
-    whole("devices", devices, least=1)
+    whole("devices", devices, least=1, bound=bounds.DEVICES)
     if whole("first_device", first_device) >= devices:
         raise ValueError(f"first_device must be below devices ({devices}), but is {first_device} instead")
 

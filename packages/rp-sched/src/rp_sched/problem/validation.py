@@ -2,28 +2,36 @@
 
 from collections.abc import Sequence
 
-from rp_sched.problem.checks import whole
+from rp_sched.problem import bounds
+from rp_sched.problem.checks import at_most, shown, whole
 from rp_sched.problem.costs import LayerCost
 from rp_sched.problem.plan import check_mode
 
 
 def check_problem(costs: Sequence[LayerCost], *, devices: int, microbatches: int, mode: object) -> None:
-    """Raise unless there is a layer, a device, a microbatch and a mode.
+    """Raise unless there is a layer, a device, a microbatch and a mode, and not more than `bounds` has.
 
     >>> check_problem([], devices=1, microbatches=1, mode="infer")
     Traceback (most recent call last):
     ValueError: costs must name at least one layer, but is empty
     """
-    whole("devices", devices, least=1)
-    whole("microbatches", microbatches, least=1)
+    whole("devices", devices, least=1, bound=bounds.DEVICES)
+    whole("microbatches", microbatches, least=1, bound=bounds.MICROBATCHES)
     check_mode(mode)
     check_costs(costs)
+    at_most("layers times microbatches", len(costs) * microbatches, bounds.LAYER_RUNS)
+
+
+def check_steps(steps: int) -> None:
+    """Refuse to play more than a timeline should hold; `steps`: microbatches that stages run, of all calls."""
+    at_most("the number of times that a stage runs a microbatch, in all calls,", steps, bounds.STEPS)
 
 
 def check_costs(costs: Sequence[LayerCost]) -> None:
-    """Raise unless there is a layer, and layers only."""
+    """Raise unless there is a layer, layers only, and not too many."""
     if not costs:
         raise ValueError("costs must name at least one layer, but is empty")
+    at_most("the number of layers", len(costs), bounds.LAYERS)
     for layer, cost in enumerate(costs):
         if type(cost) is not LayerCost:
-            raise TypeError(f"costs[{layer}] must be a LayerCost, but is {cost!r} instead")
+            raise TypeError(f"costs[{layer}] must be a LayerCost, but is {shown(cost)} instead")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from html import escape
 
+from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
 from rp_sched.simulation.timeline import Span, Timeline
 
@@ -24,7 +25,7 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     A character is the task that takes most of its part of the time; calls alternate between lower and upper case,
     and x and X.
     """
-    whole("width", width, least=1)
+    whole("width", width, least=1, bound=bounds.COLUMNS)
     names = [f"device {device}" for device in range(timeline.devices)]
     pad = max(map(len, names)) + 2
     lines = [f"{name:<{pad}}{_line(timeline, device, width)}" for device, name in enumerate(names)]

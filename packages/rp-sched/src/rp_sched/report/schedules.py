@@ -10,6 +10,7 @@ from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.problem.costs import LayerCost, Limits
 from rp_sched.problem.plan import Mode
 from rp_sched.problem.tasks import Task
+from rp_sched.problem.validation import check_steps
 from rp_sched.simulation.assignment import Dealer
 from rp_sched.simulation.makespan import Course
 from rp_sched.simulation.simulate import simulate
@@ -46,6 +47,7 @@ class Setting:
 
     def dealt(self, course: Course, calls: int) -> Calls:
         """The tasks of so many calls of a plan."""
+        check_steps(calls * course.steps)
         dealer = Dealer(self.devices)
         return [dealer.deal(course) for _ in range(calls)]
 
@@ -87,10 +89,16 @@ def schedules(setting: Setting) -> Mapping[str, Callable[[int], Calls]]:
     return {**ours, **{name: partial(_classic, setting, name) for name in CLASSIC}}
 
 
+def repeated(tasks: Sequence[Task], calls: int) -> Calls:
+    """The same tasks for so many calls."""
+    check_steps(calls * sum(len(task.microbatches) for task in tasks))
+    return [tasks] * calls
+
+
 def _planned(setting: Setting, name: Strategy, calls: int) -> Calls:
     return setting.dealt(setting.course(name), calls)
 
 
 def _classic(setting: Setting, name: str, calls: int) -> Calls:
     stages = even_stages(setting.costs, setting.devices * LOOPS[name])
-    return [CLASSIC[name](stages, setting.devices, setting.microbatches)] * calls
+    return repeated(CLASSIC[name](stages, setting.devices, setting.microbatches), calls)

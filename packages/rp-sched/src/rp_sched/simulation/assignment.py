@@ -1,5 +1,6 @@
 """Which device runs which task, call after call."""
 
+from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
 from rp_sched.problem.tasks import Task
 from rp_sched.simulation.clock import Clock
@@ -24,7 +25,7 @@ class Dealer:
     """
 
     def __init__(self, devices: int) -> None:
-        self._clock = Clock.idle(whole("devices", devices, least=1))
+        self._clock = Clock.idle(whole("devices", devices, least=1, bound=bounds.DEVICES))
         self._kept: dict[object, tuple[tuple[Task, ...], Clock]] = {}
 
     def deal(self, course: Course) -> tuple[Task, ...]:

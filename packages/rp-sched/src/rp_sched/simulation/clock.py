@@ -114,7 +114,8 @@ class Clock:
         if free.count(soonest) == 1:
             return free.index(soonest)
         alike = [device for device, ms in enumerate(free) if ms == soonest]
-        return min(alike, key=lambda device: [values[device] for values in self._lists()])
+        standing = list(zip(*self._lists(), strict=True))
+        return min(alike, key=standing.__getitem__)
 
     def run(self, load: Load, batch: range, device: int, ready: list[float], limits: Limits) -> Ran:
         """Run a task; `ready[m]` is when microbatch m may start, and then when the next stage may start it."""

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
 from rp_sched.problem.plan import Mode, Plan
-from rp_sched.problem.tasks import phases
+from rp_sched.problem.tasks import check_tasks, phases
 from rp_sched.simulation.clock import Clock
 from rp_sched.simulation.stage_costs import Brief, Loads, Piece, results_after_ms
 
@@ -31,6 +32,7 @@ class Course:
     ) -> None:
         plan.check(len(costs), mode)
         plan.check_microbatches(microbatches)
+        check_tasks(plan, microbatches)
         self._set(plan, Loads(costs, limits), mode, microbatches)
 
     @classmethod
@@ -65,7 +67,7 @@ class Course:
 
     def alone_ms(self, devices: int) -> float:
         """How long one call takes on idle devices."""
-        clock = Clock.idle(whole("devices", devices, least=1))
+        clock = Clock.idle(whole("devices", devices, least=1, bound=bounds.DEVICES))
         self.play(clock)
         return max(clock.over_ms, clock.results_ms)
 
@@ -75,6 +77,7 @@ class Course:
         It is the mean of the calls between two launches at which the devices stand alike, to the nanosecond; if
         that has not happened within `most_calls`, of the second half of them.
         """
+        whole("most_calls", most_calls, least=1, bound=bounds.CALLS)
         return pace([self], devices, most_calls=most_calls).call_ms
 
     def bound_ms(self, devices: int) -> float:
@@ -120,7 +123,7 @@ class Pace(NamedTuple):
 
 def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALLS) -> Pace:
     """The time of one call of each course, in the long run, if they are called in turn; see `Course.steady_ms`."""
-    used = [course.used(whole("devices", devices, least=1)) for course in courses]
+    used = [course.used(whole("devices", devices, least=1, bound=bounds.DEVICES)) for course in courses]
     clock = Clock.idle(max(used))
     named = min(used) < max(used) or any(course.plan.in_turn for course in courses)
     seen: dict[object, int] = {}

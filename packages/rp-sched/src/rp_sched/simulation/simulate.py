@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rp_sched.problem.checks import whole
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
 from rp_sched.problem.plan import Mode
 from rp_sched.problem.tasks import Task, check_order
-from rp_sched.problem.validation import check_problem
+from rp_sched.problem.validation import check_problem, check_steps
 from rp_sched.simulation.clock import Clock, Ran
 from rp_sched.simulation.host_memory import Host
 from rp_sched.simulation.peak_memory import Holding, peak
@@ -41,8 +40,11 @@ def simulate(
     check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
     if not calls:
         raise ValueError("calls must have at least one task list, but is empty")
+    steps = 0
     for tasks in calls:
         check_order(tasks, len(costs), microbatches, mode, devices=devices)
+        steps += sum(len(task.microbatches) for task in tasks)
+        check_steps(steps)
     player = _Player(Loads(costs, limits), devices, microbatches, mode)
     for tasks in calls:
         player.play(tasks)
@@ -56,7 +58,7 @@ class _Player:
         self._loads = loads
         self._microbatches = microbatches
         self._mode: Mode = mode
-        self._clock = Clock.idle(whole("devices", devices, least=1))
+        self._clock = Clock.idle(devices)
         self._spans: list[Span] = []
         self._idle: list[Idle] = []
         self._launches: list[float] = []
