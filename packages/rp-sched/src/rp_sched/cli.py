@@ -12,7 +12,7 @@ from rp_sched.planners.planner import Strategy
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.problem.checks import whole
 from rp_sched.problem.files import read
-from rp_sched.problem.plan import Mode
+from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task
 from rp_sched.report.compare import compare
 from rp_sched.report.render import gantt, svg
