@@ -9,8 +9,10 @@ from rp_sched.planners.planner import Strategy, plan
 from rp_sched.planners.replanner import Replanner
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.problem.costs import LayerCost, Limits
-from rp_sched.problem.plan import Mode, Plan
-from rp_sched.problem.tasks import Kind, Task, check_order, order
+from rp_sched.problem.modes import Mode
+from rp_sched.problem.plan import Plan
+from rp_sched.problem.task_kinds import Kind, TaskKind
+from rp_sched.problem.tasks import Task, check_order, order
 from rp_sched.simulation.assignment import Dealer
 from rp_sched.simulation.makespan import Course
 from rp_sched.simulation.simulate import simulate
@@ -42,6 +44,7 @@ __all__ = [
     "Span",
     "Strategy",
     "Task",
+    "TaskKind",
     "Timeline",
     "balance",
     "check_order",

@@ -14,7 +14,7 @@ from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import shown, whole
 from rp_sched.problem.files import MOST_TASKS_BYTES, read, read_text
-from rp_sched.problem.plan import Mode
+from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task
 from rp_sched.report.compare import compare
 from rp_sched.report.render import gantt, svg

@@ -90,7 +90,8 @@ def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
     """
     weights = [sum(costs[layer].weight_bytes for layer in task.layers) for task in tasks]
     rest = [
-        0 if task.kind == "F" else sum(costs[i].gradient_bytes + costs[i].kept_bytes for i in task.layers)
+        sum(costs[i].gradient_bytes for i in task.layers if task.adds_gradients)
+        + sum(costs[i].kept_bytes for i in task.layers if task.keeps_activations)
         for task in tasks
     ]
     return max(map(sum, zip(weights, rest, strict=True)), default=0) + max(weights, default=0)

@@ -112,7 +112,7 @@ class Planner:
         self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
         # Below the lowest layer that is trained there is nothing to propagate to.
         lowest = 0 if input_grads else self._state.first_trainable()
-        kept = tuple(_from(lowest, task) for task in tasks if task.kind != "B" or task.layers.stop > lowest)
+        kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
         if self._footprint.is_measured:
             costs = self._guesses(rows_of(parts))
             self.predicted_bytes = resident_bytes(kept, costs) + self._footprint.working_bytes
@@ -221,7 +221,7 @@ def _for_mode(plan: Plan, mode: Mode) -> Plan:
 def _from(lowest: int, task: Task) -> Task:
     """A backward task without the layers below; they need no recomputation, so no weights either."""
     start, stop = task.layers.start, task.layers.stop
-    return replace(task, layers=range(lowest, stop)) if task.kind == "B" and start < lowest else task
+    return replace(task, layers=range(lowest, stop)) if task.recomputes and start < lowest else task
 
 
 def _may_write(layer: LayerState) -> bool:

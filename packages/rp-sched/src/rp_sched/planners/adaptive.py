@@ -8,7 +8,8 @@ from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
 from rp_sched.planners.search_space import Space
 from rp_sched.problem.checks import part
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
-from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.modes import Mode
+from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import Course
 from rp_sched.simulation.stage_costs import Loads

@@ -14,6 +14,7 @@ from rp_sched.problem import bounds
 from rp_sched.problem.checks import at_most, whole
 from rp_sched.problem.costs import NO_LIMITS, LayerCost
 from rp_sched.problem.plan import Plan
+from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.problem.tasks import Task
 from rp_sched.simulation.stage_costs import Loads
 
@@ -104,10 +105,10 @@ def _check(stages: Sequence[range], devices: int, microbatches: int) -> None:
 def _bound(stages: Sequence[range], devices: int, batches: Sequence[range]) -> Iterator[Task]:
     last = len(stages) - 1
     for number, layers in enumerate(stages):
-        kind = "FB" if number == last else "F"
+        kind = TaskKind.FUSED if number == last else TaskKind.FORWARD
         yield from (Task(kind, layers, batch, number % devices) for batch in batches)
     for number in range(last - 1, -1, -1):
-        yield from (Task("B", stages[number], batch, number % devices) for batch in batches)
+        yield from (Task(TaskKind.BACKWARD, stages[number], batch, number % devices) for batch in batches)
 
 
 def _in_turn(stages: Sequence[range], devices: int, microbatches: int, device: int) -> Iterator[Task]:
@@ -119,16 +120,21 @@ def _in_turn(stages: Sequence[range], devices: int, microbatches: int, device: i
     if len(mine) > 1:
         ahead = 2 * ahead + (len(mine) - 1) * devices
     first = min(ahead, len(forward))
-    later = chain.from_iterable(
-        (("F", visit), ("B", done)) for visit, done in zip(forward[first:], backward, strict=False)
-    )
-    rest = (("B", done) for done in backward[len(forward) - first :])
-    for direction, (number, microbatch) in chain((("F", visit) for visit in forward[:first]), later, rest):
-        batch, tail = range(microbatch, microbatch + 1), number == len(stages) - 1
-        if direction == "F":
-            yield Task("FB" if tail else "F", stages[number], batch, device)
-        elif not tail:
-            yield Task("B", stages[number], batch, device)
+    up = [_step(stages, TaskKind.FORWARD, visit, device) for visit in forward]
+    down = [_step(stages, TaskKind.BACKWARD, visit, device) for visit in backward]
+    later = chain.from_iterable(zip(up[first:], down, strict=False))
+    steps = chain(up[:first], later, down[len(up) - first :])
+    yield from (task for task in steps if task is not None)
+
+
+def _step(stages: Sequence[range], kind: TaskKind, visit: tuple[int, int], device: int) -> Task | None:
+    """A visit as a task. The last stage goes both ways in its forward visit, and has no other one."""
+    number, microbatch = visit
+    if number == len(stages) - 1:
+        if kind.runs_backward:
+            return None
+        kind = TaskKind.FUSED
+    return Task(kind, stages[number], range(microbatch, microbatch + 1), device)
 
 
 def _visits(mine: Iterable[int], devices: int, microbatches: int) -> Iterator[tuple[int, int]]:
@@ -156,17 +162,17 @@ def _merged(queues: Sequence[Iterator[Task]]) -> Iterator[Task]:
 
 def _can_run(task: Task, done: set[tuple[str, int, int]]) -> bool:
     microbatch = task.microbatches.start
-    if task.kind == "B":
-        return ("B", task.layers.stop, microbatch) in done
-    return task.layers.start == 0 or ("F", task.layers.start, microbatch) in done
+    if task.takes_gradients:
+        return ("gradient", task.layers.stop, microbatch) in done
+    return task.layers.start == 0 or ("input", task.layers.start, microbatch) in done
 
 
 def _marks(task: Task) -> set[tuple[str, int, int]]:
     """What a task leaves: the input of the layer above it, the gradient of the one below."""
     microbatch = task.microbatches.start
-    if task.kind == "F":
-        return {("F", task.layers.stop, microbatch)}
-    return {("B", task.layers.start, microbatch)}
+    if task.sends_outputs:
+        return {("input", task.layers.stop, microbatch)}
+    return {("gradient", task.layers.start, microbatch)}
 
 
 CLASSIC: Mapping[str, Schedule] = {

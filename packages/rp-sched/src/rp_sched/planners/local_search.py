@@ -7,7 +7,9 @@ from itertools import product
 from rp_sched.errors import Infeasible
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.planners.search_space import Division, Shape, Space
-from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.modes import Mode
+from rp_sched.problem.plan import Plan
+from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.simulation.makespan import MOST_CALLS, Course, Pace, pace
 from rp_sched.simulation.stage_costs import Loads
 
@@ -239,13 +241,12 @@ def simpler(space: Space, plan: Plan) -> Iterator[Shape]:
 
 def moved_cuts(loads: Loads, plan: Plan) -> Iterator[Plan]:
     """The plans that differ by one cut, by one layer."""
-    for name in ("forward", "backward"):
-        kind = "F" if name == "forward" else "B"
+    for name, kind in (("forward", TaskKind.FORWARD), ("backward", TaskKind.BACKWARD)):
         stages: tuple[range, ...] = getattr(plan, name)
         for at, by in product(range(len(stages) - 1), (-1, 1)):
             pair = sorted(stages[at : at + 2], key=lambda stage: stage.start)
             cut = pair[0].stop + by
             moved = [range(pair[0].start, cut), range(cut, pair[1].stop)]
             if all(stage and loads.fits(kind, stage) for stage in moved):
-                ordered = moved if name == "forward" else moved[::-1]
+                ordered = moved[::-1] if kind.runs_backward else moved
                 yield replace(plan, **{name: (*stages[:at], *ordered, *stages[at + 2 :])})

@@ -10,7 +10,8 @@ from rp_sched.planners.planner import Strategy, published
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.planners.search_space import Space
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
-from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.modes import Mode
+from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import Course, pace
 from rp_sched.simulation.stage_costs import Loads

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from rp_sched.problem.tasks import Kind
+from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.simulation.stage_costs import Loads
 
 # Where bisection stops: cuts that differ by less are noise beside any measured time.
@@ -76,15 +76,15 @@ class Row:
 
 def forward_row(loads: Loads, microbatches: int) -> Row:
     """The layers as forward stages see them: weights arrive, nothing is kept."""
-    return _row(loads, "F", microbatches)
+    return _row(loads, TaskKind.FORWARD, microbatches)
 
 
 def backward_row(loads: Loads, microbatches: int) -> Row:
     """The layers as backward and fused stages see them: forward and backward run, gradients leave."""
-    return _row(loads, "B", microbatches)
+    return _row(loads, TaskKind.BACKWARD, microbatches)
 
 
-def _row(loads: Loads, kind: Kind, microbatches: int) -> Row:
+def _row(loads: Loads, kind: TaskKind, microbatches: int) -> Row:
     single = [loads.of(kind, range(layer, layer + 1)) for layer in range(loads.num_layers)]
     limits = loads.limits
     stage, device, ahead = limits.stage_limit_bytes, limits.device_memory_bytes, limits.ahead_bytes

@@ -6,7 +6,7 @@ from rp_sched.planners.adaptive import Search
 from rp_sched.planners.estimator import Estimator
 from rp_sched.problem.checks import part
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
-from rp_sched.problem.plan import Mode
+from rp_sched.problem.modes import Mode
 from rp_sched.simulation.makespan import Course
 
 

@@ -7,7 +7,9 @@ from functools import partial
 from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row, least_cap, tail
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import part, speed, whole
-from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.modes import Mode
+from rp_sched.problem.plan import Plan
+from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.simulation.stage_costs import Loads
 
 BYTES_PER_GB = 10**9
@@ -110,7 +112,7 @@ class _Rows:
 
     def fused(self, longest: int, cap_ms: float) -> range:
         # Its own limits: its weights need not fit into the room ahead.
-        return tail(self.backward, partial(self.loads.fits, "FB"), longest, cap_ms)
+        return tail(self.backward, partial(self.loads.fits, TaskKind.FUSED), longest, cap_ms)
 
 
 def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: Sequence[int]) -> list[int]:

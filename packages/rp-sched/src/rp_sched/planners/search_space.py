@@ -8,8 +8,9 @@ from typing import NamedTuple, cast
 
 from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row
 from rp_sched.problem import spans
-from rp_sched.problem.plan import Mode, Plan
-from rp_sched.problem.tasks import Kind
+from rp_sched.problem.modes import Mode
+from rp_sched.problem.plan import Plan
+from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.simulation.stage_costs import Loads
 
 Cut = tuple[range, ...]
@@ -52,8 +53,8 @@ class Space:
         self.devices = devices
         self.microbatches = microbatches
         # The same shapes come up again and again.
-        self._even: dict[tuple[Kind, int, int], Cut] = {}
-        self._least: dict[tuple[Kind, int], int] = {}
+        self._even: dict[tuple[TaskKind, int, int], Cut] = {}
+        self._least: dict[tuple[TaskKind, int], int] = {}
         self._groups: dict[int, Cut] = {}
 
     @cached_property
@@ -62,7 +63,7 @@ class Space:
         end = self.loads.num_layers
         if self.mode != "fused":
             return [end]
-        return [start for start in range(end) if self.loads.fits("FB", range(start, end))]
+        return [start for start in range(end) if self.loads.fits(TaskKind.FUSED, range(start, end))]
 
     def divisions(self, start: int) -> list[Division]:
         """The ways to divide microbatches if the fused stage starts at a layer, the fewest tasks first."""
@@ -103,18 +104,18 @@ class Space:
     def shaped(self, shape: Shape) -> Plan:
         """The plan of a shape: each direction is cut into stages of even time."""
         start, forward, backward, division = shape
-        up = self._cut("F", start, forward)
-        return self.make(start, up, self._cut("B", start, backward), division)
+        up = self._cut(TaskKind.FORWARD, start, forward)
+        return self.make(start, up, self._cut(TaskKind.BACKWARD, start, backward), division)
 
-    def _cut(self, kind: Kind, end: int, stages: int) -> Cut:
+    def _cut(self, kind: TaskKind, end: int, stages: int) -> Cut:
         if not stages:
             return ()
         if (kind, end, stages) not in self._even:
             self._even[kind, end, stages] = even(self._row(kind), end, stages, math.inf)
         return self._even[kind, end, stages]
 
-    def _row(self, kind: Kind) -> Row:
-        return self._forward if kind == "F" else self._backward
+    def _row(self, kind: TaskKind) -> Row:
+        return self._backward if kind.runs_backward else self._forward
 
     @cached_property
     def _forward(self) -> Row:
@@ -129,11 +130,11 @@ class Space:
         if shape.start not in self.starts or not 1 <= max(shape.division) <= self.microbatches:
             return None
         end = shape.start
-        up = min(max(shape.forward, self._fewest("F", end)), end)
-        down = min(max(shape.backward, self._fewest("B", end)), end) if self.mode != "infer" else 0
+        up = min(max(shape.forward, self._fewest(TaskKind.FORWARD, end)), end)
+        down = min(max(shape.backward, self._fewest(TaskKind.BACKWARD, end)), end) if self.mode != "infer" else 0
         return Shape(end, up, down, self._possible(end, shape.division))
 
-    def _fewest(self, kind: Kind, end: int) -> int:
+    def _fewest(self, kind: TaskKind, end: int) -> int:
         if (kind, end) not in self._least:
             self._least[kind, end] = fewest(self._row(kind), end, math.inf)
         return self._least[kind, end]
@@ -151,14 +152,14 @@ class Space:
         start = min(
             self.starts, key=lambda at: saved[at] + (self.loads.input_bytes[at] if self.mode == "fused" else 0)
         )
-        up = self._cut("F", start, self._fewest("F", start))
+        up = self._cut(TaskKind.FORWARD, start, self._fewest(TaskKind.FORWARD, start))
         return self.make(start, up, () if self.mode == "infer" else cut[start], Division(1, 1, 1))
 
     def _leanest_cuts(self) -> tuple[list[int], list[Cut]]:
         """For each end, the backward stages below it whose inputs have the fewest bytes together, and how many."""
         saved, cut = [0], [cast(Cut, ())]
         for end in range(1, self.loads.num_layers + 1):
-            starts = [start for start in range(end) if self.loads.fits("B", range(start, end))]
+            starts = [start for start in range(end) if self.loads.fits(TaskKind.BACKWARD, range(start, end))]
             best = min(starts, key=lambda start: saved[start] + self.loads.input_bytes[start])
             saved.append(saved[best] + self.loads.input_bytes[best])
             cut.append((*cut[best], range(best, end)))
@@ -166,13 +167,13 @@ class Space:
 
     def everything(self, start: int) -> Iterator[Plan]:
         """Every plan whose fused stage starts at a layer."""
-        backward = list(self.cuts("B", start)) if self.mode != "infer" else [()]
+        backward = list(self.cuts(TaskKind.BACKWARD, start)) if self.mode != "infer" else [()]
         for division in self.divisions(start):
-            for up in self.cuts("F", start):
+            for up in self.cuts(TaskKind.FORWARD, start):
                 for down in backward:
                     yield self.make(start, up, down, division)
 
-    def cuts(self, kind: Kind, end: int) -> Iterator[Cut]:
+    def cuts(self, kind: TaskKind, end: int) -> Iterator[Cut]:
         """Every way to cut the layers below `end` into stages that fit, the fewest stages first."""
         if end == 0:
             yield ()

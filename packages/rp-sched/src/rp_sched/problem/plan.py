@@ -3,27 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
 
 from rp_sched.errors import InvalidPlan
 from rp_sched.problem import bounds, spans
 from rp_sched.problem.checks import shown, whole
+from rp_sched.problem.modes import Mode, check_mode
+from rp_sched.problem.task_kinds import TaskKind
 
-Mode = Literal["infer", "train", "fused"]
-"""`infer`: forward only. `train`: forward, and later backward. `fused`: forward, loss and backward in one call."""
+Phase = tuple[TaskKind, tuple[range, ...], tuple[range, ...]]
+"""A kind of task, its stages, and the groups into which their microbatches are divided."""
 
 _GROUPS = ("groups", "forward_groups", "backward_groups")
-
-
-def check_mode(mode: object) -> None:
-    """Refuse a mode that does not exist.
-
-    >>> check_mode("eval")
-    Traceback (most recent call last):
-    ValueError: mode must be one of 'infer', 'train', 'fused', but is 'eval' instead
-    """
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {str(get_args(Mode))[1:-1]}, but is {shown(mode)} instead")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -67,14 +57,22 @@ class Plan:
             whole("devices", self.devices, least=1, bound=bounds.DEVICES)
 
     def __repr__(self) -> str:
-        words = [
-            *_written("F", self.forward, self.forward_groups),
-            *_written("FB", () if self.fused is None else (self.fused,), self.groups),
-            *_written("B", self.backward, self.backward_groups),
-        ]
+        words = [word for phase in self.phases() for word in _written(*phase)]
         dealt = [] if self.in_turn else ["first free"]
         used = [] if self.devices is None else [f"{self.devices} devices"]
         return f"Plan({', '.join([' '.join(words), *dealt, *used])})"
+
+    def phases(self) -> tuple[Phase, ...]:
+        """For each kind of task, in the order of launch, its stages and its groups of microbatches, if any.
+
+        >>> [(str(kind), stages) for kind, stages, _ in Plan((range(0, 3),), range(3, 5), (range(0, 3),)).phases()]
+        [('F', (range(0, 3),)), ('FB', (range(3, 5),)), ('B', (range(0, 3),))]
+        """
+        return (
+            (TaskKind.FORWARD, self.forward, self.forward_groups),
+            (TaskKind.FUSED, () if self.fused is None else (self.fused,), self.groups),
+            (TaskKind.BACKWARD, self.backward, self.backward_groups),
+        )
 
     @property
     def num_layers(self) -> int:
@@ -83,8 +81,7 @@ class Plan:
         >>> Plan((range(0, 3),), range(3, 5), (range(0, 3),)).num_layers
         5
         """
-        tail = () if self.fused is None else (self.fused,)
-        return max((stage.stop for stage in (*self.forward, *tail, *self.backward)), default=0)
+        return max((stage.stop for _, stages, _ in self.phases() for stage in stages), default=0)
 
     def check(self, num_layers: int, mode: Mode) -> None:
         """Refuse the plan unless it runs each of `num_layers` layers exactly once in every direction `mode` has.
@@ -155,7 +152,7 @@ def _check_ranges(name: str, values: tuple[object, ...]) -> None:
             raise TypeError(f"{name} must be made of ranges of layers or microbatches, but has {shown(value)}")
 
 
-def _written(kind: str, stages: Iterable[range], groups: Iterable[range]) -> list[str]:
+def _written(kind: TaskKind, stages: Iterable[range], groups: Iterable[range]) -> list[str]:
     return [
         *(f"{kind}[{spans.text(stage)}]" for stage in stages),
         *(f"m{spans.text(group)}" for group in groups),

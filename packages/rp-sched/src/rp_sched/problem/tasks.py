@@ -3,41 +3,46 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
 
 from rp_sched.errors import InvalidOrder, InvalidPlan, InvalidTask
 from rp_sched.problem import bounds, spans
 from rp_sched.problem.checks import at_most, shown, whole
-from rp_sched.problem.plan import Mode, Plan, check_mode
+from rp_sched.problem.modes import Mode, check_mode
+from rp_sched.problem.plan import Phase, Plan
+from rp_sched.problem.task_kinds import TaskKind
 
-Kind = Literal["F", "B", "FB"]
-"""`F`: forward. `B`: backward. `FB`: forward, loss and backward, microbatch by microbatch."""
-
-_WRITTEN = re.compile(r"(FB|F|B)\[([0-9]{1,18}):([0-9]{1,18})\] m([0-9]{1,18}):([0-9]{1,18}) @([0-9]{1,18})")
+_NUMBER = "([0-9]{1,18})"
+_WRITTEN = re.compile(rf"({'|'.join(TaskKind)})\[{_NUMBER}:{_NUMBER}\] m{_NUMBER}:{_NUMBER} @{_NUMBER}")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, init=False)
 class Task:
-    """Some neighbouring layers, for some neighbouring microbatches, on one device.
+    """Some neighbouring layers, for some neighbouring microbatches, on one device. `kind` may be its letters.
 
     >>> task = Task("F", range(0, 7), range(0, 4), 2)
     >>> task
     F[0:7] m0:4 @2
     >>> Task.parse(repr(task)) == task
     True
+    >>> task.runs_forward, task.adds_gradients
+    (True, False)
     """
 
-    kind: Kind
+    kind: TaskKind
     layers: range
     microbatches: range
     device: int
 
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise InvalidTask(f"kind must be one of {str(get_args(Kind))[1:-1]}, but is {self.kind!r} instead")
-        spans.check("layers", self.layers, error=InvalidTask)
-        spans.check("microbatches", self.microbatches, error=InvalidTask)
-        whole("device", self.device, error=InvalidTask)
+    def __init__(self, kind: str, layers: range, microbatches: range, device: int) -> None:
+        # The class is frozen, so its own fields are set past its own guard.
+        put = object.__setattr__
+        put(self, "kind", kind if type(kind) is TaskKind else _kind(kind))
+        put(self, "layers", layers)
+        put(self, "microbatches", microbatches)
+        put(self, "device", device)
+        spans.check("layers", layers, error=InvalidTask)
+        spans.check("microbatches", microbatches, error=InvalidTask)
+        whole("device", device, error=InvalidTask)
 
     def __repr__(self) -> str:
         return f"{self.kind}[{spans.text(self.layers)}] m{spans.text(self.microbatches)} @{self.device}"
@@ -53,16 +58,72 @@ class Task:
         if found is None:
             raise InvalidTask(f"a task is written like 'F[0:7] m0:4 @2', but the text is {shown(text)}")
         first, last, first_batch, last_batch, device = map(int, found.groups()[1:])
-        kind = cast(Kind, found[1])
-        return cls(kind, range(first, last), range(first_batch, last_batch), device)
+        return cls(found[1], range(first, last), range(first_batch, last_batch), device)
+
+    @property
+    def runs_forward(self) -> bool:
+        """See `TaskKind.runs_forward`."""
+        return self.kind.runs_forward
+
+    @property
+    def recomputes(self) -> bool:
+        """See `TaskKind.recomputes`."""
+        return self.kind.recomputes
+
+    @property
+    def runs_backward(self) -> bool:
+        """See `TaskKind.runs_backward`."""
+        return self.kind.runs_backward
+
+    @property
+    def computes_loss(self) -> bool:
+        """See `TaskKind.computes_loss`."""
+        return self.kind.computes_loss
+
+    @property
+    def saves_inputs(self) -> bool:
+        """See `TaskKind.saves_inputs`."""
+        return self.kind.saves_inputs
+
+    @property
+    def keeps_activations(self) -> bool:
+        """See `TaskKind.keeps_activations`."""
+        return self.kind.keeps_activations
+
+    @property
+    def adds_gradients(self) -> bool:
+        """See `TaskKind.adds_gradients`."""
+        return self.kind.adds_gradients
+
+    @property
+    def sends_outputs(self) -> bool:
+        """See `TaskKind.sends_outputs`."""
+        return self.kind.sends_outputs
+
+    @property
+    def takes_gradients(self) -> bool:
+        """See `TaskKind.takes_gradients`."""
+        return self.kind.takes_gradients
+
+    @property
+    def sends_gradients(self) -> bool:
+        """See `TaskKind.sends_gradients`."""
+        return self.kind.sends_gradients
 
 
-def phases(plan: Plan, microbatches: int) -> Iterator[tuple[Kind, tuple[range, ...], tuple[range, ...]]]:
-    """The kinds of tasks of a call, in the order of launch, each with its stages and groups of microbatches."""
+def _kind(letters: object) -> TaskKind:
+    try:
+        return TaskKind(letters)
+    except ValueError:
+        known = ", ".join(repr(kind.value) for kind in TaskKind)
+        raise InvalidTask(f"kind must be one of {known}, but is {shown(letters)} instead") from None
+
+
+def phases(plan: Plan, microbatches: int) -> Iterator[Phase]:
+    """The phases of a call of a plan, undivided microbatches as one group."""
     undivided = (range(microbatches),)
-    yield "F", plan.forward, plan.forward_groups or undivided
-    yield "FB", () if plan.fused is None else (plan.fused,), plan.groups or undivided
-    yield "B", plan.backward, plan.backward_groups or undivided
+    for kind, stages, groups in plan.phases():
+        yield kind, stages, groups or undivided
 
 
 def check_tasks(plan: Plan, microbatches: int) -> None:
@@ -71,7 +132,7 @@ def check_tasks(plan: Plan, microbatches: int) -> None:
     at_most("the number of tasks", count, bounds.TASKS, error=InvalidPlan)
 
 
-def _steps(plan: Plan, microbatches: int) -> Iterator[tuple[Kind, range, range]]:
+def _steps(plan: Plan, microbatches: int) -> Iterator[tuple[TaskKind, range, range]]:
     for kind, stages, groups in phases(plan, microbatches):
         for layers in stages:
             for batch in groups:
@@ -159,9 +220,9 @@ class _Progress:
         self._check_reach(where, task)
         self._check_mode(where, task)
         for microbatch in task.microbatches:
-            if task.kind != "B":
+            if task.runs_forward:
                 self._forward(where, task.layers, microbatch)
-            if task.kind != "F":
+            if task.runs_backward:
                 self._backward(where, task.layers, microbatch)
 
     def finish(self) -> None:
@@ -180,14 +241,14 @@ class _Progress:
 
     def _check_mode(self, where: str, task: Task) -> None:
         is_tail = task.layers.stop == self._num_layers
-        if task.kind not in {"infer": ("F",), "train": ("F", "B"), "fused": ("F", "B", "FB")}[self._mode]:
+        if self._mode not in task.kind.modes:
             raise InvalidOrder(f"{where}: mode {self._mode!r} has no tasks of kind {task.kind}")
-        if task.kind == "FB" and not is_tail:
+        if task.computes_loss and not is_tail:
             raise InvalidOrder(f"{where}: a fused task must end with the last layer, at {self._num_layers}")
-        if task.kind == "F" and is_tail and self._mode == "fused":
-            raise InvalidOrder(f"{where}: in mode 'fused' the last layer's task must be of kind FB")
-        self._backward_begun |= task.kind == "B"
-        if task.kind == "F" and self._backward_begun and self._mode == "train":
+        if task.runs_forward and not task.computes_loss and is_tail and self._mode == "fused":
+            raise InvalidOrder(f"{where}: in mode 'fused' the last layer's task must be of kind {TaskKind.FUSED}")
+        self._backward_begun |= task.runs_backward
+        if task.runs_forward and self._backward_begun and self._mode == "train":
             raise InvalidOrder(f"{where}: in mode 'train' every forward task comes before the first backward one")
 
     def _forward(self, where: str, layers: range, microbatch: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import at_most, shown, whole
 from rp_sched.problem.costs import LayerCost
-from rp_sched.problem.plan import check_mode
+from rp_sched.problem.modes import check_mode
 
 
 def check_problem(costs: Sequence[LayerCost], *, devices: int, microbatches: int, mode: object) -> None:

@@ -2,13 +2,40 @@
 
 from collections.abc import Iterator
 from html import escape
+from typing import NamedTuple, assert_never
 
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
+from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.simulation.timeline import Span, Timeline
 
-_COLOURS = {"F": "#4c78a8", "FB": "#e45756", "B": "#54a24b"}
 _ROW, _LEFT, _TOP, _WIDTH = 26, 48, 24, 1200
+
+
+class Look(NamedTuple):
+    """How charts show a kind of task. `letter` has another case, for every other call."""
+
+    letter: str
+    word: str
+    colour: str
+    colour_name: str
+
+
+def look(kind: TaskKind) -> Look:
+    """How charts show a kind of task.
+
+    >>> look(TaskKind.FORWARD).letter, look(TaskKind.FUSED).colour_name
+    ('f', 'red')
+    """
+    match kind:
+        case TaskKind.FORWARD:
+            return Look("f", "forward", "#4c78a8", "blue")
+        case TaskKind.BACKWARD:
+            return Look("b", "backward", "#54a24b", "green")
+        case TaskKind.FUSED:
+            return Look("X", "both", "#e45756", "red")
+        case _:
+            assert_never(kind)
 
 
 def gantt(timeline: Timeline, *, width: int = 100) -> str:
@@ -29,7 +56,8 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     names = [f"device {device}" for device in range(timeline.devices)]
     pad = max(map(len, names)) + 2
     lines = [f"{name:<{pad}}{_line(timeline, device, width)}" for device, name in enumerate(names)]
-    legend = f"0 ms to {timeline.makespan_ms:.6g} ms; f forward, b backward, X both, . idle"
+    letters = ", ".join(f"{look(kind).letter} {look(kind).word}" for kind in TaskKind)
+    legend = f"0 ms to {timeline.makespan_ms:.6g} ms; {letters}, . idle"
     return "\n".join([*lines, " " * pad + legend])
 
 
@@ -49,7 +77,7 @@ def _pieces(timeline: Timeline, device: int) -> Iterator[tuple[str, float, float
     """Letter, start and end of what a device did, neighbouring microbatches together."""
     for span in timeline.spans:
         if span.task.device == device:
-            letter = {"F": "f", "FB": "X", "B": "b"}[span.task.kind]
+            letter = look(span.task.kind).letter
             letter = letter.swapcase() if span.call % 2 else letter
             yield from ((letter, start_ms, end_ms) for start_ms, end_ms in _joined(span))
 
@@ -75,13 +103,14 @@ def svg(timeline: Timeline) -> str:
     """
     height = _TOP + _ROW * timeline.devices + 24
     scale = _WIDTH / timeline.makespan_ms if timeline.makespan_ms else 1.0
+    colours = ", ".join(f"{kind} {look(kind).colour_name}" for kind in TaskKind)
     rows = (f'<text x="4" y="{_TOP + _ROW * device + 17}">@{device}</text>' for device in range(timeline.devices))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 8}" height="{height}" '
             'font-family="sans-serif" font-size="12">',
             f'<text x="{_LEFT}" y="16">{timeline.makespan_ms:.6g} ms, {len(timeline.launches)} calls: '
-            "F blue, FB red, B green</text>",
+            f"{colours}</text>",
             *rows,
             *(box for span in timeline.spans for box in _boxes(span, scale)),
             "</svg>",
@@ -95,6 +124,6 @@ def _boxes(span: Span, scale: float) -> Iterator[str]:
     for start_ms, end_ms in _joined(span):
         yield (
             f'<rect x="{_LEFT + start_ms * scale:.2f}" y="{top}" width="{(end_ms - start_ms) * scale:.2f}" '
-            f'height="{_ROW - 2}" fill="{_COLOURS[span.task.kind]}" fill-opacity="{opacity}" stroke="white">'
+            f'height="{_ROW - 2}" fill="{look(span.task.kind).colour}" fill-opacity="{opacity}" stroke="white">'
             f"<title>{escape(repr(span.task))}, call {span.call}, {start_ms:.6g} to {end_ms:.6g} ms</title></rect>"
         )

@@ -8,7 +8,7 @@ from rp_sched.planners.classic import CLASSIC, even_stages
 from rp_sched.planners.planner import Strategy, plan
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.problem.costs import LayerCost, Limits
-from rp_sched.problem.plan import Mode
+from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task
 from rp_sched.problem.validation import check_steps
 from rp_sched.simulation.assignment import Dealer

@@ -25,11 +25,10 @@ class Host:
 
     def next_call(self, tasks: Sequence[Task]) -> None:
         """A call with these tasks begins."""
-        backward = [task for task in tasks if task.kind != "F"]
         self._since = {}
-        self._saved = {(m, task.layers.start) for task in backward for m in task.microbatches}
-        added = [layer for task in backward for layer in task.layers]
-        trainable = self._loads.trainable_bytes[-1] if backward else 0
+        self._saved = {(m, task.layers.start) for task in tasks if task.runs_backward for m in task.microbatches}
+        added = [layer for task in tasks if task.adds_gradients for layer in task.layers]
+        trainable = self._loads.trainable_bytes[-1] if added else 0
         # A layer to which several tasks add has its sum in 32 bits.
         divided = len(added) > len(set(added))
         gradients = 2 * trainable if divided else trainable
@@ -46,18 +45,19 @@ class Host:
         return self._fixed_bytes + peak(self._holdings)
 
     def _take(self, task: Task, microbatch: int, end_ms: float) -> None:
-        if task.kind != "F" or (microbatch, task.layers.start) not in self._saved:
+        if task.runs_backward or (microbatch, task.layers.start) not in self._saved:
             self._drop("input", microbatch, task.layers.start, end_ms)
-        if task.kind == "B":
+        if task.takes_gradients:
             self._drop("gradient", microbatch, task.layers.stop, end_ms)
 
     def _leave(self, task: Task, microbatch: int, end_ms: float) -> None:
-        if task.kind != "F":
+        if task.sends_gradients:
             self._since["gradient", microbatch, task.layers.start] = end_ms
-            return
-        for layer in (*task.layers[1:], task.layers.stop):
-            if layer == task.layers.stop or (microbatch, layer) in self._saved:
-                self._since["input", microbatch, layer] = end_ms
+        if task.sends_outputs:
+            self._since["input", microbatch, task.layers.stop] = end_ms
+        if task.saves_inputs:
+            saved = [layer for layer in task.layers[1:] if (microbatch, layer) in self._saved]
+            self._since.update({("input", microbatch, layer): end_ms for layer in saved})
 
     def _drop(self, name: str, microbatch: int, layer: int, end_ms: float) -> None:
         since_ms = self._since.pop((name, microbatch, layer), None)

@@ -6,10 +6,11 @@ from typing import NamedTuple
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
-from rp_sched.problem.plan import Mode, Plan
+from rp_sched.problem.modes import Mode
+from rp_sched.problem.plan import Plan
 from rp_sched.problem.tasks import check_tasks, phases
 from rp_sched.simulation.clock import Clock
-from rp_sched.simulation.stage_costs import Brief, Loads, Piece, results_after_ms
+from rp_sched.simulation.stage_costs import Brief, Loads, Piece, saved_layers
 
 # How many calls are played to find their pace. Nearly always the devices come to stand as they stood before much
 # earlier; else the mean of the second half is taken.
@@ -145,13 +146,11 @@ def _next(course: Course, clock: Clock) -> float:
 
 
 def _pieces(plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> Iterator[Piece]:
-    # The backward pass takes the inputs of its stages from the host, where the forward pass leaves them.
-    backward = plan.backward if plan.fused is None else (plan.fused, *plan.backward)
-    saved = [layers.start for layers in backward]
+    saved = saved_layers(plan)
     for kind, stages, groups in phases(plan, microbatches):
         for index, layers in enumerate(stages):
             # In mode `train` the caller has the outputs before it asks for the backward pass.
-            gate = mode == "train" and kind == "B" and index == 0
+            gate = mode == "train" and kind.runs_backward and index == 0
             yield loads.piece(kind, layers, groups, saved, gate)
 
 
@@ -201,6 +200,6 @@ def _play_linked(course: Course, clock: Clock) -> list[int]:
         clock.turn = (clock.turn + 1) % used if course.plan.in_turn else clock.turn
         taken.append(device)
         ran = clock.run(job.load, job.microbatches, device, ready, course.loads.limits)
-        clock.results_ms = max(clock.results_ms, ran.end_ms + results_after_ms(job.kind, job.load))
+        clock.results_ms = max(clock.results_ms, ran.end_ms + job.load.results_after_ms)
         clock.over_ms = max(clock.over_ms, ran.over_ms)
     return taken

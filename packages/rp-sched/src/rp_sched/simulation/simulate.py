@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
-from rp_sched.problem.plan import Mode
+from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task, check_order
 from rp_sched.problem.validation import check_problem, check_steps
 from rp_sched.simulation.clock import Clock, Ran
 from rp_sched.simulation.host_memory import Host
 from rp_sched.simulation.peak_memory import Holding, peak
-from rp_sched.simulation.stage_costs import Load, Loads, results_after_ms
+from rp_sched.simulation.stage_costs import Load, Loads
 from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline
 
 
@@ -77,11 +77,12 @@ class _Player:
             self._launch_ms += self._clock.next_call()
         self._launches.append(self._launch_ms)
         self._host.next_call(tasks)
-        saved = sorted({task.layers.start for task in tasks if task.kind != "F"})
+        saved = sorted({task.layers.start for task in tasks if task.runs_backward})
         self._ready = [0.0] * self._microbatches
         self._done = [0.0] * self._microbatches
         for task, before in zip(tasks, (None, *tasks), strict=False):
-            if self._mode == "train" and task.kind == "B" and before is not None and before.kind == "F":
+            begins_backward = before is not None and before.runs_forward and task.runs_backward
+            if self._mode == "train" and begins_backward:
                 self._open_gate()
             self._run(task, self._loads.of(task.kind, task.layers, saved))
 
@@ -108,7 +109,7 @@ class _Player:
         # A device that was free before the launch has been idle since its last task ended.
         free_ms = clock.free[task.device] or self._ends[task.device] - self._launch_ms
         ran = clock.run(load, task.microbatches, task.device, self._ready, self._loads.limits)
-        clock.results_ms = max(clock.results_ms, ran.end_ms + results_after_ms(task.kind, load))
+        clock.results_ms = max(clock.results_ms, ran.end_ms + load.results_after_ms)
         clock.over_ms = max(clock.over_ms, ran.over_ms)
         self._over_ms = max(self._over_ms, self._launch_ms + max(clock.over_ms, clock.results_ms))
         self._note_idle(task, ran, ready, free_ms)

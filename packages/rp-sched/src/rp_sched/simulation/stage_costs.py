@@ -1,13 +1,15 @@
 """What stages take: time, bytes over the links, memory."""
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from rp_sched.errors import Infeasible
 from rp_sched.problem.costs import LayerCost, Limits
-from rp_sched.problem.plan import Mode, Plan
-from rp_sched.problem.tasks import Kind
+from rp_sched.problem.modes import Mode
+from rp_sched.problem.plan import Plan
+from rp_sched.problem.task_kinds import TaskKind
 
 _Number = TypeVar("_Number", int, float)
 
@@ -15,16 +17,17 @@ _Number = TypeVar("_Number", int, float)
 class Load(NamedTuple):
     """What a stage takes on a device.
 
-    `ms`: one microbatch. `after_ms`: the part of it after the loss. `hop_ms`: from a microbatch's end to where the
-    next stage may start it. `weights_ms`: the link until the weights are there. `inputs_ms`, `outputs_ms`: the
-    links for one microbatch. `gradients_ms`: the link back, once. `state_bytes`: weights and gradients.
-    `gradient_bytes`: the part of these that is left when the weights are not needed any more. `kept_bytes`: the
-    activations of one microbatch.
+    `ms`: one microbatch. `hop_ms`: from a microbatch's end to where the next stage may start it.
+    `results_after_ms`: from the task's end to when the caller has the results it waits for; less than 0 for
+    losses, which come before the backward pass; minus infinity if there are none. `weights_ms`: the link until
+    the weights are there. `inputs_ms`, `outputs_ms`: the links for one microbatch. `gradients_ms`: the link back,
+    once. `state_bytes`: weights and gradients. `gradient_bytes`: the part of these that is left when the weights
+    are not needed any more. `kept_bytes`: the activations of one microbatch.
     """
 
     ms: float
-    after_ms: float
     hop_ms: float
+    results_after_ms: float
     weights_ms: float
     inputs_ms: float
     outputs_ms: float
@@ -37,19 +40,11 @@ class Load(NamedTuple):
 class Job(NamedTuple):
     """A task before a device is chosen. `gate`: it waits until every microbatch is through the task before it."""
 
-    kind: Kind
+    kind: TaskKind
     layers: range
     microbatches: range
     gate: bool
     load: Load
-
-
-def results_after_ms(kind: Kind, load: Load) -> float:
-    """From the end of a task to where the results are there that the caller waits for; losses: less than 0.
-
-    Outputs are there one hop later. A backward task has no results.
-    """
-    return {"F": load.hop_ms, "FB": -load.after_ms, "B": float("-inf")}[kind]
 
 
 # A job as the innermost loop wants it: gate, first and last microbatch, ms, hop_ms, results_after_ms.
@@ -67,8 +62,10 @@ class Loads:
     """Loads of the stages of one model, from running sums.
 
     >>> loads = Loads([LayerCost(1.0, 2.0, weight_bytes=5), LayerCost(3.0, 6.0)], Limits(hop_ms=0.5))
-    >>> loads.of("F", range(0, 2)).ms, loads.of("FB", range(0, 2)).after_ms, loads.of("B", range(1, 2)).ms
-    (4.0, 8.0, 9.0)
+    >>> loads.of(TaskKind.FORWARD, range(0, 2)).ms, loads.of(TaskKind.BACKWARD, range(1, 2)).ms
+    (4.0, 9.0)
+    >>> loads.of(TaskKind.FUSED, range(0, 2)).results_after_ms
+    -8.0
     """
 
     def __init__(self, costs: Sequence[LayerCost], limits: Limits) -> None:
@@ -95,38 +92,42 @@ class Loads:
         """Whether different devices may run different microbatches of these layers."""
         return self.ordered[layers.stop] == self.ordered[layers.start]
 
-    def of(self, kind: Kind, layers: range, saved: Sequence[int] = ()) -> Load:
+    def of(self, kind: TaskKind, layers: range, saved: Sequence[int] = ()) -> Load:
         """The load of a stage. `saved`: the layers whose inputs the backward pass takes from the host."""
         start, stop = layers.start, layers.stop
         up, down = self.limits.upload_ms_per_byte, self.limits.download_ms_per_byte
-        forward_ms = self.forward_ms[stop] - self.forward_ms[start]
-        backward_ms = 0.0 if kind == "F" else self.backward_ms[stop] - self.backward_ms[start]
+        forward_ms, inputs = 0.0, 0
+        if kind.runs_forward or kind.recomputes:
+            forward_ms, inputs = self.forward_ms[stop] - self.forward_ms[start], self.input_bytes[start]
+        backward_ms = self.backward_ms[stop] - self.backward_ms[start] if kind.runs_backward else 0.0
         weights = self.weight_bytes[stop] - self.weight_bytes[start]
-        gradients = 0 if kind == "F" else self.gradient_bytes[stop] - self.gradient_bytes[start]
-        leaving = 0 if kind == "F" else self.trainable_bytes[stop] - self.trainable_bytes[start]
-        above = self.input_bytes[stop] if kind == "B" else 0
-        handed = self.input_bytes[stop if kind == "F" else start]
+        gradients = self.gradient_bytes[stop] - self.gradient_bytes[start] if kind.adds_gradients else 0
+        leaving = self.trainable_bytes[stop] - self.trainable_bytes[start] if kind.adds_gradients else 0
+        above = self.input_bytes[stop] if kind.takes_gradients else 0
+        below = self.input_bytes[start] if kind.sends_gradients else 0
+        handed = below + (self.input_bytes[stop] if kind.sends_outputs else 0)
         kept_on_host = (
-            sum(self.input_bytes[layer] for layer in saved if start < layer < stop) if kind == "F" else 0
+            sum(self.input_bytes[layer] for layer in saved if start < layer < stop) if kind.saves_inputs else 0
         )
+        hop_ms = self.limits.hop_ms + handed * (up + down)
         return Load(
             ms=forward_ms + backward_ms,
-            after_ms=backward_ms,
-            hop_ms=self.limits.hop_ms + handed * (up + down),
+            hop_ms=hop_ms,
+            results_after_ms=_results_after_ms(kind, hop_ms, backward_ms),
             weights_ms=weights * up,
-            inputs_ms=(self.input_bytes[start] + above) * up,
+            inputs_ms=(inputs + above) * up,
             outputs_ms=(handed + kept_on_host) * down,
             gradients_ms=leaving * down,
             state_bytes=weights + gradients,
             gradient_bytes=gradients,
-            kept_bytes=0 if kind == "F" else self.kept_bytes[stop] - self.kept_bytes[start],
+            kept_bytes=self.kept_bytes[stop] - self.kept_bytes[start] if kind.keeps_activations else 0,
         )
 
     def piece(
-        self, kind: Kind, layers: range, groups: tuple[range, ...], saved: Sequence[int], gate: bool
+        self, kind: TaskKind, layers: range, groups: tuple[range, ...], saved: Sequence[int], gate: bool
     ) -> Piece:
         """The jobs of a stage. Most of them come again and again while a solver tries plans, so they are kept."""
-        inside = tuple(layer for layer in saved if layer in layers) if self.linked and kind == "F" else ()
+        inside = tuple(layer for layer in saved if layer in layers) if self.linked and kind.saves_inputs else ()
         key = (kind, layers, groups, inside, gate)
         if key not in self._pieces:
             load = self.of(kind, layers, inside)
@@ -134,7 +135,7 @@ class Loads:
             self._pieces[key] = Piece(jobs, tuple(map(_brief, jobs)))
         return self._pieces[key]
 
-    def fits(self, kind: Kind, layers: range) -> bool:
+    def fits(self, kind: TaskKind, layers: range) -> bool:
         """Whether a device takes these layers as one stage while it fetches the next one.
 
         A single layer needs no room for the next one, which then waits. After the whole model come the weights of
@@ -145,12 +146,12 @@ class Loads:
         weights = load.state_bytes - load.gradient_bytes
         if len(layers) == 1:
             return device is None or load.state_bytes + load.kept_bytes <= device
-        if kind == "FB" and len(layers) == self.num_layers:
+        if kind.runs_forward and kind.runs_backward and len(layers) == self.num_layers:
             stage, ahead = self.limits.stage_bytes, weights
         else:
             ahead = self.limits.room_ahead_bytes
         within = stage is None or load.state_bytes <= stage
-        if kind != "FB" and self.limits.ahead_bytes is not None:
+        if not kind.may_exceed_room_ahead and self.limits.ahead_bytes is not None:
             within = within and weights <= self.limits.ahead_bytes
         return within and (device is None or load.state_bytes + load.kept_bytes + ahead <= device)
 
@@ -159,17 +160,19 @@ class Loads:
         device = self.limits.device_memory_bytes
         if device is None:
             return
+        kinds = [kind for kind in TaskKind if mode in kind.modes]
         for layer in range(self.num_layers):
-            load = self.of("F" if mode == "infer" else "B", range(layer, layer + 1))
-            if load.state_bytes + load.kept_bytes > device:
-                raise Infeasible(layer, load.state_bytes + load.kept_bytes, device)
+            loads = [self.of(kind, range(layer, layer + 1)) for kind in kinds]
+            most = max(load.state_bytes + load.kept_bytes for load in loads)
+            if most > device:
+                raise Infeasible(layer, most, device)
 
     def host_bytes(self, plan: Plan, microbatches: int) -> int:
         """What the host holds under a plan, at most; see `host_bytes`."""
-        backward = plan.backward if plan.fused is None else (plan.fused, *plan.backward)
-        saved = sum(self.input_bytes[layers.start] for layers in backward)
-        divided = len(plan.groups) > 1 or len(plan.backward_groups) > 1
-        gradients = self.trainable_bytes[-1] * (2 if divided else 1) if backward else 0
+        adding = [(stages, groups) for kind, stages, groups in plan.phases() if kind.adds_gradients]
+        copies = 2 if any(len(groups) > 1 for _, groups in adding) else 1
+        gradients = self.trainable_bytes[-1] * copies if any(stages for stages, _ in adding) else 0
+        saved = sum(self.input_bytes[layer] for layer in saved_layers(plan))
         # Besides what it saved, a microbatch has one activation or gradient on its way from stage to stage. The
         # next call starts before this one ends, so two calls' may be there.
         return self.weight_bytes[-1] + gradients + 2 * microbatches * (saved + max(self.input_bytes))
@@ -194,9 +197,20 @@ def host_bytes(plan: Plan, costs: Sequence[LayerCost], *, microbatches: int) -> 
     return Loads(costs, Limits()).host_bytes(plan, microbatches)
 
 
+def saved_layers(plan: Plan) -> list[int]:
+    """The layers whose inputs the backward pass takes from the host, where the forward pass leaves them."""
+    return [stage.start for kind, stages, _ in plan.phases() if kind.runs_backward for stage in stages]
+
+
+def _results_after_ms(kind: TaskKind, hop_ms: float, backward_ms: float) -> float:
+    if kind.sends_outputs:
+        return hop_ms
+    return -backward_ms if kind.computes_loss else -math.inf
+
+
 def _brief(job: Job) -> Brief:
     batch, load = job.microbatches, job.load
-    return job.gate, batch.start, batch.stop, load.ms, load.hop_ms, results_after_ms(job.kind, load)
+    return job.gate, batch.start, batch.stop, load.ms, load.hop_ms, load.results_after_ms
 
 
 def _sums(values: Sequence[_Number]) -> list[_Number]:
