@@ -72,7 +72,7 @@ WAITS = [
     ),
     Wait(
         "weights.py",
-        "wait([arriving for _, arriving in self._arriving.values() if not arriving.cancel()])",
+        "wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())",
         "a task that steps aside waits for its uploads",
     ),
     Wait(
@@ -80,7 +80,7 @@ WAITS = [
         "self._lane.outbox.wait_for_room(self._spare_bytes)",
         "gradients that cannot leave hold up the next task",
     ),
-    Wait("run.py", "        wait(self._deliveries)\n", "a run is over when its gradients are at home", ""),
+    Wait("run.py", "        wait_for_all(self._deliveries)\n", "a run is over when its gradients are at home", ""),
     Wait("saved.py", "device.activations_in.wait(event)", "activations come in after they went out"),
     Wait("saved.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
     Wait("saved.py", "device.results_out.wait(made)", "activations go out after they are made"),
@@ -97,9 +97,7 @@ WAITS = [
     ),
     Wait("runtime.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait("run.py", "event.synchronize()", "the caller reads results when they have come"),
-    Wait(
-        "run.py", "                self.wait()", "random layers are done when the call returns", " " * 16 + "pass"
-    ),
+    Wait("run.py", "self._await_all()", "random layers are done when the call returns"),
     Wait(
         "run.py",
         "        self.wait()\n        if self._error",
@@ -108,7 +106,7 @@ WAITS = [
     ),
     Wait("loan.py", "self._ticket.enter()", "a step waits for the gradients"),
     Wait("update.py", "ticket.enter()", "publishing waits for those who read the old weights"),
-    Wait("update.py", "future.exception()", "what is asked between calls waits for steps", nth=1),
+    Wait("update.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
     Wait(
         "randomness.py",
         "self._changed.wait_for(lambda: not self._alone and not self._sharers)",
@@ -119,7 +117,7 @@ WAITS = [
         "self._changed.wait_for(lambda: not self._alone)",
         "a layer that does not is looked at while nobody draws",
     ),
-    Wait("joint.py", "future.exception()", "a synchronous step waits for its end"),
+    Wait("joint.py", "wait_until(outcome.wait)", "a synchronous step waits for its end"),
     Wait(
         "engine.py",
         "            self._updates.wait()\n            self._masters_from_weights(written)",
@@ -140,9 +138,9 @@ WAITS = [
     ),
     Wait(
         "engine.py",
-        "        self._updates.wait()\n        yield",
+        "        self._updates.wait()\n\n    def take_over",
         "weights are loaded when the last result is published",
-        "        yield",
+        "\n    def take_over",
     ),
     Wait(
         "engine.py",
@@ -151,7 +149,12 @@ WAITS = [
         "        self._updates.publish()\n        self.raise_late_errors()\n",
     ),
     Wait("packed.py", "here.synchronize()", "packed outputs are read when they have come"),
-    Wait("engine.py", "ticket.enter()", "what is asked between calls waits for all turns"),
+    Wait(
+        "engine.py",
+        "with own_turn(line, write=True):",
+        "what is asked between calls waits for all turns",
+        "if True:",
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -73,6 +74,36 @@ def test_ctrl_c_while_the_caller_waits_for_backward_leaves_no_turn_taken(two: Ru
     threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         getattr(model, waiting)()
+    MAY_GO.set()
+    goes_on(model, 4)
+
+
+class Stuck(nn.Module):
+    """A linear layer whose forward waits for `MAY_GO`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert MAY_GO.wait(30)
+        return self.linear(x)
+
+
+def test_ctrl_c_reaches_the_user_at_once_though_a_layer_goes_on(two: Runtime) -> None:
+    MAY_GO.clear()
+    model = RoundPipe(nn.Sequential(Stuck(), Stuck()), runtime=two)
+    pressed: list[float] = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    for way in (lambda: call(model, 4), model.synchronize, model.reset):
+        threading.Timer(0.3, press).start()
+        with pytest.raises(KeyboardInterrupt):
+            way()
+        assert time.monotonic() - pressed.pop() < 2
     MAY_GO.set()
     goes_on(model, 4)
 
@@ -193,8 +224,7 @@ def test_the_right_to_launch_is_free_wherever_an_interrupt_comes(two: Runtime) -
     def launch(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         while True:
-            with two.launching():
-                pass
+            two.launch(int)
 
     before = signal.signal(signal.SIGVTALRM, interrupt)
     try:
@@ -202,8 +232,8 @@ def test_the_right_to_launch_is_free_wherever_an_interrupt_comes(two: Runtime) -
             # Though the error, and all frames that it came through, live on.
             with pytest.raises(KeyboardInterrupt) as caught:
                 launch(chance.uniform(1e-5, 1e-3))
-            with two.launching():
-                assert caught.tb is not None
+            assert two.launch(int) == 0
+            assert caught.tb is not None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

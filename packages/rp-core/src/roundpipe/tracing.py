@@ -11,12 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from rp_optim.jobs import Outcome
 from rp_transfer import Device, Event, Stream
 
 from roundpipe.errors import Busy
@@ -90,7 +90,7 @@ class Tracer:
         self._clocks: dict[Device, _Clock] = {}
         self._lock = threading.Lock()
         self._settling = threading.Lock()
-        self._futures: deque[Future[Any]] = deque()
+        self._futures: deque[Outcome[Any]] = deque()
 
     # What the engine calls
 
@@ -133,7 +133,7 @@ class Tracer:
         """The device's compute stream has nothing to do within, or its thread nothing to put there."""
         return self.on_stream(device, device.compute, "wait", f"wait for {what}", reason=reason)
 
-    def follow(self, future: Future[Any]) -> None:
+    def follow(self, future: Outcome[Any]) -> None:
         """Work that was launched, and that the end waits for."""
         if self._keep:
             self._futures.append(future)
@@ -144,7 +144,7 @@ class Tracer:
         """All spans in the order of their start, once all that was followed is over."""
         while self._futures:
             # Tasks hand gradients over while they are waited for, so more may come.
-            wait([self._futures.popleft()])
+            self._futures.popleft().wait()
         self.settle(list(self._clocks))
         return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
 

@@ -9,16 +9,17 @@ the last one. Where weights have a second block, the step wrote it there already
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import partial
 
+from rp_optim.jobs import Outcome
 from rp_transfer import Ticket
 
 from roundpipe import tracing
 from roundpipe.context import OptimizerCtx
 from roundpipe.errors import add_note, in_words
+from roundpipe.launcher import wait_until
 from roundpipe.loan import Incomplete, Loan, abandon, take_back
 from roundpipe.runtime import Runtime
 from roundpipe.state import Block, ModelState
@@ -36,7 +37,7 @@ class Updates:
         self._name = name
         self._state = state
         self._runtime = runtime
-        self._pending: list[Future[None]] = []
+        self._pending: list[Outcome[None]] = []
 
     # Launch, on the calling thread
 
@@ -63,15 +64,15 @@ class Updates:
         self._state.version += 1
         return {block: take(block.turns, write=True) for block in self._state.trainable}
 
-    def submit(self, job: Callable[[Tracer | None], None]) -> Future[None]:
+    def submit(self, job: Callable[[Tracer | None], None]) -> Outcome[None]:
         """Queue a job whose errors are this model's."""
         tracer = tracing.current()
         # In the caller's context variables, where newer torch keeps settings.
-        future = self._runtime.optimizer.submit(copy_context().run, job, tracer)
+        outcome = self._runtime.optimizer.submit(copy_context().run, job, tracer)
         if tracer is not None:
-            tracer.follow(future)
-        self._pending.append(future)
-        return future
+            tracer.follow(outcome)
+        self._pending.append(outcome)
+        return outcome
 
     def share(self, other: Updates) -> None:
         """Wait for the other model's steps, too: from now on both are stepped together."""
@@ -80,14 +81,14 @@ class Updates:
 
     def errors(self) -> list[BaseException]:
         """The errors of steps that are over, and were not returned before."""
-        over = [future for future in self._pending if future.done()]
-        self._pending[:] = [future for future in self._pending if not future.done()]
-        return [error for future in over if (error := future.exception()) is not None]
+        over = [outcome for outcome in self._pending if outcome.done()]
+        self._pending[:] = [outcome for outcome in self._pending if outcome not in over]
+        return [error for outcome in over if (error := outcome.exception()) is not None]
 
     def wait(self) -> None:
         """Block until all steps are over; `error` then tells how they went."""
-        for future in self._pending:
-            future.exception()
+        for outcome in self._pending:
+            wait_until(outcome.wait)
 
 
 class Part:
