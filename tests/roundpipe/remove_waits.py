@@ -73,7 +73,7 @@ WAITS = [
     ),
     Wait(
         "device/weights.py",
-        "wait([arriving for _, arriving in self._arriving.values() if not arriving.cancel()])",
+        "wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())",
         "a task that steps aside waits for its uploads",
     ),
     Wait(
@@ -82,7 +82,10 @@ WAITS = [
         "gradients that cannot leave hold up the next task",
     ),
     Wait(
-        "execution/run.py", "        wait(self._deliveries)\n", "a run is over when its gradients are at home", ""
+        "execution/run.py",
+        "        wait_for_all(self._deliveries)\n",
+        "a run is over when its gradients are at home",
+        "",
     ),
     Wait("device/activations.py", "device.activations_in.wait(event)", "activations come in after they went out"),
     Wait("device/activations.py", "device.compute.wait(arrived)", "a layer waits for its activations to arrive"),
@@ -102,12 +105,7 @@ WAITS = [
     ),
     Wait("runtime/runtime.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait("execution/run.py", "event.synchronize()", "the caller reads results when they have come"),
-    Wait(
-        "execution/run.py",
-        "                self.wait()",
-        "random layers are done when the call returns",
-        " " * 16 + "pass",
-    ),
+    Wait("execution/run.py", "self._await_all()", "random layers are done when the call returns"),
     Wait(
         "execution/run.py",
         "        self.wait()\n        if self._error",
@@ -116,7 +114,7 @@ WAITS = [
     ),
     Wait("optimizer/gradient_loan.py", "self._ticket.enter()", "a step waits for the gradients"),
     Wait("optimizer/steps.py", "ticket.enter()", "publishing waits for those who read the old weights"),
-    Wait("optimizer/steps.py", "future.exception()", "what is asked between calls waits for steps", nth=1),
+    Wait("optimizer/steps.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
     Wait(
         "device/randomness.py",
         "self._changed.wait_for(lambda: not self._alone and not self._sharers)",
@@ -127,7 +125,7 @@ WAITS = [
         "self._changed.wait_for(lambda: not self._alone)",
         "a layer that does not is looked at while nobody draws",
     ),
-    Wait("engine/group.py", "future.exception()", "a synchronous step waits for its end"),
+    Wait("engine/group.py", "wait_until(outcome.wait)", "a synchronous step waits for its end"),
     Wait(
         "engine/engine.py",
         "            self._updates.wait()\n            self._masters_from_weights(written)",
@@ -148,9 +146,9 @@ WAITS = [
     ),
     Wait(
         "engine/engine.py",
-        "        self._updates.wait()\n        yield",
+        "        self._updates.wait()\n\n    def take_over",
         "weights are loaded when the last result is published",
-        "        yield",
+        "\n    def take_over",
     ),
     Wait(
         "engine/engine.py",
@@ -159,7 +157,12 @@ WAITS = [
         "        self._updates.publish()\n        self.raise_late_errors()\n",
     ),
     Wait("execution/packed_data.py", "here.synchronize()", "packed outputs are read when they have come"),
-    Wait("engine/engine.py", "ticket.enter()", "what is asked between calls waits for all turns"),
+    Wait(
+        "engine/engine.py",
+        "with own_turn(line, write=True):",
+        "what is asked between calls waits for all turns",
+        "if True:",
+    ),
 ]
 
 

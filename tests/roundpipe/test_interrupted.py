@@ -93,6 +93,36 @@ def test_ctrl_c_while_the_caller_waits_for_backward_leaves_no_turn_taken(two: Ru
     goes_on(model, 4)
 
 
+class Stuck(nn.Module):
+    """A linear layer whose forward waits for `MAY_GO`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert MAY_GO.wait(30)
+        return self.linear(x)
+
+
+def test_ctrl_c_reaches_the_user_at_once_though_a_layer_goes_on(two: Runtime) -> None:
+    MAY_GO.clear()
+    model = RoundPipe(nn.Sequential(Stuck(), Stuck()), runtime=two)
+    pressed: list[float] = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    for way in (lambda: call(model, 4), model.synchronize, model.reset):
+        threading.Timer(0.3, press).start()
+        with pytest.raises(KeyboardInterrupt):
+            way()
+        assert time.monotonic() - pressed.pop() < 2
+    MAY_GO.set()
+    goes_on(model, 4)
+
+
 @pytest.mark.parametrize("nth", [1, 2, 4])
 @pytest.mark.parametrize("what", ["a call", "a step", "a synchronous step", "synchronize"])
 def test_an_interrupt_while_turns_are_taken_gives_up_those_taken(
@@ -209,8 +239,7 @@ def test_the_right_to_launch_is_free_wherever_an_interrupt_comes(two: Runtime) -
     def launch(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         while True:
-            with two.launching():
-                pass
+            two.launch(int)
 
     before = signal.signal(signal.SIGVTALRM, interrupt)
     try:
@@ -218,8 +247,8 @@ def test_the_right_to_launch_is_free_wherever_an_interrupt_comes(two: Runtime) -
             # Though the error, and all frames that it came through, live on.
             with pytest.raises(KeyboardInterrupt) as caught:
                 launch(chance.uniform(1e-5, 1e-3))
-            with two.launching():
-                assert caught.tb is not None
+            assert two.launch(int) == 0
+            assert caught.tb is not None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

@@ -250,14 +250,14 @@ def test_an_interrupted_launch_leaves_no_job_behind(two: Runtime, monkeypatch: p
     model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=2))
     x, y = batch(6)
     call(model, x, y)
-    executor = two.lanes[0]._executor
-    submit = executor.submit
+    worker = two.lanes[0]._worker
+    submit = worker.submit
 
     def interrupted(*_: object) -> object:
-        monkeypatch.setattr(executor, "submit", submit)
+        monkeypatch.setattr(worker, "submit", submit)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(executor, "submit", interrupted)
+    monkeypatch.setattr(worker, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call(model, x, y)
     model.reset()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Literal, TypeVar, cast
@@ -13,6 +12,7 @@ import torch
 
 from rp_optim.errors import InvalidOption, InvalidParameter, ScalerMisuse, WrongThread
 from rp_optim.gradients import gradient_of, is_finite, scale, squares_of
+from rp_optim.jobs import Outcome
 from rp_optim.masters import by_arrival, own_grad
 from rp_optim.worker import OptimizerThread, on_any_optimizer_thread
 
@@ -188,10 +188,13 @@ class GradScaler:
                 "update was called in a step function; call it from the training loop, after the step"
             )
         given = None if new_scale is None else _one_number(new_scale)
-        done: Future[_Numbers] = Future()
+        done = Outcome(lambda: self._own)
         if self._thread is None:
-            self._seen = done
-            self._update_kernel(given, done, is_async=False)
+            try:
+                self._update_kernel(given, done, is_async=False)
+            finally:
+                # Perhaps Ctrl-C came: what is never done would be waited for.
+                self._seen = done if done.done() else self._seen
             return
         # Also where a step has failed: the update of a failed step makes room for the next one.
         failure = self._thread.take_failure()
@@ -204,7 +207,7 @@ class GradScaler:
         if not is_async:
             self._thread.synchronize_optim()
 
-    def _update_kernel(self, given: float | None, done: Future[_Numbers], *, is_async: bool) -> None:
+    def _update_kernel(self, given: float | None, done: Outcome[_Numbers], *, is_async: bool) -> None:
         old = self._own
         try:
             self._own = self._moved(given)
@@ -214,7 +217,7 @@ class GradScaler:
             self._own = replace(self._own, updates=old.updates + 1)
             # The losses of the steps from here on were scaled with what the training loop then saw.
             self._unscale_with = given if given is not None else (old if is_async else self._own).scale
-            done.set_result(self._own)
+            done.carry_out()
 
     def _moved(self, given: float | None) -> _Numbers:
         own = self._own
@@ -370,9 +373,9 @@ class GradScaler:
             raise
 
 
-def _done(numbers: _Numbers) -> Future[_Numbers]:
-    done: Future[_Numbers] = Future()
-    done.set_result(numbers)
+def _done(numbers: _Numbers) -> Outcome[_Numbers]:
+    done = Outcome(lambda: numbers)
+    done.carry_out()
     return done
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from rp_optim.errors import WrongThread
+from rp_optim.jobs import Outcome, Worker
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -46,34 +47,17 @@ class OptimizerThread:
     def __init__(self, *, leave_cores: int = 0) -> None:
         if leave_cores < 0:
             raise ValueError(f"leave_cores must be >= 0, but is {leave_cores} instead")
-        self._ident: int | None = None
         self.num_failed = 0
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
-        self._executor = ThreadPoolExecutor(
-            1,
-            thread_name_prefix="roundpipe-optimizer",
-            initializer=self._start,
-            initargs=(max(1, torch.get_num_threads() - leave_cores),),
-        )
-
-    def _start(self, num_threads: int) -> None:
-        # Torch gives a new thread the count that any thread set last. This one takes its own, whatever a device's
-        # worker has set, and does not leave it to threads that start later. Asked first: the first question of a
-        # thread would undo what was set before it.
-        others = torch.get_num_threads()
-        torch.set_num_threads(num_threads)
-        # At the interpreter's end, while the last jobs run, no thread can start: none that would take this count.
-        with suppress(RuntimeError), ThreadPoolExecutor(1) as executor:
-            executor.submit(torch.set_num_threads, others).result()
-        self._ident = threading.get_ident()
-        _here.is_optimizer = True
+        num_threads = max(1, torch.get_num_threads() - leave_cores)
+        self._worker = Worker("roundpipe-optimizer", partial(_start, num_threads))
 
     def submit(
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
-    ) -> Future[_Result]:
-        """Queue a job. Its result, or what it raises, is in the future, and is not remembered here."""
-        return self._executor.submit(self._counted, job, args, kwargs)
+    ) -> Outcome[_Result]:
+        """Queue a job. What it returns or raises is in the outcome, and is not remembered here."""
+        return self._worker.submit(self._counted, job, args, kwargs)
 
     def _counted(self, job: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
         try:
@@ -94,7 +78,7 @@ class OptimizerThread:
 
     def queue(self, fn: Callable[_Arguments, object], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
         """`launch_optim_kernel` for a job that runs whatever is remembered, and that `num_failed` leaves out."""
-        self._executor.submit(self._run, fn, args, kwargs)
+        self._worker.submit(self._run, fn, args, kwargs)
 
     def _run(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -121,7 +105,7 @@ class OptimizerThread:
         """
         if self.on_optim_stream():
             raise WrongThread("the optimizer's thread cannot wait for itself; synchronize from the training loop")
-        self._executor.submit(_nothing).result()
+        self._worker.submit(_nothing).result()
         self._raise_failure()
 
     def on_optim_stream(self) -> bool:
@@ -132,16 +116,30 @@ class OptimizerThread:
         (False, True)
         >>> thread.close()
         """
-        return threading.get_ident() == self._ident
+        return self._worker.is_current()
 
     is_current = on_optim_stream
 
     def close(self) -> None:
         """Finish the jobs and end the thread. May be called twice."""
-        self._executor.shutdown(wait=True)
+        self._worker.close()
 
     shutdown_optim = close
 
 
 def _nothing() -> None:
     pass
+
+
+def _start(num_threads: int) -> None:
+    # Torch gives a new thread the count that any thread set last. This one takes its own, whatever a device's
+    # worker has set, and does not leave it to threads that start later. Asked first: the first question of a
+    # thread would undo what was set before it.
+    others = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    setter = threading.Thread(target=torch.set_num_threads, args=(others,))
+    # At the interpreter's end, while the last jobs run, no thread can start: none that would take this count.
+    with suppress(RuntimeError):
+        setter.start()
+        setter.join()
+    _here.is_optimizer = True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
+from rp_optim.jobs import Outcome, wait_for_all
 from rp_transfer import Event, Ticket
 
 from roundpipe.device.replica import Twins
@@ -53,7 +53,7 @@ class Weights:
         self._twins = twins
         self._turns = turns
         self._gradient_turns = gradient_turns
-        self._arriving: dict[Block, tuple[torch.Tensor, Future[Event]]] = {}
+        self._arriving: dict[Block, tuple[torch.Tensor, Outcome[Event]]] = {}
         self._bound: dict[Block, torch.Tensor] = {}
         self._addresses: set[int] = set()
         self._trained: list[Block] = []
@@ -246,7 +246,7 @@ class Weights:
 
     def abandon(self) -> None:
         """Give up all turns; those behind still wait for what was begun with them."""
-        wait([arriving for _, arriving in self._arriving.values() if not arriving.cancel()])
+        wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())
         begun = (self._lane.inbox.stream.record(), self._device.results_out.record())
         for ticket in self.tickets():
             ticket.leave(*begun)

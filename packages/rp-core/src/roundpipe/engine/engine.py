@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import rp_batch
 import torch
+from rp_optim.jobs import Outcome
 from rp_sched import LayerCost, Mode, Task
 from torch import nn
 
@@ -18,13 +20,13 @@ from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed, add_note, in_words
 from roundpipe.execution.autograd import Gradients, connect
-from roundpipe.execution.call import Autocast, Call, LossFn
+from roundpipe.execution.call import Autocast, Call, LossFn, Streams
 from roundpipe.execution.packed_data import Arrivals, RoundPipePackedData
 from roundpipe.execution.run import Key, Run, sum_losses
 from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.planning.planner import Planner
-from roundpipe.runtime.runtime import Runtime, lasting
-from roundpipe.runtime.tickets import Take
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.settings.run_config import RoundPipeRunConfig
 from roundpipe.state.grad_attribute import Exposure
 from roundpipe.state.model_state import ModelState, PinMode
@@ -36,12 +38,23 @@ from roundpipe.telemetry.tracing import CALLER, Tracer
 
 @contextmanager
 def told(name: str, what: str) -> Generator[None]:
-    """What is launched within outlives the caller's inference mode, and whoever watches is told of it."""
-    with lasting(), tracing.current().on_host(CALLER, "call", f"{what} of {name}"):
+    """Whoever watches is told of what is launched within."""
+    with tracing.current().on_host(CALLER, "call", f"{what} of {name}"):
         yield
 
 
 Losses = torch.Tensor | list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a caller has given, and its settings that belong to threads."""
+
+    parts: rp_batch.Parts[Any]
+    arrivals: Arrivals
+    config: RoundPipeRunConfig
+    autocast: tuple[Autocast, ...]
+    streams: Streams
 
 
 class Engine:
@@ -91,8 +104,7 @@ class Engine:
         """The optimizer's parameter of each trainable one."""
         # A step function sees what was there when it was launched.
         if not self._runtime.optimizer.is_current() and self._has_changed():
-            with self._runtime.launching(), lasting():
-                self.get_ready(training=False)
+            self._runtime.launch(partial(self.get_ready, training=False))
         self._state.make_masters()
         return self._state.masters
 
@@ -100,30 +112,53 @@ class Engine:
         self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig, *, wants_grad: bool
     ) -> list[Any]:
         """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
-        with self._runtime.launching(), told(self._name, "forward"):
-            self.get_ready(training=False)
-            inputs = _requiring_grad(parts) if wants_grad else []
-            with_grad = bool(inputs) or (wants_grad and bool(self._state.trainable))
-            run, backward_tasks = self._launch_forward(
-                parts, arrivals, config, with_grad=with_grad, input_grads=bool(inputs)
-            )
-            packets = run.collect(self._outputs(len(parts)), wait=config.merge_output is not False)
-            version = self._state.version
-        if not with_grad:
+        inputs = _requiring_grad(parts) if wants_grad else []
+        given = Given(parts, arrivals, config, Autocast.current(), Streams.current(parts))
+        launch = partial(self._forward, given, input_grads=bool(inputs), wants_grad=wants_grad)
+        run, backward_tasks, packets, version = self._runtime.launch(launch)
+        if not run.call.with_grad:
             return self._returned([packet.tree() for packet in packets], packets, parts, config)
 
         def run_backward(grads: Gradients) -> Gradients:
-            with self._runtime.launching(), told(self._name, "backward"):
-                self.get_ready(training=True)
-                self._check_version(version)
-                arrivals.refuse_written()
-                times = self._planner.watch(config, "train", parts, backward_tasks)
-                self._launch_backward(run, backward_tasks, packets, grads, times)
-                returned = run.collect(_keys("grad", 0, len(parts))) if inputs else []
-                run.finish()
+            launch = partial(self._backward, given, run, backward_tasks, packets, grads, Streams.current(grads))
+            returned = self._runtime.launch(partial(launch, version, input_grads=bool(inputs)))
             return _grads_of_inputs(parts, returned) if inputs else []
 
         return self._returned(connect(packets, inputs, run_backward), packets, parts, config)
+
+    def _forward(
+        self, given: Given, *, input_grads: bool, wants_grad: bool
+    ) -> tuple[Run, list[Task], list[Packet], int]:
+        """The run, the tasks of its backward, the outputs, and the version of the weights that it read."""
+        with told(self._name, "forward"):
+            self.get_ready(training=False)
+            with_grad = input_grads or (wants_grad and bool(self._state.trainable))
+            run, backward_tasks = self._launch_forward(given, with_grad=with_grad, input_grads=input_grads)
+            packets = run.collect(self._outputs(len(given.parts)), wait=given.config.merge_output is not False)
+            return run, backward_tasks, packets, self._state.version
+
+    def _backward(
+        self,
+        given: Given,
+        run: Run,
+        tasks: list[Task],
+        packets: list[Packet],
+        grads: Gradients,
+        streams: Streams,
+        version: int,
+        *,
+        input_grads: bool,
+    ) -> list[Packet]:
+        with told(self._name, "backward"):
+            self.get_ready(training=True)
+            self._check_version(version)
+            given.arrivals.refuse_written()
+            times = self._planner.watch(given.config, "train", given.parts, tasks)
+            with streams.current_here():
+                self._launch_backward(run, tasks, packets, grads, times)
+            returned = run.collect(_keys("grad", 0, len(given.parts))) if input_grads else []
+            run.finish()
+            return returned
 
     def _returned(
         self,
@@ -149,14 +184,9 @@ class Engine:
     ) -> tuple[Losses, list[Any]]:
         """The sums of the losses, and the outputs of all microbatches if they are to be kept."""
         inputs = _requiring_grad(parts)
-        with self._runtime.launching(), told(self._name, "forward_backward"):
-            self.get_ready(training=True)
-            run = self._launch_fused(parts, labels, arrivals, loss_fn, config, keep=keep)
-            self._planner.improve_while(config, "fused", parts, run.wait_for_any)
-            losses = run.collect(_keys("loss", 0, len(parts)))
-            wait = config.merge_output is not False
-            outputs = run.collect(self._outputs(len(parts)), wait=wait) if keep else []
-            grads = run.collect(_keys("grad", 0, len(parts))) if inputs else []
+        given = Given(parts, arrivals, config, Autocast.current(), Streams.current((parts, labels)))
+        launch = partial(self._forward_backward, given, labels, loss_fn, keep=keep, input_grads=bool(inputs))
+        losses, outputs, grads = self._runtime.launch(launch)
         if inputs:
             # Outside the lock: what made the inputs may be a RoundPipe model, too.
             _backpropagate(inputs, _grads_of_inputs(parts, grads))
@@ -164,13 +194,28 @@ class Engine:
             return sum_losses(losses), []
         return sum_losses(losses), self._returned([packet.tree() for packet in outputs], outputs, parts, config)
 
-    # Parts of what `Joint` does; under the launch lock
+    def _forward_backward(
+        self, given: Given, labels: Sequence[Any], loss_fn: LossFn, *, keep: bool, input_grads: bool
+    ) -> tuple[list[Packet], list[Packet], list[Packet]]:
+        """The losses, the outputs if they are to be kept, and the gradients of the inputs if these want any."""
+        with told(self._name, "forward_backward"):
+            self.get_ready(training=True)
+            run = self._launch_fused(given, labels, loss_fn, keep=keep)
+            self._planner.improve_while(given.config, "fused", given.parts, run.wait_for_any)
+            count = len(given.parts)
+            losses = run.collect(_keys("loss", 0, count))
+            wait = given.config.merge_output is not False
+            outputs = run.collect(self._outputs(count), wait=wait) if keep else []
+            grads = run.collect(_keys("grad", 0, count)) if input_grads else []
+            return losses, outputs, grads
+
+    # Parts of what `Joint` does; on the launcher's thread
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
         """Take a step's turns."""
         return self._updates.prepare(take, is_async=is_async)
 
-    def submit_step(self, job: Callable[[Tracer], None]) -> Future[None]:
+    def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a step's job."""
         return self._updates.submit(job)
 
@@ -183,11 +228,8 @@ class Engine:
         """Wait for everything that was launched before."""
         self._updates.wait()
         for line in self._state.lines():
-            ticket = line.write()
-            try:
-                ticket.enter()
-            finally:
-                ticket.leave()
+            with own_turn(line, write=True):
+                pass
 
     def publish(self) -> None:
         """Publish the last result, if calls do not read it yet, and wait for it."""
@@ -216,19 +258,20 @@ class Engine:
         self._drop_gradients()
         self._forget_failed_step()
 
-    @contextmanager
-    def replacing_weights(self) -> Generator[None]:
-        """Within it the caller may write the weights, which are current; their masters follow at its end."""
+    def make_current(self) -> None:
+        """Let the weights be current, so that the caller may write them."""
         self.drain()
         self._late_errors()
         self._updates.publish()
         self._updates.wait()
-        yield
+
+    def take_over(self) -> None:
+        """The caller has written the weights: the masters follow."""
         self._refresh()
         self._forget_failed_step()
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Within `replacing_weights`: new parameters, by the old ones, keep the optimizer's masters."""
+        """Before `take_over`: new parameters, by the old ones, keep the optimizer's masters."""
         for old, new in parameters.items():
             if new is not old and (master := self._state.masters.pop(old, None)) is not None:
                 self._state.masters[new] = master
@@ -240,7 +283,7 @@ class Engine:
             self._state.unpublished = False
             self._masters_from_weights(self._state.trainable_tensors())
 
-    # Getting ready; under the launch lock
+    # Getting ready; on the launcher's thread
 
     def get_ready(self, *, training: bool) -> None:
         """Raise what failed meanwhile, and take over what was changed outside."""
@@ -294,7 +337,8 @@ class Engine:
         for block in self._state.trainable:
             found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
             if found and block.gradient is not None:
-                block.gradient.collect(found, block.tensors)
+                with own_turn(block.gradient.turns, write=True):
+                    block.gradient.collect(found, block.tensors)
 
     def _refresh(self) -> None:
         written = self._state.written_outside()
@@ -342,17 +386,10 @@ class Engine:
             if block.gradient is not None:
                 block.gradient.drop()
 
-    # Launching; under the launch lock
+    # Launching; on the launcher's thread
 
-    def _call(
-        self,
-        config: RoundPipeRunConfig,
-        parts: Sequence[Any],
-        *,
-        with_grad: bool,
-        loss_fn: LossFn | None = None,
-        keep: bool = False,
-    ) -> Call:
+    def _call(self, given: Given, *, with_grad: bool, loss_fn: LossFn | None = None, keep: bool = False) -> Call:
+        config = given.config
         state = self._state
         random = with_grad or any(flag for flags in state.flags for flag in flags)
         randomness = None
@@ -365,26 +402,26 @@ class Engine:
             with_grad=with_grad,
             grain=config.recompute_grain or "stage",
             is_planned=config.execute_plan is None,
-            num_microbatches=len(parts),
+            num_microbatches=len(given.parts),
             randomness=randomness,
-            autocast=Autocast.current(),
+            autocast=given.autocast,
             spare_bytes=self._planner.spare_bytes,
             loss_fn=loss_fn,
             keep_outputs=keep,
         )
 
-    def _new_run(
-        self, call: Call, tasks: Sequence[Task], parts: Sequence[Any], arrivals: Arrivals, *, outputs: bool
-    ) -> Run:
+    def _new_run(self, call: Call, tasks: Sequence[Task], given: Given, *, outputs: bool) -> Run:
         run = Run(call, self._runtime, self._twins)
         run.expect(tasks)
         if outputs:
-            run.reserve_all(self._outputs(len(parts)))
-        if call.with_grad and _requiring_grad(parts):
-            run.reserve_all(_keys("grad", 0, len(parts)))
-        for m, part in enumerate(parts):
-            packet = self._copied(tuple(part), f"inputs, microbatch {m}", arrivals, with_grads=call.with_grad)
-            run.put(("input", 0, m), packet)
+            run.reserve_all(self._outputs(len(given.parts)))
+        if call.with_grad and _requiring_grad(given.parts):
+            run.reserve_all(_keys("grad", 0, len(given.parts)))
+        with given.streams.current_here():
+            for m, part in enumerate(given.parts):
+                what = f"inputs, microbatch {m}"
+                packet = self._copied(tuple(part), what, given.arrivals, with_grads=call.with_grad)
+                run.put(("input", 0, m), packet)
         return run
 
     def _copied(
@@ -397,37 +434,23 @@ class Engine:
             add_note(error, f"RoundPipe: in model {self._name!r}, copying {what}")
             raise
 
-    def _launch_fused(
-        self,
-        parts: Sequence[Any],
-        labels: Sequence[Any],
-        arrivals: Arrivals,
-        loss_fn: LossFn,
-        config: RoundPipeRunConfig,
-        *,
-        keep: bool,
-    ) -> Run:
+    def _launch_fused(self, given: Given, labels: Sequence[Any], loss_fn: LossFn, *, keep: bool) -> Run:
+        parts, config = given.parts, given.config
         tasks = self._planner.tasks(config, "fused", parts, input_grads=bool(_requiring_grad(parts)))
-        call = self._call(config, parts, with_grad=True, loss_fn=loss_fn, keep=keep)
-        run = self._new_run(call, tasks, parts, arrivals, outputs=keep)
-        for m, label in enumerate(labels):
-            run.put(("label", 0, m), self._copied(label, f"labels, microbatch {m}", arrivals))
+        call = self._call(given, with_grad=True, loss_fn=loss_fn, keep=keep)
+        run = self._new_run(call, tasks, given, outputs=keep)
+        with given.streams.current_here():
+            for m, label in enumerate(labels):
+                run.put(("label", 0, m), self._copied(label, f"labels, microbatch {m}", given.arrivals))
         run.add_gradients()
         self._launch(run, tasks, self._planner.watch(config, "fused", parts, tasks))
         return run
 
-    def _launch_forward(
-        self,
-        parts: Sequence[Any],
-        arrivals: Arrivals,
-        config: RoundPipeRunConfig,
-        *,
-        with_grad: bool,
-        input_grads: bool,
-    ) -> tuple[Run, list[Task]]:
+    def _launch_forward(self, given: Given, *, with_grad: bool, input_grads: bool) -> tuple[Run, list[Task]]:
+        parts, config = given.parts, given.config
         mode: Mode = "train" if with_grad else "infer"
         tasks = self._planner.tasks(config, mode, parts, input_grads=input_grads)
-        run = self._new_run(self._call(config, parts, with_grad=with_grad), tasks, parts, arrivals, outputs=True)
+        run = self._new_run(self._call(given, with_grad=with_grad), tasks, given, outputs=True)
         up = [task for task in tasks if task.kind == "F"]
         self._launch(run, up, self._planner.watch(config, mode, parts, up))
         return run, [task for task in tasks if task.kind == "B"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,14 +11,15 @@ from torch import nn
 from roundpipe.engine.engine import Engine, told
 from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.optimizer.steps import run_step
-from roundpipe.runtime.runtime import Runtime, lasting
+from roundpipe.runtime.launcher import wait_until
+from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
 
 
 class Joint:
     """The engines of one model: a single one, or those of the parts that a model was taken apart into.
 
-    Each method holds the runtime's launch lock once for all of them.
+    Each method is one body of the runtime's launcher for all of them.
     """
 
     def __init__(self, name: str, engines: Sequence[Engine], runtime: Runtime) -> None:
@@ -33,21 +33,27 @@ class Joint:
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function over the gradients of all calls so far."""
-        with self._runtime.launching(), told(self._name, "step"):
+        self._runtime.launch(partial(self._step, step_fn, is_async=is_async))
+
+    def _step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
+        with told(self._name, "step"):
             for engine in self._engines:
                 engine.get_ready(training=True)
             with taking() as take:
                 parts = [engine.prepare_step(take, is_async=is_async) for engine in self._engines]
-                future = self._engines[0].submit_step(partial(run_step, self._name, parts, step_fn))
+                outcome = self._engines[0].submit_step(partial(run_step, self._name, parts, step_fn))
             for part in parts:
                 part.note_launched()
             if not is_async:
-                future.exception()
+                wait_until(outcome.wait)
                 self._raise_late_errors()
 
     def synchronize(self) -> None:
         """Wait for everything, publish the last result and show the gradients."""
-        with self._runtime.launching(), told(self._name, "synchronize"):
+        self._runtime.launch(self._synchronize)
+
+    def _synchronize(self) -> None:
+        with told(self._name, "synchronize"):
             for engine in self._engines:
                 engine.drain()
                 engine.publish()
@@ -58,7 +64,10 @@ class Joint:
         """Publish the last result and wait for it; a step function finds that of the steps before it published."""
         if self._runtime.optimizer.is_current() and all(engine.state.is_stepping for engine in self._engines):
             return
-        with self._runtime.launching(), told(self._name, "sync_optim_param"):
+        self._runtime.launch(self._sync_optim_param)
+
+    def _sync_optim_param(self) -> None:
+        with told(self._name, "sync_optim_param"):
             for engine in self._engines:
                 engine.raise_late_errors()
                 # A model with nothing to publish keeps its gradients where code outside reads them.
@@ -73,28 +82,32 @@ class Joint:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        with self._runtime.launching(), lasting():
-            for engine in self._engines:
-                engine.drop_gradients()
+        self._runtime.launch(self._for_each(lambda engine: engine.drop_gradients()))
 
     def reset(self) -> None:
         """Drop gradients and go back to the published weights."""
-        with self._runtime.launching(), lasting():
-            for engine in self._engines:
-                engine.reset()
+        self._runtime.launch(self._for_each(lambda engine: engine.reset()))
 
-    @contextmanager
-    def replacing_weights(self) -> Generator[None]:
-        """Within it the caller may write the weights, which are current; their masters follow at its end."""
-        with self._runtime.launching(), lasting(), ExitStack() as stack:
-            for engine in self._engines:
-                stack.enter_context(engine.replacing_weights())
-            yield
+    # Inside `Runtime.launching`, which the caller holds while it writes the weights
+
+    def make_current(self) -> None:
+        """Let the weights be current, so that the caller may write them."""
+        self._runtime.carry_out(self._for_each(lambda engine: engine.make_current()))
+
+    def take_over(self) -> None:
+        """The caller has written the weights: the masters follow."""
+        self._runtime.carry_out(self._for_each(lambda engine: engine.take_over()))
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Within `replacing_weights`: new parameters, by the old ones, keep the optimizer's masters."""
-        for engine in self._engines:
-            engine.replaced(parameters)
+        """Before `take_over`: new parameters, by the old ones, keep the optimizer's masters."""
+        self._runtime.carry_out(self._for_each(lambda engine: engine.replaced(parameters)))
+
+    def _for_each(self, do: Callable[[Engine], None]) -> Callable[[], None]:
+        def do_all() -> None:
+            for engine in self._engines:
+                do(engine)
+
+        return do_all
 
     def _raise_late_errors(self) -> None:
         for engine in self._engines:

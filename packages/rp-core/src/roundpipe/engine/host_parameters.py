@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from roundpipe.engine.engine import Engine
 from roundpipe.optimizer.steps import Part
-from roundpipe.runtime.runtime import Runtime, lasting
-from roundpipe.runtime.tickets import Take
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.runtime.tickets import Take, own_turn
 
 
 class _Holder(nn.Module):
@@ -45,14 +46,13 @@ class Resident(Engine):
 
     def enter_call(self) -> None:
         """Wait until the weights may be read, which they may until the next step is launched."""
-        with self._runtime.launching(), lasting():
-            self.get_ready(training=torch.is_grad_enabled())
-            for block in self._state.trainable:
-                ticket = block.turns.read()
-                try:
-                    ticket.enter()
-                finally:
-                    ticket.leave()
+        self._runtime.launch(partial(self._wait_for_weights, training=torch.is_grad_enabled()))
+
+    def _wait_for_weights(self, *, training: bool) -> None:
+        self.get_ready(training=training)
+        for block in self._state.trainable:
+            with own_turn(block.turns, write=False):
+                pass
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
         """Take a step's turns; no graph of before can be gone through if it reads what is published now."""

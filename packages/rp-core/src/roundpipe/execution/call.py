@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import rp_batch
 import torch
 
 from roundpipe.device.randomness import Randomness
@@ -37,6 +38,28 @@ class Autocast:
             )
             for kind in ("cpu", "cuda")
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The CUDA streams on which a caller's tensors were made, so that they may be read there."""
+
+    streams: tuple[torch.cuda.Stream, ...]
+
+    @classmethod
+    def current(cls, tree: Any) -> Streams:
+        """The calling thread's, of the devices that the tree's tensors are on."""
+        tensors = [leaf for leaf in rp_batch.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
+        return cls(tuple(map(torch.cuda.current_stream, devices)))
+
+    @contextmanager
+    def current_here(self) -> Generator[None]:
+        """Within it they are the current ones of this thread."""
+        with ExitStack() as stack:
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One call under way: its tasks on their lanes, what they hand to each other, and its end, good or bad.
 
-The calling thread takes every ticket and makes every slot here, before any task runs; workers only fill and take.
+The launcher takes every ticket and makes every slot here, before any task runs; workers only fill and take.
 Errors go the same way as results: the first one is kept, whoever waits for a slot wakes up, and the tasks that
 have not run step aside.
 """
@@ -11,11 +11,11 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Literal
 
 import rp_batch
 import torch
+from rp_optim.jobs import Outcome, wait_for_all, wait_for_any
 from rp_sched import Task
 
 from roundpipe.device.packet import Packet
@@ -26,6 +26,7 @@ from roundpipe.errors import add_note, in_words
 from roundpipe.execution.call import Call
 from roundpipe.execution.oom_advice import remedies
 from roundpipe.execution.stage import Stage
+from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Lane, Runtime
 from roundpipe.runtime.tickets import taking
 from roundpipe.telemetry import tracing
@@ -53,6 +54,13 @@ class _Slot:
         """Once; None where nothing will come."""
         self.packet = packet
         self._empty.release()
+
+    def is_filled(self, seconds: float) -> bool:
+        """Wait so long at most; whether it is filled, perhaps with nothing."""
+        if not self._empty.acquire(timeout=seconds):
+            return False
+        self._empty.release()
+        return True
 
     def wait(self) -> Packet:
         """Block until it is filled; `Aborted` where nothing will come."""
@@ -109,8 +117,8 @@ class Run:
         self._saved: dict[tuple[int, int], Packet] = {}
         self._recomputed: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
-        self._futures: list[Future[None]] = []
-        self._deliveries: list[Future[None]] = []
+        self._outcomes: list[Outcome[None]] = []
+        self._deliveries: list[Outcome[None]] = []
         self.number = 0
         self._microbatches = 0
         # What the layers took, one for each launch in which that is measured.
@@ -120,7 +128,7 @@ class Run:
         # Whether a gradient on the host may hold a part of this run's.
         self._has_delivered = False
 
-    # Launch, on the calling thread
+    # Launch, on the launcher's thread
 
     def expect(self, tasks: Iterable[Task]) -> None:
         """Make the slots that these tasks take their inputs, labels and gradients from."""
@@ -164,7 +172,7 @@ class Run:
             jobs.extend(self._prepare(task, times) for task in tasks)
             while jobs:
                 lane, job = jobs[0]
-                self._futures.append(self._followed(lane.submit(job)))
+                self._outcomes.append(self._followed(lane.submit(job)))
                 jobs.popleft()
         except BaseException as error:
             # Such as Ctrl-C: those behind must not wait for tasks that will never run.
@@ -174,9 +182,9 @@ class Run:
                 job.leave()
             raise
 
-    def _followed(self, future: Future[None]) -> Future[None]:
-        self._tracer.follow(future)
-        return future
+    def _followed(self, outcome: Outcome[None]) -> Outcome[None]:
+        self._tracer.follow(outcome)
+        return outcome
 
     def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, _TaskJob]:
         lane = self._runtime.lanes[task.device]
@@ -284,16 +292,21 @@ class Run:
 
     def take(self, key: Key) -> Packet:
         """What is in a slot; blocks until it is filled. The last reader empties it."""
-        with self._lock:
-            if self.aborted:
-                raise Aborted
-            slot = self._slots[key]
+        return self._emptied(self._slot(key), key)
+
+    def _emptied(self, slot: _Slot, key: Key) -> Packet:
         packet = slot.wait()
         with self._lock:
             slot.readers -= 1
             if slot.readers == 0:
                 self._slots.pop(key, None)
         return packet
+
+    def _slot(self, key: Key) -> _Slot:
+        with self._lock:
+            if self.aborted:
+                raise Aborted
+            return self._slots[key]
 
     # The end
 
@@ -326,20 +339,20 @@ class Run:
             self.call.state.describe_broken(self.number, in_words(error))
 
     def collect(self, keys: Iterable[Key], *, wait: bool = True) -> list[Packet]:
-        """Take slots on the calling thread; their memory may be read afterwards, or after their events.
+        """Take slots on the launcher's thread; their memory may be read afterwards, or after their events.
 
-        Raises the run's first error, once all its tasks have stepped aside.
+        Raises the run's first error, once all its tasks have stepped aside; what interrupts the caller is one.
         """
         try:
             with self._tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results"):
-                packets = [self.take(key) for key in keys]
+                packets = [self._awaited(key) for key in keys]
                 for packet in packets if wait else ():
                     for event in packet.events:
                         event.synchronize()
                     self._runtime.backend.host_touch(read=packet.tensors(), what="results")
             if self.call.randomness is not None and self.call.randomness.drew_any():
                 # The generators are the caller's too: nothing may use them once the call has returned.
-                self.wait()
+                self._await_all()
             return packets
         except Aborted:
             pass
@@ -348,6 +361,16 @@ class Run:
         # Not where another error is handled, which would take the place of what the run's own was raised after.
         self.finish()
         raise AssertionError("an aborted run has an error")
+
+    def _awaited(self, key: Key) -> Packet:
+        slot = self._slot(key)
+        wait_until(slot.is_filled)
+        return self._emptied(slot, key)
+
+    def _await_all(self) -> None:
+        for outcomes in (self._outcomes, self._deliveries):
+            for outcome in outcomes:
+                wait_until(outcome.wait)
 
     def add_gradients(self) -> None:
         """The tasks launched from now on add gradients; once a run, since they use up what forward saved.
@@ -364,12 +387,12 @@ class Run:
 
     def wait(self) -> None:
         """Block until all tasks are over, and all gradients at home."""
-        wait(self._futures)
-        wait(self._deliveries)
+        wait_for_all(self._outcomes)
+        wait_for_all(self._deliveries)
 
     def wait_for_any(self, seconds: float) -> bool:
         """Wait so long for a first task to be over; whether one is, or the run has failed."""
-        return self.aborted or bool(wait(self._futures, seconds, FIRST_COMPLETED).done)
+        return self.aborted or wait_for_any(self._outcomes, seconds)
 
     def take_times(self) -> list[LayerTimes]:
         """What its layers took, of a run that is over; each launch once, and nothing of a run that failed."""
@@ -395,7 +418,7 @@ class Run:
 
     def over(self) -> bool:
         """Whether all tasks are over, or have failed."""
-        return self.aborted or all(future.done() for future in [*self._futures, *self._deliveries])
+        return self.aborted or all(outcome.done() for outcome in [*self._outcomes, *self._deliveries])
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from roundpipe.context import doing_optimizer
 from roundpipe.engine.group import Joint
 from roundpipe.engine.memory_report import MemoryReport
-from roundpipe.runtime.runtime import Runtime
+from roundpipe.runtime.runtime import Runtime, lasting
 
 
 def caller() -> str:
@@ -163,11 +163,13 @@ class RoundPipeBase(nn.Module):
         With `assign` the given tensors take the parameters' places, as in torch; tied parameters stay tied, and
         with ``pin_model="off"`` tensors of a memory-mapped file stay where they are.
         """
-        with self._joint.replacing_weights():
+        with self.runtime.launching(), lasting():
+            self._joint.make_current()
             before = self._places()
             found = super().load_state_dict(state_dict, strict, assign)
             if assign:
                 self._joint.replaced(self._keep_tied(before))
+            self._joint.take_over()
             return found
 
     def _places(self) -> dict[str, torch.Tensor]:

@@ -9,16 +9,17 @@ the last one. Where weights have a second block, the step wrote it there already
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import partial
 
+from rp_optim.jobs import Outcome
 from rp_transfer import Ticket
 
 from roundpipe.context import OptimizerCtx
 from roundpipe.errors import add_note, in_words
 from roundpipe.optimizer.gradient_loan import Incomplete, Loan, abandon, take_back
+from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
 from roundpipe.state.model_state import Block, ModelState
@@ -35,7 +36,7 @@ class Updates:
         self._name = name
         self._state = state
         self._runtime = runtime
-        self._pending: list[Future[None]] = []
+        self._pending: list[Outcome[None]] = []
 
     # Launch, on the calling thread
 
@@ -62,14 +63,14 @@ class Updates:
         self._state.version += 1
         return {block: take(block.turns, write=True) for block in self._state.trainable}
 
-    def submit(self, job: Callable[[Tracer], None]) -> Future[None]:
+    def submit(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a job whose errors are this model's."""
         tracer = tracing.current()
         # In the caller's context variables, where newer torch keeps settings.
-        future = self._runtime.optimizer.submit(copy_context().run, job, tracer)
-        tracer.follow(future)
-        self._pending.append(future)
-        return future
+        outcome = self._runtime.optimizer.submit(copy_context().run, job, tracer)
+        tracer.follow(outcome)
+        self._pending.append(outcome)
+        return outcome
 
     def share(self, other: Updates) -> None:
         """Wait for the other model's steps, too: from now on both are stepped together."""
@@ -78,14 +79,14 @@ class Updates:
 
     def errors(self) -> list[BaseException]:
         """The errors of steps that are over, and were not returned before."""
-        over = [future for future in self._pending if future.done()]
-        self._pending[:] = [future for future in self._pending if not future.done()]
-        return [error for future in over if (error := future.exception()) is not None]
+        over = [outcome for outcome in self._pending if outcome.done()]
+        self._pending[:] = [outcome for outcome in self._pending if outcome not in over]
+        return [error for outcome in over if (error := outcome.exception()) is not None]
 
     def wait(self) -> None:
         """Block until all steps are over; `error` then tells how they went."""
-        for future in self._pending:
-            future.exception()
+        for outcome in self._pending:
+            wait_until(outcome.wait)
 
 
 class Part:

@@ -6,18 +6,20 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import copy_context
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from rp_optim import OptimizerThread
+from rp_optim.jobs import Outcome, Worker
 from rp_sched import Dealer
 from rp_transfer import Backend, Closed, Device, Event, HostUse, MemoryUse, Retainer, open_backend
 
 from roundpipe.errors import Busy
+from roundpipe.runtime.launcher import Launcher, wait_until
 from roundpipe.runtime.porter import Porter
 from roundpipe.runtime.switch_interval import quick_switching
 from roundpipe.telemetry import tracing
@@ -32,6 +34,8 @@ _FILLED_BYTES = 16 << 20
 _ADDED_BYTES = 32 << 20
 # So many microbatches, or large parts of one, lie on a device before its worker waits for the oldest.
 _AHEAD = 2
+
+_Result = TypeVar("_Result")
 
 
 class Job(Protocol):
@@ -59,20 +63,18 @@ class Lane:
         self.outbox = Porter(backend, device, device.gradients_out, num_threads, _ADDED_BYTES)
         self._waiting: deque[Job] = deque()
         self._ahead: deque[Event] = deque()
-        self._executor = ThreadPoolExecutor(
-            1, thread_name_prefix=f"roundpipe-{device.name}", initializer=device.attach_thread
-        )
-        self._thread = self._executor.submit(threading.get_ident)
+        self._worker = Worker(f"roundpipe-{device.name}", device.attach_thread)
+        self._worker.submit(_nothing).result()
 
     def is_current(self) -> bool:
         """Whether the calling thread is this lane's."""
-        return threading.get_ident() == self._thread.result()
+        return self._worker.is_current()
 
-    def submit(self, job: Job) -> Future[None]:
+    def submit(self, job: Job) -> Outcome[None]:
         """Queue a job; it runs in the caller's context variables, where newer torch keeps settings."""
         self._waiting.append(job)
         try:
-            return self._executor.submit(copy_context().run, self._run, job)
+            return self._worker.submit(copy_context().run, self._run, job)
         except BaseException:
             self._forget(job)
             raise
@@ -86,10 +88,16 @@ class Lane:
             self._waiting.remove(job)
 
     def settle(self) -> None:
-        """Wait for the jobs, the porters' too, and let go of what was kept for them."""
-        self._executor.submit(self.retainer.drain).result()
-        self.inbox.settle()
-        self.outbox.settle()
+        """Wait for the jobs and let go of what was kept for them."""
+        # A delivery gives its turns up before it lets go of its sums.
+        jobs = [
+            self.inbox.submit(_nothing),
+            self.outbox.submit(_nothing),
+            self._worker.submit(self.retainer.drain),
+        ]
+        for job in jobs:
+            wait_until(job.wait)
+            job.result()
 
     def pace(self, done: Event) -> None:
         """Wait for the device if much was put on it, the last of it over with `done`; let go of what is over.
@@ -111,7 +119,7 @@ class Lane:
 
     def close(self) -> None:
         """Finish the jobs and end the thread."""
-        self._executor.shutdown(wait=True)
+        self._worker.close()
         self.inbox.close()
         self.outbox.close()
         self.retainer.drain()
@@ -145,8 +153,9 @@ class Runtime:
         self.states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._launch = threading.Lock()
         self.closed = False
+        self._has_ended = False
+        self._launcher = Launcher(num_threads=threads)
         # Workers of CPU devices take one core each; a thread that the user starts must not inherit that.
-        any(lane.is_current() for lane in self.lanes)
         torch.set_num_threads(threads)
         quick_switching.hold()
 
@@ -156,6 +165,11 @@ class Runtime:
         It is the lock itself: in code of ours, Ctrl-C could come between taking it and the ``with`` that gives it
         back.
         """
+        self.refuse()
+        return self._launch
+
+    def refuse(self) -> None:
+        """Raise if nothing may be launched now, by this thread."""
         self._refuse_own_threads()
         if self._launch.locked():
             raise Busy(
@@ -163,12 +177,20 @@ class Runtime:
             )
         if self.closed:
             raise Closed("the runtime was closed; open another one and wrap the model again")
-        return self._launch
+
+    def launch(self, body: Callable[[], _Result]) -> _Result:
+        """What `body` returns or raises, run by the launcher with the right to decide orders."""
+        with self.launching():
+            return self._launcher.run(body)
+
+    def carry_out(self, body: Callable[[], _Result]) -> _Result:
+        """`launch` for whoever is inside `launching` already."""
+        return self._launcher.run(body)
 
     def _refuse_own_threads(self) -> None:
         if self.optimizer.is_current():
             raise Busy("a model was called from inside a step function; call it from the training loop")
-        if any(lane.is_current() for lane in self.lanes):
+        if self._launcher.is_current() or any(lane.is_current() for lane in self.lanes):
             raise Busy("a model was called from inside a layer or loss function of another one")
 
     def memory(self) -> tuple[MemoryUse, ...]:
@@ -180,16 +202,23 @@ class Runtime:
         return self.backend.host_memory()
 
     def close(self) -> None:
-        """Finish what was launched, end the threads, give the devices back. May be called twice."""
-        if not self.closed:
-            quick_switching.release()
+        """Finish what was launched, end the threads, give the devices back. May be called again."""
         self.closed = True
+        if not self._has_ended:
+            self._launcher.run(self._end)
+        self._launcher.close()
+
+    def _end(self) -> None:
+        if self._has_ended:
+            return
         for lane in self.lanes:
             lane.close()
         self.optimizer.close()
         try:
             tracing.devices_go(self.backend.devices)
         finally:
+            self._has_ended = True
+            quick_switching.release()
             self.backend.close()
 
     def __enter__(self) -> Runtime:
@@ -199,6 +228,10 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _nothing() -> None:
+    pass
 
 
 def lasting() -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""Turns that are taken together, on the calling thread: all are given up again if that fails."""
+"""Turns that are taken on the launcher's thread: for those who will work, or for that thread itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rp_transfer import Ticket, Turns
+
+from roundpipe.runtime.launcher import wait_until
 
 
 class Take(Protocol):
@@ -19,7 +21,7 @@ class Take(Protocol):
 
 @contextmanager
 def taking() -> Generator[Take]:
-    """Within it, tickets are taken for somebody who will leave them; if it fails, as by Ctrl-C, nobody would.
+    """Within it, tickets are taken for somebody who will leave them; if it fails, nobody would.
 
     >>> line = Turns()
     >>> with taking() as take:
@@ -39,3 +41,19 @@ def taking() -> Generator[Take]:
         for ticket in taken:
             ticket.leave()
         raise
+
+
+@contextmanager
+def own_turn(line: Turns, *, write: bool) -> Generator[None]:
+    """Within it the launcher itself has its turn, for which it waits until its caller is interrupted.
+
+    >>> with own_turn(Turns(), write=True):
+    ...     pass
+    """
+    ticket = line.write() if write else line.read()
+    try:
+        wait_until(ticket.wait)
+        ticket.enter()
+        yield
+    finally:
+        ticket.leave()

@@ -95,16 +95,11 @@ class Gradient:
 
     def collect(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
         """Add the ``.grad`` of these of the block's parameters, and take it off them."""
-        ticket = self.turns.write()
-        try:
-            ticket.enter()
-            for index in indices:
-                found = parameters[index].grad
-                assert found is not None
-                parameters[index].grad = None
-                self._add(index, found.to_dense() if found.is_sparse else found)
-        finally:
-            ticket.leave()
+        for index in indices:
+            found = parameters[index].grad
+            assert found is not None
+            parameters[index].grad = None
+            self._add(index, found.to_dense() if found.is_sparse else found)
 
     def _add(self, index: int, value: torch.Tensor) -> None:
         if index not in self.written:

@@ -11,12 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from rp_optim.jobs import Outcome
 from rp_transfer import Device, Event, Stream
 
 from roundpipe.errors import Busy
@@ -101,9 +101,9 @@ class Tracer:
         """Around a wait in which the device's compute stream, or the thread that feeds it, is idle."""
         return self.on_stream(device, device.compute, "wait", f"wait for {what}", reason=reason)
 
-    def follow(self, future: Future[Any]) -> None:
+    def follow(self, work: Outcome[Any]) -> None:
         """Count this work among what the end of a profile waits for."""
-        del future
+        del work
 
 
 SILENT = Tracer()
@@ -124,7 +124,7 @@ class Recorder(Tracer):
         self._clocks: dict[Device, _Clock] = {}
         self._lock = threading.Lock()
         self._settling = threading.Lock()
-        self._futures: deque[Future[Any]] = deque()
+        self._followed: deque[Outcome[Any]] = deque()
 
     # What the engine calls
 
@@ -163,18 +163,18 @@ class Recorder(Tracer):
         if self._keep:
             self._spans.append(Span(HOST, row, kind, name, start_s, self._now_s(), 0, reason))
 
-    def follow(self, future: Future[Any]) -> None:
+    def follow(self, work: Outcome[Any]) -> None:
         """See `Tracer.follow`."""
         if self._keep:
-            self._futures.append(future)
+            self._followed.append(work)
 
     # The end
 
     def finish(self) -> list[Span]:
         """All spans in the order of their start, once all that was followed is over."""
-        while self._futures:
+        while self._followed:
             # Tasks hand gradients over while they are waited for, so more may come.
-            wait([self._futures.popleft()])
+            self._followed.popleft().wait()
         self.settle(list(self._clocks))
         return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
 

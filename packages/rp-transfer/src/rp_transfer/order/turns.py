@@ -8,6 +8,7 @@ earlier tickets, so if holders run in the order of their tickets the oldest can 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 from rp_transfer.api import Event, Stream
@@ -37,6 +38,11 @@ class Ticket:
     def open(self) -> bool:
         """Whether everyone before has left, so that entering on a stream blocks nobody."""
         return all(ticket._left.is_set() for ticket in self._before())
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most for everyone before to leave; whether they have."""
+        until = time.monotonic() + seconds
+        return all(ticket._left.wait(max(until - time.monotonic(), 0.0)) for ticket in self._before())
 
     def _before(self) -> Iterator[Ticket]:
         # Each once, and whom a ticket stands behind only after the caller has seen to it that it has left.
