@@ -224,10 +224,10 @@ def test_changing_places_is_no_change_of_the_model(two: Runtime) -> None:
     layers = mlp()
     model = wrapped(two, layers)
     losses_of(model, roundpipe.optim.SGD, turns=1)
-    blocks, version = model._engine._state.blocks, model._engine._state.version
+    blocks, version = model._engine.host.state.blocks, model._engine.host.state.version
     losses_of(model, roundpipe.optim.SGD, turns=6)
-    assert model._engine._state.blocks is blocks
-    assert model._engine._state.version > version
+    assert model._engine.host.state.blocks is blocks
+    assert model._engine.host.state.version > version
 
 
 def test_weights_that_are_written_or_loaded_between_steps_count(two: Runtime) -> None:

@@ -24,7 +24,7 @@ def layers() -> nn.Sequential:
 
 
 def footprint(runtime: Runtime, layers: nn.Sequential) -> Footprint:
-    return Footprint(RoundPipe(layers, runtime=runtime)._engine._state.layers)
+    return Footprint(RoundPipe(layers, runtime=runtime)._engine.host.state.layers)
 
 
 @pytest.mark.parametrize(

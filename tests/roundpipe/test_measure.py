@@ -43,7 +43,7 @@ def train(model: RoundPipe, calls: int) -> list[float]:
 
 def finish(model: RoundPipe) -> None:
     """Wait until all is over, so that the next look at a call's times finds them."""
-    for run in model._engine._runs:
+    for run in model._engine.host._launched:
         run.wait()
     model.synchronize()
 

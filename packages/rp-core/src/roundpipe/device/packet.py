@@ -1,10 +1,10 @@
-"""Packets: trees of tensors on the host that one task hands to another."""
+"""Packets, trees of tensors on the host that one task hands to another, and the slots they lie in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import rp_batch
 import torch
@@ -15,6 +15,18 @@ Arrival = Callable[[Any], Event | None]
 
 def _here(leaf: Any) -> None:
     del leaf
+
+
+class Slot(NamedTuple):
+    """Where a packet lies until it is taken.
+
+    `at` is a boundary for ``"input"`` (activations) and ``"grad"`` (their gradients), where boundary i lies before
+    layer i; the last boundary for ``"label"`` and ``"loss"``; a layer for what it saved, its buffers included.
+    """
+
+    what: Literal["input", "grad", "label", "loss", "buffers", "saved", "prepared"]
+    at: int
+    microbatch: int
 
 
 @dataclass(frozen=True, slots=True)

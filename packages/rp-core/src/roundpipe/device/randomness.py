@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar, assert_never
 
 import torch
 
@@ -20,6 +20,25 @@ _MASK = (1 << 64) - 1
 def draw_seed() -> int:
     """One number from the caller's CPU generator."""
     return int(torch.randint(1 << 62, (), device="cpu").item())
+
+
+class Drawer(NamedTuple):
+    """Who draws: a layer, its `prepare`, or the loss function. Each has random numbers of its own."""
+
+    what: Literal["layer", "prepare", "loss"]
+    layer: int = 0
+
+    def place(self, num_layers: int) -> int:
+        """A number of its own among those of a row: the layers', then the loss function's, then the others."""
+        match self.what:
+            case "layer":
+                return self.layer
+            case "loss":
+                return num_layers
+            case "prepare":
+                return num_layers + 1 + self.layer
+            case _:
+                assert_never(self.what)
 
 
 def mix(seed: int, layer: int, microbatch: int) -> int:
@@ -95,47 +114,51 @@ _GATE = _Gate()
 class Randomness:
     """The random numbers of one call.
 
-    `quiet` is the model's memory of the layers that were seen to leave the CPU generator alone; `drew` and
-    `drew_on_device` are this call's record of the (layer, microbatch) that drew from it, or from the device's.
+    `quiet` is the model's memory of those that were seen to leave the CPU generator alone; `drew` and
+    `drew_on_device` are this call's record of who drew from it, or from the device's, for which microbatch.
     """
 
-    def __init__(self, seed: int, quiet: set[int]) -> None:
+    def __init__(self, seed: int, num_layers: int, quiet: set[tuple[str, int]]) -> None:
         self._seed = seed
+        self._num_layers = num_layers
         self._quiet = quiet
-        self.drew: set[tuple[int, int]] = set()
-        self.drew_on_device: set[tuple[int, int]] = set()
+        self.drew: set[tuple[Drawer, int]] = set()
+        self.drew_on_device: set[tuple[Drawer, int]] = set()
 
     def forward(
-        self, generator: torch.Generator, layer: int, microbatch: int, body: Callable[[], _Result]
+        self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
         """Run a layer for the first time, seeded; again and alone if it turns out to need that."""
-        seed = mix(self._seed, layer, microbatch)
-        place = (layer, microbatch)
-        if layer in self._quiet:
+        seed = self._mixed(drawer, microbatch)
+        place = (drawer, microbatch)
+        if drawer in self._quiet:
             result, on_device, drew = self._beside_others(generator, seed, body)
             if not drew:
                 self.drew_on_device.update({place} if on_device else ())
                 return result
             del result
-            self._quiet.discard(layer)
+            self._quiet.discard(drawer)
         result, on_device, drew = self._alone(generator, seed, body)
         self.drew_on_device.update({place} if on_device else ())
         if drew:
             self.drew.add(place)
         else:
-            self._quiet.add(layer)
+            self._quiet.add(drawer)
         return result
 
     def again(
-        self, generator: torch.Generator, layer: int, microbatch: int, body: Callable[[], _Result]
+        self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
         """Recompute a layer with the numbers it drew before."""
-        seed = mix(self._seed, layer, microbatch)
-        if (layer, microbatch) in self.drew:
+        seed = self._mixed(drawer, microbatch)
+        if (drawer, microbatch) in self.drew:
             return self._alone(generator, seed, body)[0]
-        if (layer, microbatch) in self.drew_on_device:
+        if (drawer, microbatch) in self.drew_on_device:
             return _seeded(generator, seed, body)[0]
         return body()
+
+    def _mixed(self, drawer: Drawer, microbatch: int) -> int:
+        return mix(self._seed, drawer.place(self._num_layers), microbatch)
 
     def drew_any(self) -> bool:
         """Whether a layer drew, so that recomputing it uses a generator of the caller's again."""

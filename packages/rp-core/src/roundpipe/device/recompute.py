@@ -14,21 +14,21 @@ from torch import nn
 
 from roundpipe.context import ForwardCtx, LayerCtx, RecomputeCtx
 from roundpipe.device.activations import Courier, Origins
-from roundpipe.device.packet import Packet
+from roundpipe.device.packet import Packet, Slot
 
 
 class Shelf(Protocol):
-    """Where a run keeps what its layers save; `layer` is a layer's index, or `of_prepare` of one."""
+    """Where a run keeps what its layers save."""
 
     def will_recompute(self, layer: int, microbatch: int) -> bool:
         """Whether the layer will be run again."""
         ...
 
-    def put_saved(self, layer: int, microbatch: int, packet: Packet) -> None:
+    def keep(self, slot: Slot, packet: Packet) -> None:
         """Keep what the layer saved."""
         ...
 
-    def take_saved(self, layer: int, microbatch: int) -> Packet | None:
+    def fetch(self, slot: Slot) -> Packet | None:
         """What it saved, once."""
         ...
 
@@ -41,11 +41,6 @@ def prepares(layer: nn.Module) -> bool:
     """
     found = callable(getattr(layer, "prepare", None))
     return found and "prepared" in inspect.signature(layer.forward).parameters
-
-
-def of_prepare(layer: int) -> int:
-    """The place of what a layer prepared, beside those of what layers save."""
-    return -1 - layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +62,34 @@ class Memory:
         """For a layer's first run, which may be tried several times: the last one counts."""
         if not self._shelf.will_recompute(layer, microbatch):
             return ForwardCtx(None)
-        self._shelf.take_saved(layer, microbatch)
-        return ForwardCtx(partial(self._keep, layer, microbatch))
+        saved = Slot("saved", layer, microbatch)
+        self._shelf.fetch(saved)
+        return ForwardCtx(partial(self._keep, saved))
 
     def again(self, layer: int, microbatch: int) -> LayerCtx:
         """For a layer's recomputation."""
-        packet = self._shelf.take_saved(layer, microbatch)
+        packet = self._shelf.fetch(Slot("saved", layer, microbatch))
         return RecomputeCtx(() if packet is None else self._fetch(packet))
 
     def keep_prepared(self, layer: int, microbatch: int, prepared: Any) -> Any:
         """What `prepare` returned, detached, for the layer's first run; and for its recomputation."""
         found = rp_batch.map_leaves(_detached, prepared)
         if self._shelf.will_recompute(layer, microbatch):
-            self._keep(of_prepare(layer), microbatch, (found,))
+            self._keep(Slot("prepared", layer, microbatch), (found,))
         return found
 
     def prepared(self, layer: int, microbatch: int) -> Any:
         """What `prepare` returned in the first run."""
-        packet = self._shelf.take_saved(of_prepare(layer), microbatch)
+        packet = self._shelf.fetch(Slot("prepared", layer, microbatch))
         assert packet is not None
         return self._fetch(packet)[0]
 
-    def _keep(self, layer: int, microbatch: int, data: tuple[Any, ...]) -> None:
+    def _keep(self, slot: Slot, data: tuple[Any, ...]) -> None:
         leaves, treedef = rp_batch.flatten(data)
         held = list(map(self._parted, leaves))
         # What is written in place after it was saved must not reach what was saved.
         packet = self._courier.send(treedef, held, [False] * len(held), Origins(), in_use=True)
-        self._shelf.put_saved(layer, microbatch, packet)
+        self._shelf.keep(slot, packet)
 
     def _parted(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device != self._device:

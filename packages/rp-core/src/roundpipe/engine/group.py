@@ -8,40 +8,41 @@ from functools import partial
 import torch
 from torch import nn
 
-from roundpipe.engine.engine import Engine, told
+from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.optimizer.steps import run_step
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
+from roundpipe.telemetry.tracing import in_call
 
 
 class Joint:
-    """The engines of one model: a single one, or those of the parts that a model was taken apart into.
+    """The hosts of one model: a single one, or those of the parts that a model was taken apart into.
 
     Each method is one body of the runtime's launcher for all of them.
     """
 
-    def __init__(self, name: str, engines: Sequence[Engine], runtime: Runtime) -> None:
+    def __init__(self, name: str, hosts: Sequence[HostParameters], runtime: Runtime) -> None:
         self._name = name
-        self._engines = tuple(engines)
+        self._hosts = tuple(hosts)
         self._runtime = runtime
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The optimizer's parameter of each trainable one."""
-        return {parameter: master for engine in self._engines for parameter, master in engine.masters().items()}
+        return {parameter: master for host in self._hosts for parameter, master in host.masters().items()}
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function over the gradients of all calls so far."""
         self._runtime.launch(partial(self._step, step_fn, is_async=is_async))
 
     def _step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
-        with told(self._name, "step"):
-            for engine in self._engines:
-                engine.get_ready(training=True)
+        with in_call("step", self._name):
+            for host in self._hosts:
+                host.get_ready(training=True)
             with taking() as take:
-                parts = [engine.prepare_step(take, is_async=is_async) for engine in self._engines]
-                outcome = self._engines[0].submit_step(partial(run_step, self._name, parts, step_fn))
+                parts = [host.prepare_step(take, is_async=is_async) for host in self._hosts]
+                outcome = self._hosts[0].submit_step(partial(run_step, self._name, parts, step_fn))
             for part in parts:
                 part.note_launched()
             if not is_async:
@@ -53,62 +54,62 @@ class Joint:
         self._runtime.launch(self._synchronize)
 
     def _synchronize(self) -> None:
-        with told(self._name, "synchronize"):
-            for engine in self._engines:
-                engine.drain()
-                engine.publish()
-            for engine in self._engines:
-                engine.show_gradients()
+        with in_call("synchronize", self._name):
+            for host in self._hosts:
+                host.drain()
+                host.publish()
+            for host in self._hosts:
+                host.show_gradients()
 
     def sync_optim_param(self) -> None:
         """Publish the last result and wait for it; a step function finds that of the steps before it published."""
-        if self._runtime.optimizer.is_current() and all(engine.state.is_stepping for engine in self._engines):
+        if self._runtime.optimizer.is_current() and all(host.state.is_stepping for host in self._hosts):
             return
         self._runtime.launch(self._sync_optim_param)
 
     def _sync_optim_param(self) -> None:
-        with told(self._name, "sync_optim_param"):
-            for engine in self._engines:
-                engine.raise_late_errors()
+        with in_call("sync_optim_param", self._name):
+            for host in self._hosts:
+                host.raise_late_errors()
                 # A model with nothing to publish keeps its gradients where code outside reads them.
-                if engine.state.unpublished:
-                    engine.publish()
+                if host.state.unpublished:
+                    host.publish()
 
     def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:
         """What the model takes, as it is now."""
-        foreseen = [engine.predicted_bytes for engine in self._engines]
+        foreseen = [host.predicted_bytes for host in self._hosts]
         predicted = max((nbytes for nbytes in foreseen if nbytes is not None), default=None)
-        return memory_report(self._runtime, [engine.state for engine in self._engines], optimizers, predicted)
+        return memory_report(self._runtime, [host.state for host in self._hosts], optimizers, predicted)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self._runtime.launch(self._for_each(lambda engine: engine.drop_gradients()))
+        self._runtime.launch(self._for_each(lambda host: host.drop_gradients()))
 
     def reset(self) -> None:
         """Drop gradients and go back to the published weights."""
-        self._runtime.launch(self._for_each(lambda engine: engine.reset()))
+        self._runtime.launch(self._for_each(lambda host: host.reset()))
 
     # Inside `Runtime.launching`, which the caller holds while it writes the weights
 
     def make_current(self) -> None:
         """Let the weights be current, so that the caller may write them."""
-        self._runtime.carry_out(self._for_each(lambda engine: engine.make_current()))
+        self._runtime.carry_out(self._for_each(lambda host: host.make_current()))
 
     def take_over(self) -> None:
         """The caller has written the weights: the masters follow."""
-        self._runtime.carry_out(self._for_each(lambda engine: engine.take_over()))
+        self._runtime.carry_out(self._for_each(lambda host: host.take_over()))
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Before `take_over`: new parameters, by the old ones, keep the optimizer's masters."""
-        self._runtime.carry_out(self._for_each(lambda engine: engine.replaced(parameters)))
+        self._runtime.carry_out(self._for_each(lambda host: host.replaced(parameters)))
 
-    def _for_each(self, do: Callable[[Engine], None]) -> Callable[[], None]:
+    def _for_each(self, do: Callable[[HostParameters], None]) -> Callable[[], None]:
         def do_all() -> None:
-            for engine in self._engines:
-                do(engine)
+            for host in self._hosts:
+                do(host)
 
         return do_all
 
     def _raise_late_errors(self) -> None:
-        for engine in self._engines:
-            engine.raise_late_errors()
+        for host in self._hosts:
+            host.raise_late_errors()

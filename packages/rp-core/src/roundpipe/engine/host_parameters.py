@@ -1,88 +1,266 @@
-"""What stays on the host of a model that was taken apart: parameters that plain PyTorch reads."""
+"""What one model keeps on the host between its calls: weights, gradients, masters, and its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
+from rp_optim.jobs import Outcome
 from torch import nn
 
-from roundpipe.engine.engine import Engine
-from roundpipe.optimizer.steps import Part
+from roundpipe.errors import GradientsIncomplete, Stale, StepFailed, add_note, in_words
+from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
+from roundpipe.state.grad_attribute import Exposure
+from roundpipe.state.model_state import ModelState, PinMode
+from roundpipe.state.ownership import Claim
+from roundpipe.telemetry.tracing import Tracer
 
 
-class _Holder(nn.Module):
-    """Parameters as a layer that never runs."""
+class Launched(Protocol):
+    """Work of a model that may still be under way after the call that launched it has returned."""
 
-    def hold(self, parameters: Iterable[nn.Parameter]) -> _Holder:
-        """Hold these and no others."""
-        self._parameters = {str(index): parameter for index, parameter in enumerate(parameters)}
-        return self
+    def over(self) -> bool:
+        """Whether all of it is over, or has failed."""
+        ...
+
+    def outcome(self) -> BaseException | None:
+        """Block until all of it is over; its error, once."""
+        ...
 
 
-class Resident(Engine):
-    """The parameters of a module outside all of its parts, under the rules that hold for layers.
+class Observer(Protocol):
+    """Who must know what has changed on the host: whoever has copies of the layers on devices."""
 
-    Calls read the result of the step before the last one; gradients are those that autograd leaves in ``.grad``.
+    def note_over(self, work: Launched) -> None:
+        """The work is over."""
+        ...
+
+    def note_altered(self) -> None:
+        """Plain attributes of the layers have changed."""
+        ...
+
+    def note_rebuilt(self) -> None:
+        """The blocks were built anew."""
+        ...
+
+
+class HostParameters:
+    """One model on the host. All but `masters` runs on the launcher's thread, between calls and steps.
+
+    `predicted_bytes`: what the last call was expected to take on a device, None if unknown.
     """
 
     def __init__(
         self,
         name: str,
-        model: nn.Module,
-        parts: Sequence[nn.Module],
+        modules: Callable[[], Sequence[nn.Module]],
         runtime: Runtime,
+        pin: PinMode,
         optim_dtype: torch.dtype | None,
+        double_buffer: bool | None = False,
+        observer: Observer | None = None,
     ) -> None:
-        holder = _Holder()
+        self.name = name
+        self.predicted_bytes: int | None = None
+        self._runtime = runtime
+        self._modules = modules
+        self._observer = observer
+        self._claim = Claim(name)
+        self._claim.take(modules())
+        self.state = ModelState(runtime.backend, modules(), pin, optim_dtype, double_buffer)
+        runtime.states.add(self.state)
+        self._updates = Updates(name, self.state, runtime)
+        self._exposure = Exposure()
+        self._launched: list[Launched] = []
 
-        def modules() -> Sequence[nn.Module]:
-            return (holder.hold(_outside(model, parts)),)
+    def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
+        """The optimizer's parameter of each trainable one."""
+        # A step function sees what was there when it was launched.
+        if not self._runtime.optimizer.is_current() and self._has_changed():
+            self._runtime.launch(partial(self.get_ready, training=False))
+        self.state.make_masters()
+        return self.state.masters
 
-        super().__init__(name, modules, runtime, "off", optim_dtype)
-
-    def enter_call(self) -> None:
-        """Wait until the weights may be read, which they may until the next step is launched."""
-        self._runtime.launch(partial(self._wait_for_weights, training=torch.is_grad_enabled()))
-
-    def _wait_for_weights(self, *, training: bool) -> None:
-        self.get_ready(training=training)
-        for block in self._state.trainable:
-            with own_turn(block.turns, write=False):
-                pass
+    # Parts of what `Joint` does
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
-        """Take a step's turns; no graph of before can be gone through if it reads what is published now."""
-        version = self._state.version
-        part = super().prepare_step(take, is_async=is_async)
-        if self._state.version != version:
-            self._note_written()
-        return part
+        """Take a step's turns."""
+        return self._updates.prepare(take, is_async=is_async)
+
+    def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
+        """Queue a step's job."""
+        return self._updates.submit(job)
+
+    def share_steps(self, other: HostParameters) -> None:
+        """From now on both models are stepped together."""
+        self._updates.share(other._updates)
+        self.state.is_part = other.state.is_part = True
+
+    def drain(self) -> None:
+        """Wait for everything that was launched before."""
+        self._updates.wait()
+        for line in self.state.lines():
+            with own_turn(line, write=True):
+                pass
 
     def publish(self) -> None:
-        """See `Engine.publish`."""
-        version = self._state.version
-        super().publish()
-        if self._state.version != version:
-            self._note_written()
+        """Publish the last result, if calls do not read it yet, and wait for it."""
+        self.get_ready(training=False)
+        self._updates.publish()
+        self._updates.wait()
+        self.raise_late_errors()
 
-    def _note_written(self) -> None:
-        # The engine writes past autograd's version counters, by which autograd tells that a saved weight is gone.
-        torch.autograd.graph.increment_version(self._state.trainable_tensors())
-        for block in self._state.trainable:
-            block.changed_outside()
+    def show_gradients(self) -> None:
+        """Set ``.grad`` on every parameter, when all gradients have come."""
+        self._settle()
+        # Lanes are done with the last runs only now: nothing of these is kept.
+        self.raise_late_errors()
+        if self.state.broken is None:
+            self._exposure.show(self.state.trainable)
 
+    def drop_gradients(self) -> None:
+        """Drop all gradients, when all have come."""
+        self._settle()
+        self._drop_gradients()
 
-def _outside(model: nn.Module, parts: Sequence[nn.Module]) -> Iterable[nn.Parameter]:
-    """Each parameter of the modules that are not inside a part, once."""
-    inside = {id(module) for part in parts for module in part.modules()}
-    found = {
-        id(parameter): parameter
-        for module in model.modules()
-        if id(module) not in inside
-        for parameter in module.parameters(recurse=False)
-    }
-    return found.values()
+    def reset(self) -> None:
+        """Drop gradients and go back to the published weights."""
+        self._settle()
+        self._late_errors()
+        self._drop_gradients()
+        self._forget_failed_step()
+
+    def make_current(self) -> None:
+        """Let the weights be current, so that the caller may write them."""
+        self.drain()
+        self._late_errors()
+        self._updates.publish()
+        self._updates.wait()
+
+    def take_over(self) -> None:
+        """The caller has written the weights: the masters follow."""
+        self._refresh()
+        self._forget_failed_step()
+
+    def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Before `take_over`: new parameters, by the old ones, keep the optimizer's masters."""
+        for old, new in parameters.items():
+            if new is not old and (master := self.state.masters.pop(old, None)) is not None:
+                self.state.masters[new] = master
+        self._masters_from_weights(list(parameters.values()))
+
+    def _forget_failed_step(self) -> None:
+        if self.state.failed is not None:
+            self.state.failed = None
+            self.state.unpublished = False
+            self._masters_from_weights(self.state.trainable_tensors())
+
+    # Getting ready
+
+    def get_ready(self, *, training: bool) -> None:
+        """Raise what failed meanwhile, and take over what was changed outside."""
+        self.raise_late_errors()
+        if training:
+            self._refuse_half_made()
+        self._exposure.take_back()
+        self._collect_gradients()
+        self._refresh()
+        self.state.note_flags()
+        if self.state.note_attributes() and self._observer is not None:
+            self._observer.note_altered()
+
+    def raise_late_errors(self) -> None:
+        """Raise what failed since this was last asked."""
+        errors = self._late_errors()
+        for another in errors[1:]:
+            add_note(errors[0], f"RoundPipe: besides, {in_words(another)}")
+        if errors:
+            raise errors[0]
+
+    def follow(self, work: Launched) -> None:
+        """Errors of this work are this model's, also those that come after the call has returned."""
+        if work not in self._launched:
+            self._launched.append(work)
+
+    def _late_errors(self) -> list[BaseException]:
+        over = [work for work in self._launched if work.over()]
+        self._launched = [work for work in self._launched if work not in over]
+        for work in over:
+            if self._observer is not None:
+                self._observer.note_over(work)
+        return [error for work in over if (error := work.outcome()) is not None] + self._updates.errors()
+
+    def _refuse_half_made(self) -> None:
+        failed, broken = self.state.failed, self.state.broken
+        if failed is not None:
+            raise StepFailed(
+                f"an earlier step of model {self.name!r} failed half-way ({failed}); load a state with "
+                "load_state_dict() or go back to the last published weights with reset()"
+            )
+        if broken is not None:
+            raise GradientsIncomplete(
+                f"an earlier call of model {self.name!r} failed ({broken.error}) and left part of its gradients; "
+                "drop them with zero_grad() or reset()"
+            )
+
+    def check_version(self, version: int) -> None:
+        """Raise `Stale` if weights newer than `version` were published."""
+        if version != self.state.version:
+            raise Stale(
+                f"model {self.name!r}: newer weights were published since this forward, so its backward would "
+                "mix two versions; call backward() before the next step, or use forward_backward()"
+            )
+
+    def _collect_gradients(self) -> None:
+        # What code outside, such as a penalty on the weights, has put on the model's own parameters.
+        for block in self.state.trainable:
+            found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
+            if found and block.gradient is not None:
+                with own_turn(block.gradient.turns, write=True):
+                    block.gradient.collect(found, block.tensors)
+
+    def _refresh(self) -> None:
+        written = self.state.written_outside()
+        changed = self._has_changed()
+        if changed:
+            self.drain()
+            written += self.state.moved_outside()
+        if written:
+            self._updates.wait()
+            self._masters_from_weights(written)
+        if changed:
+            # A parameter that is trained no more would never get the last step's result.
+            self._updates.publish()
+            self._updates.wait()
+            self._claim.take(self.state.modules)
+            self.state.rebuild()
+            if self._observer is not None:
+                self._observer.note_rebuilt()
+        # A forward from before read other weights than its backward would.
+        self.state.version += changed or bool(written)
+
+    def _has_changed(self) -> bool:
+        self.state.modules = tuple(self._modules())
+        return self.state.changed()
+
+    def _masters_from_weights(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                if tensor in self.state.masters:
+                    self.state.masters[tensor].copy_(tensor)
+
+    def _settle(self) -> None:
+        self.drain()
+        for lane in self._runtime.lanes:
+            lane.settle()
+
+    def _drop_gradients(self) -> None:
+        self._exposure.take_back()
+        self.state.broken = None
+        for block in self.state.trainable:
+            if block.gradient is not None:
+                block.gradient.drop()

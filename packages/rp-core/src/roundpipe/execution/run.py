@@ -10,64 +10,29 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import rp_batch
 import torch
 from rp_optim.jobs import Outcome, wait_for_all, wait_for_any
 from rp_sched import Task
 
-from roundpipe.device.packet import Packet
+from roundpipe.device.packet import Packet, Slot
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
 from roundpipe.errors import add_note, in_words
-from roundpipe.execution.call import Call
+from roundpipe.execution.batch import Batch
+from roundpipe.execution.call import Call, Streams
+from roundpipe.execution.exchange import Aborted, Exchange
 from roundpipe.execution.oom_advice import remedies
+from roundpipe.execution.packed_data import Arrivals
 from roundpipe.execution.stage import Stage
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Lane, Runtime
 from roundpipe.runtime.tickets import taking
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.layer_times import LayerTimes
-
-Key = tuple[Literal["input", "grad", "label", "loss"], int, int]
-
-
-class Aborted(Exception):
-    """Another task of the same run failed; never seen by users."""
-
-
-class _Slot:
-    """A place for one packet, filled once and taken by a known number of readers; locked while it is empty."""
-
-    __slots__ = ("_empty", "packet", "readers")
-
-    def __init__(self) -> None:
-        self.readers = 0
-        self.packet: Packet | None = None
-        self._empty = threading.Lock()
-        self._empty.acquire()
-
-    def fill(self, packet: Packet | None) -> None:
-        """Once; None where nothing will come."""
-        self.packet = packet
-        self._empty.release()
-
-    def is_filled(self, seconds: float) -> bool:
-        """Wait so long at most; whether it is filled, perhaps with nothing."""
-        if not self._empty.acquire(timeout=seconds):
-            return False
-        self._empty.release()
-        return True
-
-    def wait(self) -> Packet:
-        """Block until it is filled; `Aborted` where nothing will come."""
-        with self._empty:
-            if self.packet is None:
-                raise Aborted
-            return self.packet
 
 
 class _TaskJob:
@@ -94,7 +59,7 @@ class _TaskJob:
         for ticket in self._weights.tickets():
             ticket.leave()
 
-    def _guard(self, body: Any) -> None:
+    def _guard(self, body: Callable[[], None]) -> None:
         try:
             body()
         except Aborted:
@@ -104,63 +69,142 @@ class _TaskJob:
 
 
 class Run:
-    """A call's tasks and what they exchange; the `Exchange` of its stages."""
+    """A call under way: `tasks` in the order of their launch, on `batch`.
 
-    def __init__(self, call: Call, runtime: Runtime, twins: Sequence[Twins]) -> None:
+    All is decided when it is made: each slot, who fills it, who takes it. `start` launches what needs nothing more
+    of the caller: all tasks, or those before a backward pass that may never come, which `backward` launches.
+    """
+
+    def __init__(
+        self, call: Call, tasks: Sequence[Task], batch: Batch, runtime: Runtime, twins: Sequence[Twins]
+    ) -> None:
         self.call = call
+        self.tasks = tuple(tasks)
         self.aborted = False
-        self._error: BaseException | None = None
+        # Counts the runs of the model that add gradients.
+        self.number = 0
+        self._batch = batch
         self._runtime = runtime
         self._twins = twins
-        self._slots: dict[Key, _Slot] = {}
-        self._buffers: dict[tuple[int, int], Packet] = {}
-        self._saved: dict[tuple[int, int], Packet] = {}
-        self._recomputed: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
+        self._error: BaseException | None = None
         self._outcomes: list[Outcome[None]] = []
         self._deliveries: list[Outcome[None]] = []
-        self.number = 0
-        self._microbatches = 0
         # What the layers took, one for each launch in which that is measured.
         self._times: list[LayerTimes] = []
         self._tracer = tracing.SILENT
         self._adds_gradients = False
         # Whether a gradient on the host may hold a part of this run's.
         self._has_delivered = False
+        self._exchange = Exchange()
+        self._exchange.expect_tasks(self.tasks, by_layer=call.grain == "layer")
+        self._exchange.expect([*self._loss_slots(), *self._output_slots(), *self._grad_slots()])
+        self._put_batch()
+
+    def _put_batch(self) -> None:
+        arrivals, with_grads = self._batch.arrivals, self.call.with_grad
+        with self._batch.streams.current_here():
+            for m, part in enumerate(self._batch.parts):
+                packet = self._copied(tuple(part), f"inputs, microbatch {m}", arrivals, with_grads=with_grads)
+                self._exchange.put(Slot("input", 0, m), packet)
+            for m, label in enumerate(self._batch.labels):
+                packet = self._copied(label, f"labels, microbatch {m}", arrivals)
+                self._exchange.put(Slot("label", self.call.num_layers, m), packet)
+
+    def _copied(
+        self, tree: Any, what: str, arrivals: Arrivals | None = None, *, with_grads: bool = False
+    ) -> Packet:
+        backend = self._runtime.backend
+        found = Arrivals(backend, ()) if arrivals is None else arrivals
+        try:
+            return Packet.of(backend, tree, with_grads=with_grads, arrival=found.of)
+        except BaseException as error:
+            add_note(error, f"RoundPipe: in model {self.call.name!r}, copying {what}")
+            raise
+
+    # What the caller takes
+
+    def _slots(self, what: Literal["loss", "input", "grad"], at: int) -> list[Slot]:
+        return [Slot(what, at, m) for m in range(self.call.num_microbatches)]
+
+    def _loss_slots(self) -> list[Slot]:
+        return self._slots("loss", self.call.num_layers) if self.call.loss_fn is not None else []
+
+    def _output_slots(self) -> list[Slot]:
+        return self._slots("input", self.call.num_layers) if self.call.keep_outputs else []
+
+    def _grad_slots(self) -> list[Slot]:
+        return self._slots("grad", 0) if self._batch.inputs else []
+
+    def losses(self) -> list[Packet]:
+        """The losses of each microbatch."""
+        return self._collect(self._loss_slots())
+
+    def outputs(self, *, wait: bool) -> list[Packet]:
+        """The outputs of each microbatch, if the call keeps them; `wait` until they have come."""
+        return self._collect(self._output_slots(), wait=wait)
+
+    def input_grads(self) -> list[Packet]:
+        """The gradients of each microbatch's inputs, if these want any."""
+        return self._collect(self._grad_slots())
 
     # Launch, on the launcher's thread
 
-    def expect(self, tasks: Iterable[Task]) -> None:
-        """Make the slots that these tasks take their inputs, labels and gradients from."""
-        for task in tasks:
-            self._microbatches = max(self._microbatches, task.microbatches.stop)
-            for microbatch in task.microbatches:
-                for boundary in self._boundaries(task):
-                    self.reserve(("input", boundary, microbatch))
-                if task.kind == "B":
-                    self.reserve(("grad", task.layers.stop, microbatch))
-                    self._recomputed.update((layer, microbatch) for layer in task.layers)
-                if task.kind == "FB":
-                    self.reserve(("label", 0, microbatch))
-                    self.reserve(("loss", 0, microbatch))
+    @property
+    def first_tasks(self) -> tuple[Task, ...]:
+        """Those that `start` launches."""
+        return self.tasks if self.call.loss_fn is not None else self._tasks_that_add(False)
 
-    def _boundaries(self, task: Task) -> Sequence[int]:
-        by_layer = task.kind == "B" and self.call.grain == "layer"
-        return task.layers if by_layer else (task.layers.start,)
+    @property
+    def later_tasks(self) -> tuple[Task, ...]:
+        """Those that `backward` launches."""
+        return () if self.call.loss_fn is not None else self._tasks_that_add(True)
 
-    def reserve(self, key: Key) -> None:
-        """One more reader for a slot."""
-        if (slot := self._slots.get(key)) is None:
-            slot = self._slots[key] = _Slot()
-        slot.readers += 1
+    def _tasks_that_add(self, adds_gradients: bool) -> tuple[Task, ...]:
+        return tuple(task for task in self.tasks if task.adds_gradients == adds_gradients)
 
-    def reserve_all(self, keys: Iterable[Key]) -> None:
-        """`reserve` each."""
-        for key in keys:
-            self.reserve(key)
+    def start(self, times: LayerTimes | None) -> None:
+        """Launch the first tasks; never blocks. `times` takes in what their layers take."""
+        if self.call.loss_fn is not None:
+            self._begin_adding()
+        self._launch(self.first_tasks, times)
 
-    def launch(self, tasks: Sequence[Task], times: LayerTimes | None = None) -> None:
-        """Take all turns in the order of the tasks, then queue them. Never blocks."""
+    def backward(
+        self,
+        outputs: Sequence[Packet],
+        grads: Sequence[torch.Tensor | None],
+        streams: Streams,
+        times: LayerTimes | None,
+    ) -> None:
+        """Launch the later tasks.
+
+        `grads` are those of the outputs that require any, microbatch by microbatch, made on `streams`.
+        """
+        self._begin_adding()
+        with streams.current_here():
+            self._put_grads(outputs, iter(grads))
+        self._launch(self.later_tasks, times)
+
+    def _put_grads(self, outputs: Sequence[Packet], grads: Iterator[torch.Tensor | None]) -> None:
+        for m, packet in enumerate(outputs):
+            found = [next(grads) if requires_grad else None for requires_grad in packet.grads]
+            slot = Slot("grad", self.call.num_layers, m)
+            if self._exchange.is_expected(slot):
+                self._exchange.put(slot, self._copied(found, f"gradients of outputs, microbatch {m}"))
+
+    def _begin_adding(self) -> None:
+        # Once a run: backward tasks use up what forward saved. If they fail before any gradient has begun to leave
+        # its device, the host has those of before.
+        if self._adds_gradients:
+            raise RuntimeError(
+                "backward() was called a second time through the same forward; its saved activations are gone"
+            )
+        self.number = self.call.state.num_runs
+        self.call.state.num_runs += 1
+        self._adds_gradients = True
+
+    def _launch(self, tasks: Sequence[Task], times: LayerTimes | None) -> None:
+        """Take all turns in the order of the tasks, then queue them."""
         self._tracer = tracing.current()
         if times is not None:
             self._times.append(times)
@@ -187,84 +231,36 @@ class Run:
         return outcome
 
     def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, _TaskJob]:
-        lane = self._runtime.lanes[task.device]
-        twins = self._twins[task.device]
+        lane, twins = self._runtime.lanes[task.device], self._twins[task.device]
         blocks = dict.fromkeys(block for layer in task.layers for block in self.call.state.layers[layer].blocks)
         with taking() as take:
             turns = {
-                block: take(block.turns, write=block.kind == "buffer" and task.kind != "B") for block in blocks
+                block: take(block.turns, write=block.kind == "buffer" and task.runs_forward) for block in blocks
             }
             gradient_turns = {
                 block: take(block.gradient.turns, write=True)
                 for block in blocks
-                if block.gradient is not None and task.kind != "F"
+                if block.gradient is not None and task.adds_gradients
             }
-            spare = self.call.spare_bytes
-            weights = Weights(lane, twins, turns, gradient_turns, spare, times, self._tracer)
-            backend = self._runtime.backend
-            stage = Stage(self.call, task, lane, backend, twins, weights, self, times, self._tracer)
+            weights = Weights(lane, twins, turns, gradient_turns, self.call.spare_bytes, times, self._tracer)
+            stage = Stage(
+                self.call,
+                task,
+                lane,
+                self._runtime.backend,
+                twins,
+                weights,
+                self._exchange,
+                self,
+                times,
+                self._tracer,
+            )
             return lane, _TaskJob(self, stage, weights)
 
-    # The exchange
-
-    def take_input(self, boundary: int, microbatch: int) -> Packet:
-        """See `Exchange`."""
-        return self.take(("input", boundary, microbatch))
-
-    def take_grad(self, boundary: int, microbatch: int) -> Packet:
-        """See `Exchange`."""
-        return self.take(("grad", boundary, microbatch))
-
-    def take_label(self, microbatch: int) -> Packet:
-        """See `Exchange`."""
-        return self.take(("label", 0, microbatch))
-
-    def take_buffers(self, layer: int, microbatch: int) -> Packet | None:
-        """See `Exchange`."""
-        with self._lock:
-            return self._buffers.pop((layer, microbatch), None)
-
-    def wants_input(self, boundary: int, microbatch: int) -> bool:
-        """See `Exchange`."""
-        return ("input", boundary, microbatch) in self._slots
-
-    def will_recompute(self, layer: int, microbatch: int) -> bool:
-        """See `Exchange`."""
-        return (layer, microbatch) in self._recomputed
-
-    def wants_grad(self, boundary: int, microbatch: int) -> bool:
-        """See `Exchange`."""
-        return ("grad", boundary, microbatch) in self._slots
-
-    def put_input(self, boundary: int, microbatch: int, packet: Packet) -> None:
-        """See `Exchange`."""
-        self.put(("input", boundary, microbatch), packet)
-
-    def put_grad(self, boundary: int, microbatch: int, packet: Packet) -> None:
-        """See `Exchange`."""
-        self.put(("grad", boundary, microbatch), packet)
-
-    def put_buffers(self, layer: int, microbatch: int, packet: Packet) -> None:
-        """See `Exchange`."""
-        with self._lock:
-            self._buffers[layer, microbatch] = packet
-
-    def put_saved(self, layer: int, microbatch: int, packet: Packet) -> None:
-        """See `Exchange`."""
-        with self._lock:
-            self._saved[layer, microbatch] = packet
-
-    def take_saved(self, layer: int, microbatch: int) -> Packet | None:
-        """See `Exchange`."""
-        with self._lock:
-            return self._saved.pop((layer, microbatch), None)
-
-    def put_loss(self, microbatch: int, packet: Packet) -> None:
-        """See `Exchange`."""
-        self.put(("loss", 0, microbatch), packet)
+    # Gradients on their way to the host
 
     def send_home(self, delivery: Delivery, where: str) -> None:
-        """See `Exchange`."""
+        """See `Outbox`."""
         delivered = delivery.porter.submit(self._deliver, delivery, where)
         delivery.porter.note_load(delivered, delivery.nbytes)
         self._deliveries.append(self._followed(delivered))
@@ -284,30 +280,6 @@ class Run:
             self._has_delivered |= not self.aborted
             return not self.aborted
 
-    def put(self, key: Key, packet: Packet) -> None:
-        """Fill a slot."""
-        with self._lock:
-            if not self.aborted:
-                self._slots[key].fill(packet)
-
-    def take(self, key: Key) -> Packet:
-        """What is in a slot; blocks until it is filled. The last reader empties it."""
-        return self._emptied(self._slot(key), key)
-
-    def _emptied(self, slot: _Slot, key: Key) -> Packet:
-        packet = slot.wait()
-        with self._lock:
-            slot.readers -= 1
-            if slot.readers == 0:
-                self._slots.pop(key, None)
-        return packet
-
-    def _slot(self, key: Key) -> _Slot:
-        with self._lock:
-            if self.aborted:
-                raise Aborted
-            return self._slots[key]
-
     # The end
 
     def abort(self, error: BaseException, where: str) -> None:
@@ -320,9 +292,7 @@ class Run:
                 self.call.state.note_broken(self.number, type(error).__name__)
             self.aborted = True
             self._error = error
-            waiting = [slot for slot in self._slots.values() if slot.packet is None]
-        for slot in waiting:
-            slot.fill(None)
+        self._exchange.close()
         self._describe(error, where)
 
     def _leaves_gradients(self) -> bool:
@@ -333,19 +303,19 @@ class Run:
         # After all are awake, and not under the lock: words, and what ends with the frames, may be anyone's code.
         add_note(error, f"RoundPipe: in model {self.call.name!r}, {where}")
         if issubclass(type(error), torch.OutOfMemoryError):
-            add_note(error, remedies(self._microbatches, self.call.grain, is_planned=self.call.is_planned))
+            add_note(error, remedies(self.call.num_microbatches, self.call.grain, is_planned=self.call.is_planned))
             _clear_frames(error)
         if self._adds_gradients:
             self.call.state.describe_broken(self.number, in_words(error))
 
-    def collect(self, keys: Iterable[Key], *, wait: bool = True) -> list[Packet]:
+    def _collect(self, slots: Sequence[Slot], *, wait: bool = True) -> list[Packet]:
         """Take slots on the launcher's thread; their memory may be read afterwards, or after their events.
 
         Raises the run's first error, once all its tasks have stepped aside; what interrupts the caller is one.
         """
         try:
             with self._tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results"):
-                packets = [self._awaited(key) for key in keys]
+                packets = [self._exchange.take(slot, wait_until) for slot in slots]
                 for packet in packets if wait else ():
                     for event in packet.events:
                         event.synchronize()
@@ -362,31 +332,13 @@ class Run:
         self.finish()
         raise AssertionError("an aborted run has an error")
 
-    def _awaited(self, key: Key) -> Packet:
-        slot = self._slot(key)
-        wait_until(slot.is_filled)
-        return self._emptied(slot, key)
-
     def _await_all(self) -> None:
         for outcomes in (self._outcomes, self._deliveries):
             for outcome in outcomes:
                 wait_until(outcome.wait)
 
-    def add_gradients(self) -> None:
-        """The tasks launched from now on add gradients; once a run, since they use up what forward saved.
-
-        If they fail before any gradient has begun to leave its device, the host has those of before.
-        """
-        if self._adds_gradients:
-            raise RuntimeError(
-                "backward() was called a second time through the same forward; its saved activations are gone"
-            )
-        self.number = self.call.state.num_runs
-        self.call.state.num_runs += 1
-        self._adds_gradients = True
-
     def wait(self) -> None:
-        """Block until all tasks are over, and all gradients at home."""
+        """Block until all tasks are over, and all gradients on the host."""
         wait_for_all(self._outcomes)
         wait_for_all(self._deliveries)
 
@@ -409,9 +361,7 @@ class Run:
         self.wait()
         if self._error is None:
             return None
-        self._slots.clear()
-        self._buffers.clear()
-        self._saved.clear()
+        self._exchange.clear()
         # The error holds its frames and all that is in them: it is the caller's from here on.
         error, self._error = self._error, None
         return error
@@ -431,18 +381,3 @@ def _clear_frames(error: BaseException) -> None:
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
             behind += (one.__cause__, one.__context__)
-
-
-def sum_losses(packets: Sequence[Packet]) -> torch.Tensor | list[torch.Tensor]:
-    """The sums over the microbatches, in their order: a tensor, or a list where the loss function gave several."""
-    columns = zip(*(packet.leaves for packet in packets), strict=True)
-    sums = [_sum(column) for column in columns]
-    found = rp_batch.unflatten(packets[0].treedef, sums)
-    return found if isinstance(found, torch.Tensor) else sums
-
-
-def _sum(column: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = column[0].clone()
-    for loss in column[1:]:
-        total = total + loss
-    return total

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, assert_never, cast
 
 import rp_batch
 import torch
-from rp_sched import Task
+from rp_sched import Task, TaskKind
 from rp_transfer import Backend, Event
 
 from roundpipe.device.activations import Arrived, Courier, Origins, enter
-from roundpipe.device.packet import Packet, is_dense
-from roundpipe.device.recompute import Memory, Shelf, prepares
+from roundpipe.device.packet import Packet, Slot, is_dense
+from roundpipe.device.randomness import Drawer
+from roundpipe.device.recompute import Memory, prepares
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
 from roundpipe.execution.call import Call
+from roundpipe.execution.exchange import Exchange
+from roundpipe.execution.losses import check_losses
 from roundpipe.runtime.runtime import Lane
 from roundpipe.state.model_state import Block
 from roundpipe.telemetry.layer_times import LayerTimes
@@ -32,54 +35,11 @@ _FORWARD = "in {0}, forward, microbatch {1}"
 _RECOMPUTATION = "in {0}, recomputation, microbatch {1}"
 
 
-class Exchange(Shelf, Protocol):
-    """Where a task takes what earlier tasks left, and leaves what later ones take.
-
-    Boundary i lies before layer i.
-    """
-
-    def take_input(self, boundary: int, microbatch: int) -> Packet:
-        """The activations at a boundary; blocks until they are handed over."""
-        ...
-
-    def take_grad(self, boundary: int, microbatch: int) -> Packet:
-        """The gradients of the activations at a boundary; a leaf without gradient is None."""
-        ...
-
-    def take_label(self, microbatch: int) -> Packet:
-        """The labels."""
-        ...
-
-    def take_buffers(self, layer: int, microbatch: int) -> Packet | None:
-        """The buffers that the layer started from, if it wrote them."""
-        ...
-
-    def wants_input(self, boundary: int, microbatch: int) -> bool:
-        """Whether a later task takes the activations at a boundary."""
-        ...
-
-    def wants_grad(self, boundary: int, microbatch: int) -> bool:
-        """Whether someone takes the gradients at a boundary."""
-        ...
-
-    def put_input(self, boundary: int, microbatch: int, packet: Packet) -> None:
-        """Hand activations over."""
-        ...
-
-    def put_grad(self, boundary: int, microbatch: int, packet: Packet) -> None:
-        """Hand gradients over."""
-        ...
-
-    def put_buffers(self, layer: int, microbatch: int, packet: Packet) -> None:
-        """Keep the buffers that a layer started from."""
-        ...
-
-    def put_loss(self, microbatch: int, packet: Packet) -> None:
-        """Hand the losses over."""
-        ...
+class Outbox(Protocol):
+    """Who has gradients carried to the host."""
 
     def send_home(self, delivery: Delivery, where: str) -> None:
-        """Have gradients carried to the host; `where` says in words what failed if that does."""
+        """Submit a delivery; `where` says in words what failed if it does."""
         ...
 
 
@@ -95,6 +55,7 @@ class Stage:
         twins: Twins,
         weights: Weights,
         exchange: Exchange,
+        outbox: Outbox,
         times: LayerTimes | None,
         tracer: Tracer,
     ) -> None:
@@ -107,6 +68,7 @@ class Stage:
         self._twins = twins
         self._weights = weights
         self._exchange = exchange
+        self._outbox = outbox
         self._courier = Courier(backend, lane, weights.holds, tracer)
         self._memory = Memory(lane.device.torch_device, self._courier, exchange)
         # What is being done: in words once somebody asks, with the layer's name for ``{0}`` and the microbatch for
@@ -124,7 +86,7 @@ class Stage:
 
     def run(self) -> None:
         """All microbatches, then the gradients and buffers home."""
-        body = {"F": self._forward, "B": self._backward, "FB": self._fused}[self._task.kind]
+        body = self._body()
         with self._device.computing(), self._call.ambience():
             self._lane.retainer.flush()
             self._weights.upload()
@@ -134,13 +96,24 @@ class Stage:
                 self._end_of_microbatch()
             self._check_layers()
             self._weights.return_buffers()
-            if self._task.kind != "F":
+            if self._task.adds_gradients:
                 self._send_home(self._weights.all_sums())
             self._weights.release()
 
+    def _body(self) -> Callable[[int], None]:
+        match self._task.kind:
+            case TaskKind.FORWARD:
+                return self._forward
+            case TaskKind.BACKWARD:
+                return self._backward
+            case TaskKind.FUSED:
+                return self._fused
+            case _:
+                assert_never(self._task.kind)
+
     def _send_home(self, blocks: Sequence[Block]) -> None:
         where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
-        self._exchange.send_home(self._weights.deliver(blocks), where)
+        self._outbox.send_home(self._weights.deliver(blocks), where)
 
     def _check_layers(self) -> None:
         for layer in self._task.layers:
@@ -205,13 +178,14 @@ class Stage:
         return Arrived(treedef, inside, doors)
 
     def _hand_over(self, boundary: int, microbatch: int, arrived: Arrived, origins: Origins) -> None:
-        if self._exchange.wants_input(boundary, microbatch):
+        slot = Slot("input", boundary, microbatch)
+        if self._exchange.is_expected(slot):
             grads = [door is not None for door in arrived.doors]
             goes_on = boundary < self._task.layers.stop
             # What the caller gets is theirs to write: nothing that a backward task will read.
             known = origins if boundary < self._call.num_layers else Origins()
             packet = self._courier.send(arrived.treedef, arrived.inside, grads, known, in_use=goes_on)
-            self._exchange.put_input(boundary, microbatch, packet)
+            self._exchange.put(slot, packet)
             for leaf, host in zip(arrived.inside, packet.leaves, strict=True):
                 if goes_on and isinstance(leaf, torch.Tensor):
                     origins.add(leaf, host)
@@ -219,7 +193,7 @@ class Stage:
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         self._place = ("before {0}, microbatch {1}", boundary, microbatch)
         with self._waiting("stage before", "what comes before this layer, to be computed"):
-            packet = self._exchange.take_input(boundary, microbatch)
+            packet = self._exchange.take(Slot("input", boundary, microbatch))
         grads = packet.grads if self._call.with_grad else [False] * len(packet.grads)
         inside, doors = enter(self._courier.bring(packet), grads)
         origins = Origins()
@@ -248,7 +222,10 @@ class Stage:
                 return twin(*call[0], **call[1])
 
         has_buffers = self._call.state.layers[layer].has_buffers
-        output = (self._with_buffers if has_buffers else self._seeded)(layer, microbatch, body, again=again)
+        if has_buffers:
+            output = self._with_buffers(layer, microbatch, body, again=again)
+        else:
+            output = self._seeded(Drawer("layer", layer), microbatch, body, again=again)
         if has_buffers or microbatch == self._task.microbatches.start:
             self._twins.check(layer)
         return output
@@ -276,26 +253,27 @@ class Stage:
         prepare = cast("Callable[..., Any]", twin.prepare)
         buffers = self._weights.buffers(self._call.state.layers[layer])
         versions = self._weights.versions(buffers)
-        # Numbers of its own: the recomputation draws those of forward without it.
-        place = self._call.num_layers + 1 + layer
-        found = self._seeded(place, microbatch, lambda: prepare(*call[0], **call[1]), again=False)
+        # Random numbers of its own: the recomputation draws those of forward without it.
+        found = self._seeded(
+            Drawer("prepare", layer), microbatch, lambda: prepare(*call[0], **call[1]), again=False
+        )
         if self._weights.versions(buffers) != versions:
             raise TypeError("prepare wrote a buffer, which a recomputation would not; write it in forward")
         return self._memory.keep_prepared(layer, microbatch, found)
 
-    def _seeded(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
+    def _seeded(self, drawer: Drawer, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
         randomness = self._call.randomness
         if randomness is None:
             return body()
         run = randomness.again if again else randomness.forward
-        return run(self._device.generator(), layer, microbatch, body)
+        return run(self._device.generator(), drawer, microbatch, body)
 
     def _with_buffers(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
         memories = self._weights.buffers(self._call.state.layers[layer])
         if again:
-            if (packet := self._exchange.take_buffers(layer, microbatch)) is not None:
+            if (packet := self._exchange.fetch(Slot("buffers", layer, microbatch))) is not None:
                 _set(memories.values(), self._courier.bring(packet))
-            return self._seeded(layer, microbatch, body, again=True)
+            return self._seeded(Drawer("layer", layer), microbatch, body, again=True)
         before = {block: memory.clone() for block, memory in memories.items()}
         versions = self._weights.versions(memories)
 
@@ -304,7 +282,7 @@ class Stage:
             _set(memories.values(), before.values())
             return body()
 
-        output = self._seeded(layer, microbatch, from_the_start, again=False)
+        output = self._seeded(Drawer("layer", layer), microbatch, from_the_start, again=False)
         written = [
             block
             for block in memories
@@ -349,7 +327,7 @@ class Stage:
         if self._exchange.will_recompute(layer, microbatch):
             if layer not in self._snapshots:
                 self._snapshots[layer] = self._courier.send(None, before, [False] * len(before), Origins())
-            self._exchange.put_buffers(layer, microbatch, self._snapshots[layer])
+            self._exchange.keep(Slot("buffers", layer, microbatch), self._snapshots[layer])
         for user in {user for block in written for user in block.users}:
             self._snapshots.pop(user, None)
 
@@ -398,23 +376,23 @@ class Stage:
         if self._call.keep_outputs:
             leaves, treedef = rp_batch.flatten(output)
             packet = self._courier.send(treedef, leaves, [False] * len(leaves), Origins(), in_use=True)
-            self._exchange.put_input(layers.stop, microbatch, packet)
+            self._exchange.put(Slot("input", layers.stop, microbatch), packet)
         losses = self._loss(output, microbatch)
         del output
         self._propagate(losses, None)
         self._return_grads(layers.start, microbatch, [None if d is None else d.grad for d in arrived.doors])
 
     def _loss(self, output: Any, microbatch: int) -> list[torch.Tensor]:
-        labels = self._exchange.take_label(microbatch)
+        labels = self._exchange.take(Slot("label", self._call.num_layers, microbatch))
         label = rp_batch.unflatten(labels.treedef, self._courier.bring(labels))
         self._place = ("in the loss function, forward, microbatch {1}", -1, microbatch)
         loss_fn = self._call.loss_fn
         assert loss_fn is not None
         with self._part("loss function"):
-            found = self._seeded(self._call.num_layers, microbatch, lambda: loss_fn(output, label), again=False)
-        losses, treedef = _check_losses(found)
+            found = self._seeded(Drawer("loss"), microbatch, lambda: loss_fn(output, label), again=False)
+        losses, treedef = check_losses(found)
         packet = self._courier.send(treedef, losses, [False] * len(losses), Origins())
-        self._exchange.put_loss(microbatch, packet)
+        self._exchange.put(Slot("loss", self._call.num_layers, microbatch), packet)
         self._place = ("in the loss function, backward, microbatch {1}", -1, microbatch)
         return losses
 
@@ -434,7 +412,7 @@ class Stage:
     def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
         self._place = ("after {0}, backward, microbatch {1}", boundary - 1, microbatch)
         with self._waiting("stage before", "the gradients of what comes after, to be computed"):
-            packet = self._exchange.take_grad(boundary, microbatch)
+            packet = self._exchange.take(Slot("grad", boundary, microbatch))
         return self._courier.bring(packet)
 
     def _backward_through(self, layers: range, microbatch: int, grads: Sequence[Any]) -> Sequence[Any]:
@@ -461,30 +439,13 @@ class Stage:
             self._times.leave_backward(self._device.compute)
 
     def _return_grads(self, boundary: int, microbatch: int, grads: Sequence[torch.Tensor | None]) -> None:
-        if self._exchange.wants_grad(boundary, microbatch):
+        slot = Slot("grad", boundary, microbatch)
+        if self._exchange.is_expected(slot):
             packet = self._courier.send(None, grads, [False] * len(grads), Origins())
-            self._exchange.put_grad(boundary, microbatch, packet)
+            self._exchange.put(slot, packet)
 
 
 def _set(memories: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
     with torch.no_grad():
         for memory, value in zip(memories, values, strict=True):
             memory.copy_(value)
-
-
-def _check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:
-    leaves, treedef = rp_batch.flatten(found)
-    if isinstance(found, torch.Tensor | list | tuple):
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if tensors and len(tensors) == len(leaves) and all(tensor.numel() == 1 for tensor in tensors):
-            return tensors, treedef
-    raise TypeError(
-        "loss_fn must return a tensor of one element or a sequence of such tensors, but returned "
-        f"{_described(found)} instead; reduce it with .sum() or .mean()"
-    )
-
-
-def _described(found: Any) -> str:
-    if isinstance(found, torch.Tensor):
-        return f"a tensor of shape {tuple(found.shape)}"
-    return repr(type(found).__name__)

@@ -10,7 +10,7 @@ from torch import nn
 
 from roundpipe.device.replica import named_modules
 from roundpipe.engine.group import Joint
-from roundpipe.engine.host_parameters import Resident
+from roundpipe.engine.resident import Resident
 from roundpipe.errors import RoundPipeError
 from roundpipe.models.base import RoundPipeBase
 from roundpipe.models.roundpipe import RoundPipe
@@ -70,10 +70,10 @@ class AutoRoundPipe(RoundPipeBase):
         parts = _parts(model)
         self._own("runtime", _shared_runtime(parts, runtime))
         self._own("_resident", Resident(self.name, model, parts, self.runtime, optim_dtype))
-        engines = [self._resident, *(part.engine for part in parts)]
-        for engine in engines[1:]:
-            engine.share_steps(self._resident)
-        self._own("_joint", Joint(self.name, engines, self.runtime))
+        hosts = [self._resident, *(part.engine.host for part in parts)]
+        for host in hosts[1:]:
+            host.share_steps(self._resident)
+        self._own("_joint", Joint(self.name, hosts, self.runtime))
 
     _resident: Resident
 

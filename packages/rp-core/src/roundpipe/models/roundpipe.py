@@ -88,7 +88,7 @@ class RoundPipe(RoundPipeBase):
             self.name, partial(_row, model), self.runtime, pin_model, optim_dtype, options, double_buffer
         )
         self._own("_engine", engine)
-        self._own("_joint", Joint(self.name, [engine], self.runtime))
+        self._own("_joint", Joint(self.name, [engine.host], self.runtime))
 
     # Calls
 

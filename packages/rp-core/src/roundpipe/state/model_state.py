@@ -240,9 +240,9 @@ class ModelState:
     """All of one model on the host. The calling thread changes it under the runtime's launch lock.
 
     `version` counts the publications of new weights that have been launched; `unpublished` says that the
-    optimizer has a result that no call reads yet. `quiet` are the layers that were seen to draw no CPU random
-    numbers. `num_runs` counts the runs launched that add gradients; `broken` is the first of them that left only
-    part. `failed` tells the error of a step that left part of its update. Both are words: errors themselves hold
+    optimizer has a result that no call reads yet. `quiet` are the layers and others that were seen to draw no CPU
+    random numbers. `num_runs` counts the runs launched that add gradients; `broken` is the first of them that left
+    only part. `failed` tells the error of a step that left part of its update. Both are words: errors hold
     all that their frames hold. `is_stepping` is read and written by the optimizer's thread: a step function is
     running. `is_part`: another model is stepped together with this one.
     """
@@ -262,7 +262,7 @@ class ModelState:
         self.optim_dtype = optim_dtype
         self.version = 0
         self.unpublished = False
-        self.quiet: set[int] = set()
+        self.quiet: set[tuple[str, int]] = set()
         self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
         self.num_runs = 0
         self.broken: Broken | None = None

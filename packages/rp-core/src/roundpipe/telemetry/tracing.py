@@ -257,6 +257,11 @@ def current() -> Tracer:
     return _SWITCH.told or _SWITCH.ranges()
 
 
+def in_call(what: str, name: str) -> AbstractContextManager[None]:
+    """Around what the launcher does for one call of a model's method."""
+    return current().on_host(CALLER, "call", f"{what} of {name}")
+
+
 def switch_on(where: str, *, ranges: bool) -> Recorder:
     """Begin a profile; `where` it goes, in words.
 

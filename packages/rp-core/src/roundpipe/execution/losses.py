@@ -1,0 +1,47 @@
+"""The losses of a call: what a loss function may return, and their sums over the microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import rp_batch
+import torch
+
+from roundpipe.device.packet import Packet
+
+Losses = torch.Tensor | list[torch.Tensor]
+
+
+def check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:
+    """The tensors that a loss function returned, and their tree; `TypeError` for what cannot be a loss."""
+    leaves, treedef = rp_batch.flatten(found)
+    if isinstance(found, torch.Tensor | list | tuple):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if tensors and len(tensors) == len(leaves) and all(tensor.numel() == 1 for tensor in tensors):
+            return tensors, treedef
+    raise TypeError(
+        "loss_fn must return a tensor of one element or a sequence of such tensors, but returned "
+        f"{_described(found)} instead; reduce it with .sum() or .mean()"
+    )
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, torch.Tensor):
+        return f"a tensor of shape {tuple(found.shape)}"
+    return repr(type(found).__name__)
+
+
+def sum_losses(packets: Sequence[Packet]) -> Losses:
+    """The sums over the microbatches, in their order: a tensor, or a list where the loss function gave several."""
+    columns = zip(*(packet.leaves for packet in packets), strict=True)
+    sums = [_sum(column) for column in columns]
+    found = rp_batch.unflatten(packets[0].treedef, sums)
+    return found if isinstance(found, torch.Tensor) else sums
+
+
+def _sum(column: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = column[0].clone()
+    for loss in column[1:]:
+        total = total + loss
+    return total
