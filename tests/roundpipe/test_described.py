@@ -216,7 +216,7 @@ def test_an_error_that_takes_no_note_has_it_in_the_log(caplog: pytest.LogCapture
         add_note(Refusing("as planned"), "in layer 3")
         add_note(good := ValueError(), "in layer 4")
     assert [record.getMessage() for record in caplog.records] == [
-        "Refusing('as planned') takes no note; it would be: in layer 3"
+        "cannot add a note to Refusing('as planned'); the note is: in layer 3"
     ]
     assert good.__notes__ == ["in layer 4"]
     assert in_words(Unspoken()) == "Unspoken (whose repr fails)"

@@ -346,7 +346,7 @@ def test_there_is_no_summary_before_the_end_and_no_second_use(tmp_path: Path) ->
     with profile(tmp_path / "trace.json") as taken, pytest.raises(RoundPipeError, match="has not ended yet"):
         _ = taken.summary
     assert taken.summary.num_calls == 0
-    with pytest.raises(RoundPipeError, match="taken once"), taken:
+    with pytest.raises(RoundPipeError, match="entered only once"), taken:
         pytest.fail("it began")
 
 

@@ -1,6 +1,6 @@
-"""Train large models on the GPUs you own: weights live on the host, layers stream to the devices.
+"""Train large models on the GPUs you own: weights stay in host memory, layers stream to the devices.
 
-Importing this starts nothing: devices and threads open with a `Runtime`, or with the first model.
+Importing this opens no device and starts no thread; a `Runtime` or the first model does.
 """
 
 from roundpipe import optim

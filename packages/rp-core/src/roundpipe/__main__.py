@@ -1,4 +1,4 @@
-"""``python -m roundpipe`` is the command line."""
+"""Entry point of ``python -m roundpipe``: runs the command line."""
 
 import sys
 

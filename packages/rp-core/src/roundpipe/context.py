@@ -1,4 +1,4 @@
-"""What the code that runs now is doing: an optimizer step, a layer's first forward, or its recomputation."""
+"""Per-thread state: whether a step function, a layer's first forward or its recomputation is running."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FLAGS = _Flags()
 
 
 class OptimizerCtx:
-    """Within it, ``model.parameters()`` gives the optimizer's parameters.
+    """Inside it, ``model.parameters()`` returns the optimizer's parameters.
 
     >>> with OptimizerCtx():
     ...     doing_optimizer()
@@ -42,12 +42,12 @@ class OptimizerCtx:
 
 
 def doing_optimizer() -> bool:
-    """Whether the calling thread is inside an `OptimizerCtx`, as it is in a step function."""
+    """Whether the calling thread is inside an `OptimizerCtx`. It is in a step function."""
     return _FLAGS.optimizer_depth > 0
 
 
 class LayerCtx:
-    """Within it the calling thread runs one layer; the inner one counts."""
+    """Marks the calling thread as running one layer. If nested, the innermost context applies."""
 
     def __enter__(self) -> LayerCtx:
         self._outer = _FLAGS.layer
@@ -61,7 +61,7 @@ class LayerCtx:
 
 
 class ForwardCtx(LayerCtx):
-    """A layer's first run. `keep` takes what the layer saves; None where it will never be recomputed."""
+    """A layer's first forward. `keep` stores the data that the layer saves; None if it will not be recomputed."""
 
     def __init__(self, keep: Callable[[_Data], None] | None) -> None:
         self._keep = keep
@@ -80,7 +80,7 @@ class ForwardCtx(LayerCtx):
 
 
 class RecomputeCtx(LayerCtx):
-    """A layer's recomputation, with what its first run saved."""
+    """A layer's recomputation, with the data that its first forward saved."""
 
     def __init__(self, data: _Data) -> None:
         self.data = data
@@ -91,20 +91,20 @@ def _refuse_grads(data: _Data) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise ValueError(
                 f"save_for_recompute keeps no gradients, but data{path} requires grad; save it detached, and "
-                "compute again what gradients flow through"
+                "recompute every tensor that gradients flow through"
             )
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Keep what a layer has found out in its first forward, for when this forward is recomputed.
+    """Store data in a layer's first forward, to be read when this forward is recomputed.
 
-    Call it at most once in a layer's ``forward``, with any trees: their tensors are copied to the host at once and
-    come back, on the device that recomputes the layer, from `get_recompute_data`. Where the layer will not be
-    recomputed (without gradients, or where forward and backward run in one go) nothing is kept, and what is saved
-    during a recomputation is not looked at.
+    Call it at most once in a layer's ``forward``, with any trees. Their tensors are copied to the host at once.
+    `get_recompute_data` returns them on the device that recomputes the layer. Nothing is stored if the layer will
+    not be recomputed: without gradients, or where forward and backward run in one task. A call during a
+    recomputation is ignored.
 
-    A recomputation draws the numbers that the first forward drew, from the first on: what is saved instead of
-    drawn again must be drawn last.
+    A recomputation draws the same random numbers as the first forward, in the same order. If it skips a draw
+    because the result was saved, that draw must be the last one.
 
     >>> class Routed(torch.nn.Module):
     ...     def forward(self, x):
@@ -128,22 +128,22 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """What this layer saved for this microbatch; always a tuple, empty if it saved nothing.
+    """Return what this layer saved for this microbatch: always a tuple, empty if it saved nothing.
 
-    Tensors are on the layer's device, and the layer's own.
+    The tensors are copies on the layer's device; the layer may write them.
 
-    Raises `RoundPipeError` unless a layer is being recomputed: ask `doing_recompute` first.
+    Raises `RoundPipeError` unless a layer is being recomputed: check `doing_recompute` first.
     """
     layer = _FLAGS.layer
     if not isinstance(layer, RecomputeCtx):
         raise RoundPipeError(
-            "get_recompute_data was called while no layer is recomputed; ask doing_recompute() first"
+            "get_recompute_data was called while no layer is being recomputed; check doing_recompute() first"
         )
     return layer.data
 
 
 def doing_recompute() -> bool:
-    """Whether the calling thread recomputes a layer for its backward.
+    """Whether the calling thread is recomputing a layer for its backward.
 
     >>> doing_recompute()
     False

@@ -1,4 +1,4 @@
-"""Every error the engine itself raises; what a layer or a step function raises arrives as it is.
+"""The engine's own exceptions. What a layer or a step function raises reaches the caller unchanged.
 
 ::
 
@@ -21,27 +21,27 @@ class RoundPipeError(RuntimeError):
 
 
 class Busy(RoundPipeError):
-    """The engine takes one call at a time, from one thread, and none from inside its own work."""
+    """The engine accepts one call at a time, from one thread, and none from inside its own tasks or steps."""
 
 
 class Stale(RoundPipeError):
-    """The weights that forward read have been replaced, so its backward cannot be run any more."""
+    """The weights that forward read have been replaced, so its backward can no longer run."""
 
 
 class GradientsIncomplete(RoundPipeError):
-    """A training call failed half-way; its gradients must be dropped before training goes on."""
+    """A training call failed part-way; drop its gradients before training on."""
 
 
 class StepFailed(RoundPipeError):
-    """A step failed half-way; the optimizer's parameters must be reset or loaded before training goes on."""
+    """A step failed part-way; reset or load the optimizer's parameters before training on."""
 
 
-# What users raise may be of any class: its `repr`, and what notes are added by, may fail in any way. Whoever tells
-# of an error has others to wake, so no description fails.
+# User code may raise any class, whose `__repr__` or `add_note` may itself raise. These helpers never raise: their
+# callers are handling an error and must still wake the threads that wait for them.
 
 
 def in_words(error: BaseException) -> str:
-    """An error in words.
+    """An error's `repr`, or its class name if the `repr` fails.
 
     >>> in_words(ValueError("no"))
     "ValueError('no')"
@@ -53,8 +53,8 @@ def in_words(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, words: str) -> None:
-    """Add a note to an error; to the log if the error takes none."""
+    """Add a note to an error; log the note if the error rejects it."""
     try:
         error.add_note(words)
     except BaseException:
-        _LOG.warning("%s takes no note; it would be: %s", in_words(error), words)
+        _LOG.warning("cannot add a note to %s; the note is: %s", in_words(error), words)

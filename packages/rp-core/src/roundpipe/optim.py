@@ -1,4 +1,4 @@
-"""The host optimizers of `rp_optim`, and what goes with them, under the name that training scripts use."""
+"""Host optimizers, gradient clipping and kernel selection, re-exported from `rp_optim`."""
 
 from rp_optim import (
     SGD,

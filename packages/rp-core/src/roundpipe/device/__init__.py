@@ -1,1 +1,1 @@
-"""One task's tensors on its device."""
+"""A task's weights, activations, gradients and random state on its device."""

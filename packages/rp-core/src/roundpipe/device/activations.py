@@ -1,4 +1,4 @@
-"""Activations and gradients of one task: their way to its device and back."""
+"""Transfers of activations and their gradients between the host and a task's device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from roundpipe.telemetry.tracing import Tracer
 
 
 class _Entry(torch.autograd.Function):
-    """The door of a stage: what comes out may be changed in place, as between any two layers; a leaf may not."""
+    """Makes a stage's input a non-leaf, so that the stage's first layer may write it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         del ctx
-        # Not detached: what is written to it is none of the leaf's versions.
+        # `.data` rather than `detach`: an in-place write must not bump the leaf's version counter.
         return leaf.data
 
     @staticmethod
@@ -36,36 +36,46 @@ class _Entry(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Arrived:
-    """A packet on a device: `inside` are the leaves that a layer takes, `doors` the grad leaves behind them."""
+    """A packet on a device.
+
+    `inside`: the leaves that a layer receives. `doors`: for each, the grad leaf whose ``.grad`` collects the input
+    gradient, or None.
+    """
 
     treedef: Any
     inside: list[Any]
     doors: list[torch.Tensor | None]
 
     def tree(self) -> Any:
-        """What a layer takes."""
+        """The tree that a layer receives."""
         return rp_batch.unflatten(self.treedef, self.inside)
 
 
 class Origins:
-    """Where device tensors that may come out of a layer unchanged lie on the host. Does not keep them alive."""
+    """Finds the host copy of a device tensor that a layer returned unchanged, to save its download.
+
+    Holds the device tensors weakly.
+    """
 
     def __init__(self) -> None:
         self._hosts: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
     def add(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """`tensor` was copied from `host`, and the compute stream waited for that."""
+        """Record that `tensor` is a copy of `host`, for which the compute stream has waited."""
         self._hosts[id(tensor)] = (weakref.ref(tensor), tensor._version, host)
 
     def find(self, leaf: object) -> torch.Tensor | None:
-        """The host copy of exactly this tensor, unless it was written since."""
+        """The host copy of exactly this tensor; None if unknown or if the tensor was written since."""
         known, version, host = self._hosts.get(id(leaf), (None, 0, None))
         tensor = None if known is None else known()
         return host if tensor is not None and tensor is leaf and tensor._version == version else None
 
 
 def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list[torch.Tensor | None]]:
-    """New grad leaves over the same device memory, behind doors; other leaves as they are."""
+    """Make grad leaves over the same device memory, as `Arrived.inside` and `Arrived.doors`.
+
+    Leaves that require no grad stay as they are, with None as their door.
+    """
     inside: list[Any] = []
     doors: list[torch.Tensor | None] = []
     for leaf, requires_grad in zip(leaves, grads, strict=True):
@@ -76,9 +86,10 @@ def enter(leaves: Iterable[Any], grads: Sequence[bool]) -> tuple[list[Any], list
 
 
 class Courier:
-    """Carries packets between the host and one device; used by that device's thread.
+    """Copies packets between the host and one device; used by that device's thread only.
 
-    Blocks on their way let packets pass, once these can start. `is_weight` tells memory that is the layers' own.
+    Packets overtake queued weight and gradient blocks (see `Conveyor.let_pass`). `is_weight(tensor)`: whether a
+    tensor lies in a layer's weights.
     """
 
     def __init__(
@@ -91,11 +102,11 @@ class Courier:
         self._device = lane.device
         self._retainer = lane.retainer
         self._visiting: list[torch.Tensor] = []
-        # Of what travelled either way, until someone sets it back.
+        # Both directions together, since the caller last reset it.
         self.carried_bytes = 0
 
     def bring(self, packet: Packet) -> list[Any]:
-        """The packet's leaves on the device, ready for the compute stream."""
+        """Upload a packet's leaves; the compute stream waits for them."""
         device = self._device
         for event in packet.events:
             device.activations_in.wait(event)
@@ -104,7 +115,7 @@ class Courier:
             with self._copying(device.activations_in, "upload", packet.leaves):
                 leaves = [self._upload(leaf) for leaf in packet.leaves]
         finally:
-            # Where memory ends half-way, some of them are on their way all the same.
+            # If an allocation failed part-way, the copies queued before it still need their memory.
             arrived = device.activations_in.record()
             self._retainer.keep(arrived, packet.leaves, tuple(self._visiting))
         self._lane.inbox.conveyor.let_pass(ready, arrived)
@@ -132,9 +143,9 @@ class Courier:
         *,
         in_use: bool = False,
     ) -> Packet:
-        """The leaves on the host, once the packet's events have happened; what is there already stays.
+        """Download leaves into a packet, readable after its events. Leaves found in `origins` are not copied.
 
-        Leaves that are still `in_use` may be written in place by the next layer while they travel.
+        `in_use`: the next layer may write the leaves in place during the download, so they are cloned first.
         """
         known = [origins.find(leaf) for leaf in leaves]
         plain = [
@@ -159,11 +170,11 @@ class Courier:
     def _plain(self, tensor: torch.Tensor, *, in_use: bool) -> torch.Tensor:
         if not is_dense(tensor):
             raise TypeError(
-                f"what layers hand on must be dense tensors, but one has layout {tensor.layout}; convert it in "
-                "the layer that made it"
+                f"tensors that layers return or save must be dense tensors, but one has layout {tensor.layout}; "
+                "convert it in the layer that made it"
             )
         found = tensor.detach().resolve_conj().resolve_neg()
-        # What a layer returns of its own, other microbatches return, too: each sends a copy home.
+        # A layer may return its own weight or buffer for every microbatch: each downloads a clone.
         is_copied = in_use or self._is_weight(found)
         return found.clone(memory_format=torch.contiguous_format) if is_copied else found.contiguous()
 
@@ -181,10 +192,10 @@ class Courier:
         return host
 
     def let_go(self, done: Event, still: Iterable[Any] = ()) -> None:
-        """What was brought is needed until `done`, but for the memory of tensors that are `still` in use."""
+        """Release uploaded memory once `done` has happened, except where tensors in `still` use it."""
         tensors = [leaf for leaf in still if isinstance(leaf, torch.Tensor)]
         if not all(map(is_dense, tensors)):
-            # The parts of a sparse gradient may lie there, too: it stays until the next time.
+            # A sparse gradient's indices and values may lie in this memory: keep all until the next call.
             return
         used = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         stays = [tensor.untyped_storage().data_ptr() in used for tensor in self._visiting]

@@ -1,7 +1,7 @@
-"""Compiled layers: `torch.compile` on the layers as they are on each device.
+"""Compilation of the device replicas of layers with `torch.compile`.
 
-The compiler's cache goes by a layer's code and by what it guards, not by the module: all layers of one kind share
-a compilation, once for each device and for each mode, such as training and evaluation.
+The compiler caches by a layer's code and guards, not by module. So all layers of one kind share one compilation
+for each device and each mode, such as training and evaluation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ CompileOptions = Mapping[str, Any]
 
 
 class Compiler:
-    """Compiles twins with the same options.
+    """Compiles all of a model's replicas with the same options.
 
     Args:
         options: arguments of `torch.compile`, such as ``{"mode": "max-autotune-no-cudagraphs"}``.
-        num_devices: how many devices there are; the compiler keeps so many times as many variants of a kind of
-            layer before it goes on without compiling.
+        num_devices: multiplies the compiler's recompile limits, since each device needs variants of its own.
     """
 
     def __init__(self, options: CompileOptions, num_devices: int) -> None:
@@ -31,23 +30,23 @@ class Compiler:
         _keep_device_guard()
 
     def raise_limits(self) -> None:
-        """Let the compiler keep that many variants in what the calling thread runs, or has others run."""
+        """Raise torch's recompile limits for the calling thread and the jobs that it submits."""
         config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - where torch documents its limits
         for name, one_device in _LIMITS.items():
             setattr(config, name, max(getattr(config, name), one_device * self._num_devices))
 
     def compile(self, twin: nn.Module) -> None:
-        """Let calls of this module run compiled; that happens on the first of them."""
+        """Compile a replica; torch does so in the module's first call."""
         twin.compile(**self._options)  # pyright: ignore[reportUnknownMemberType] - torch leaves its types open
 
 
 def options_of(compile_layers: object) -> CompileOptions | None:
-    """The options that `compile_layers` stands for; None if nothing is compiled.
+    """Arguments of `torch.compile` for a `compile_layers` setting; None if layers are not compiled.
 
     >>> options_of(True), options_of(False), options_of({"dynamic": False})
     ({}, None, {'dynamic': False})
 
-    Raises `TypeError` for what is neither a bool nor a dict.
+    Raises `TypeError` for anything but a bool or a dict.
     """
     if isinstance(compile_layers, bool):
         return {} if compile_layers else None
@@ -59,11 +58,11 @@ def options_of(compile_layers: object) -> CompileOptions | None:
 
 
 def _keep_device_guard() -> None:
-    # Without a GPU, the first thread to trace in torch 2.11 leaves the process a pointer into its own memory, and
-    # tracing crashes once that thread has ended. So let it be the caller's, before a lane's.
+    # Without a GPU, torch 2.11 keeps a pointer into the memory of the first thread that traces; tracing crashes
+    # once that thread has ended. So trace on the caller's thread before any device thread does.
     with FakeTensorMode():
         pass
 
 
-# By default the compiler gives up on a function after so many variants, and after so many in all.
+# Torch's defaults: variants of one function, and variants in all, after which it runs uncompiled.
 _LIMITS = {"recompile_limit": 8, "accumulated_recompile_limit": 256}

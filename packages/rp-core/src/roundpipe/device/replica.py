@@ -1,8 +1,8 @@
-"""Twins: the layers as they are on one device, the same modules over other tensors.
+"""Twins: replicas of the layers on one device, whose tensors point at the current task's blocks.
 
-A twin is a deep copy whose memo maps the host's tensors to the device's, so bound methods and partials point at
-the twin, and whose hook tables are the host layer's own. It is built once; before a task its tensors are pointed
-at that task's blocks, so no module tree is walked then.
+A twin is a deep copy whose memo maps host tensors to device tensors, so bound methods and partials refer to the
+twin. It shares the hook tables of the host layer. It is built once; before each task its tensors are pointed at
+that task's blocks, which needs no walk of the module tree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOOK_TABLES = (
 
 
 def named_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """The module's own ``named_modules``, whose types torch leaves open."""
+    """``module.named_modules(prefix=prefix)`` with complete types."""
     found = module.named_modules(prefix=prefix)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     return cast("Iterator[tuple[str, torch.nn.Module]]", found)
 
@@ -57,8 +57,8 @@ class Twins:
         self._tensors: dict[int, torch.Tensor] = {}
         self._flags: dict[int, tuple[bool, ...]] = {}
         self._parts: dict[int, list[_Part]] = {}
-        # Whose parts these are, in the order of the layer's own ``modules()``, to look at them without a walk; and
-        # what was there.
+        # Each twin's modules in the order of the host layer's ``modules()``, so that `check` needs no walk; and
+        # the contents of their tables when the twin was built.
         self._owners: dict[int, list[torch.nn.Module]] = {}
         self._content: dict[int, list[object]] = {}
         # Twins whose layer changed them in forward.
@@ -66,10 +66,10 @@ class Twins:
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     def ensure(self, indices: range) -> None:
-        """Build the twins of these layers that do not exist yet; on the thread whose call will run them."""
+        """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""
         if self._compiler is not None:
             self._compiler.raise_limits()
-        # A twin outlives this call: under the caller's inference mode its tensors could never be trained.
+        # A twin outlives this call. Built under the caller's inference mode, its tensors could never be trained.
         with torch.inference_mode(False):
             for index in indices:
                 if index not in self._modules or index in self._spoilt:
@@ -85,19 +85,20 @@ class Twins:
         self._content[index] = _content(self._owners[index])
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
-        """A layer's twin, with these training flags in the order of ``modules()``."""
+        """A layer's twin, with its training flags set to these, in the order of the host layer's ``modules()``."""
         twin = self._modules[index]
         if self._flags.get(index) != training:
-            # Not in the twin's order of now: forward may have taken a module out and put it back behind others.
+            # In the order of building: forward may since have removed a module and added it again at the end.
             for module, flag in zip(self._owners[index], training, strict=True):
                 module.training = flag
             self._flags[index] = training
         return twin
 
     def check(self, index: int) -> None:
-        """Refuse a layer that has added, replaced or removed a module, parameter or buffer: its twin alone did so.
+        """Refuse a layer whose forward added, replaced or removed a module, parameter or buffer.
 
-        Raises `TypeError` naming the layer and what is not as it was. The twin is made anew for the next call.
+        Only the twin would change, not the host layer. Raises `TypeError` that names the layer and the change. The
+        twin is rebuilt for the next call.
         """
         content = _content(self._owners[index])
         if content == self._content[index]:
@@ -109,7 +110,7 @@ class Twins:
             if not any(_same(part, other) for other in others)
         ]
         if not changed:
-            # Taken out and put back: in another order, they are what they were.
+            # Removed and added again: the same parts in another order.
             self._content[index] = content
             return
         self._spoilt.add(index)
@@ -117,28 +118,31 @@ class Twins:
         raise TypeError(_refusal(index, kind, name, was_there=name in [part[1] for part in before]))
 
     def bind(self, block: Block, memory: torch.Tensor) -> None:
-        """Point the block's twins at device memory: (numel,)."""
+        """Point the twins' tensors of this block at device memory: (numel,)."""
         for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
             self._tensors[id(tensor)].data = view
 
     def attach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
-        """Let gradients be added to these, until `detach`."""
+        """Set ``.grad`` of the block's device tensors to their sums; autograd adds there until `detach`."""
         for twin, gradient in zip(self.tensors(block), sums, strict=True):
             twin.grad = gradient
 
     def detach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
-        """The end of `attach`: layers that are called have no ``.grad``, or they could not be compiled."""
+        """Take ``.grad`` off again; a gradient that autograd put elsewhere is copied into its sum.
+
+        While a layer's forward runs, its parameters have no ``.grad``: torch could not compile it otherwise.
+        """
         for twin, gradient in zip(self.tensors(block), sums, strict=True):
             if twin.grad is not None and twin.grad is not gradient:
                 gradient.copy_(twin.grad)
             twin.grad = None
 
     def tensors(self, block: Block) -> list[torch.Tensor]:
-        """The block's twins."""
+        """The block's device tensors, in its order."""
         return [self._tensors[id(tensor)] for tensor in block.tensors]
 
     def release(self, block: Block) -> None:
-        """Let go of the device memory."""
+        """Point the block's device tensors at empty memory, so that the block may be freed."""
         dtype = block.layout.dtype
         if dtype not in self._nothing:
             self._nothing[dtype] = _nothing(dtype, self._device)
@@ -164,8 +168,8 @@ class Twins:
             return copy.deepcopy(layer.module, memo)
         except Exception as error:
             raise TypeError(
-                f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied for a device, as "
-                f"copy.deepcopy must ({in_words(error)}); keep locks, files and streams out of layers"
+                f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied to a device: copy.deepcopy "
+                f"raised {in_words(error)}; keep locks, files and streams out of layers"
             ) from error
 
     def _twin_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -174,13 +178,13 @@ class Twins:
         return self._tensors[id(tensor)]
 
 
-# A kind, a name, and what is there.
+# Kind ("module", "parameter" or "buffer"), dotted name, object.
 _Part = tuple[str, str, object]
 _Table = Mapping[str, object]
 
 
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:
-    """The modules, parameters and buffers that a module is made of."""
+    """All submodules, parameters and buffers of a module."""
     for name, owner in named_modules(module):
         for kind, table in _tables(owner).items():
             for own, part in table.items():
@@ -192,7 +196,7 @@ def _tables(owner: torch.nn.Module) -> dict[str, _Table]:
 
 
 def _content(owners: Iterable[torch.nn.Module]) -> list[object]:
-    """The names in each one's tables, and which objects they stand for; whoever keeps it keeps these, too."""
+    """The names and object ids in the tables of all owners. Ids stay valid only while the objects are kept."""
     return [(*table, *map(id, table.values())) for owner in owners for table in _tables(owner).values()]
 
 

@@ -1,4 +1,4 @@
-"""Blocks on their way: weights to a device, sums of gradients to the host."""
+"""Transfers of blocks by a device's porter threads: weights to the device, gradients to the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from roundpipe.telemetry.tracing import NOTHING, SILENT, SpanKind, Tracer
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Sums of gradients on their way home; the porter that carries them enters the turns and leaves them.
+    """A download of gradient sums to the host. The porter that runs it enters and leaves their turns.
 
-    `made` is when the sums are complete. Each is a block, its sums on the device, the indices of the parameters
-    that have any, and the turn.
+    `made`: the event after which the sums are complete. `sums`: for each block, its sums on the device (numel,),
+    the indices of the parameters that have a gradient, and the ticket of its turn.
     """
 
     porter: Porter
@@ -30,11 +30,11 @@ class Delivery:
 
     @property
     def nbytes(self) -> int:
-        """What the sums take on the device."""
+        """Bytes of the sums on the device."""
         return sum(memory.nbytes for _, memory, _, _ in self.sums)
 
     def run(self) -> None:
-        """Block by block; the sums may go when it is over."""
+        """Download block by block; when it returns, the device memory of the sums may be freed."""
         conveyor = self.porter.conveyor
         with self._told("wait", "backward"):
             self.porter.stream.wait(self.made)
@@ -48,7 +48,7 @@ class Delivery:
         conveyor.drain()
 
     def abandon(self) -> None:
-        """After a failure: let what was begun end, so that the sums may go."""
+        """After a failure, wait for the copies already queued, so that the sums may be freed."""
         self.porter.conveyor.drain()
 
     def _told(self, kind: SpanKind, reason: str, block: Block | None = None) -> AbstractContextManager[None]:
@@ -61,7 +61,7 @@ class Delivery:
         )
 
     def leave(self) -> None:
-        """Give up the turns that are left; those behind still wait for what was begun."""
+        """Leave all turns; later turns still wait for the copies already queued."""
         begun = self.porter.conveyor.record()
         for *_, ticket in self.sums:
             ticket.leave(begun)
@@ -75,7 +75,10 @@ def bring(
     times: LayerTimes | None,
     tracer: Tracer,
 ) -> Event:
-    """Upload a block; its turn is over when it has arrived, but for buffers, which the layers may write."""
+    """Upload a block into device memory (numel,) and leave its turn; a buffer keeps it, as layers may write there.
+
+    Returns the event after which the memory is readable.
+    """
     with _told(tracer, porter, block, "wait"):
         ticket.enter(None if block.is_staged else porter.stream)
     with (

@@ -1,4 +1,4 @@
-"""A task's weights, gradients and buffers on its device, from their upload to their release."""
+"""A task's weights, gradient sums and buffers on its device, from upload to release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from roundpipe.telemetry.tracing import Tracer
 
 @dataclass(frozen=True, slots=True)
 class _Additions:
-    """How often was added to each gradient of a block by the end of a microbatch, and by that one alone."""
+    """Additions to each gradient of a block, counted at the end of a microbatch.
+
+    `seen`: in all so far. `each`: by that microbatch alone.
+    """
 
     seen: list[int]
     each: list[int]
@@ -30,8 +33,8 @@ class _Additions:
 class Weights:
     """The blocks of one task on its device.
 
-    `turns` and `gradient_turns` are the tickets that the calling thread took for it; `spare_bytes` is what the
-    sums of tasks before it may take on the device beside it.
+    `turns` and `gradient_turns`: the tickets that the calling thread took for this task. `spare_bytes`: how much
+    device memory gradient sums of earlier tasks may still occupy while this one runs.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class Weights:
         tracer: Tracer,
     ) -> None:
         self._times = times
-        # While what calls take is measured, each must show what it takes alone.
+        # While memory is being measured, a task must show its own peak, without the sums of earlier tasks.
         self._spare_bytes = spare_bytes if times is None else 0
         self._tracer = tracer
         self._lane = lane
@@ -63,7 +66,7 @@ class Weights:
         self._written: set[Block] = set()
 
     def prefetch(self) -> None:
-        """Send for what has its turn already, in order, up to the first that has not."""
+        """Queue uploads, in order, of the blocks whose turn is open; stop at the first that is not."""
         for block, ticket in self._turns.items():
             if block not in self._arriving:
                 if not ticket.open():
@@ -71,7 +74,7 @@ class Weights:
                 self._send_for(block, ticket)
 
     def upload(self) -> None:
-        """Send for the rest; the porter waits for its turn."""
+        """Queue uploads of the remaining blocks; the porter waits for their turns."""
         for block, ticket in self._turns.items():
             if block not in self._arriving:
                 self._send_for(block, ticket)
@@ -85,7 +88,10 @@ class Weights:
         self._arriving[block] = (memory, arriving)
 
     def bind(self, layer: LayerState, *, training: bool) -> None:
-        """Make a layer ready to run: its weights have arrived; `training`, its gradients are wanted."""
+        """Make a layer ready to run: wait for its blocks and point its replica at them.
+
+        `training`: its gradients will be computed.
+        """
         for block in layer.blocks:
             if block in self._bound:
                 continue
@@ -102,7 +108,7 @@ class Weights:
                 self._trained.append(block)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor is that of a layer that is ready."""
+        """Whether a tensor lies in the memory of a bound block."""
         return tensor.untyped_storage().data_ptr() in self._addresses
 
     def _waiting(self, block: Block) -> AbstractContextManager[None]:
@@ -111,7 +117,7 @@ class Weights:
     def _make_sums(self) -> None:
         new = [block for block in self._trained if block not in self._sums and block not in self._delivered]
         if new:
-            # As late as possible: those of tasks before take their room on the device until they have left.
+            # As late as possible: sums of earlier tasks occupy device memory until they are downloaded.
             with self._waiting_for_room():
                 self._lane.outbox.wait_for_room(self._spare_bytes)
         for block in new:
@@ -124,12 +130,12 @@ class Weights:
         layout = block.layout
         memory = self._device.empty((layout.numel,), sum_dtype(layout.dtype), stream=self._device.compute)
         memory.zero_()
-        # Each with a version counter of its own, which tells whether anything was added.
+        # Views with a version counter each, which counts the additions to each gradient.
         return memory, [view.data for view in layout.views(memory)]
 
     @contextmanager
     def adding(self) -> Generator[None]:
-        """Within it, gradients are added to the sums."""
+        """Let autograd add gradients to the sums within the context."""
         self._make_sums()
         for block, (_, sums) in self._sums.items():
             self._twins.attach(block, sums)
@@ -144,30 +150,30 @@ class Weights:
         for block in self._delivered:
             if any(twin.grad is not None for twin in self._twins.tensors(block)):
                 raise RuntimeError(
-                    f"{block} got a gradient after the backward pass had left it; does it compute on "
-                    "another device than its own? Then keep it out of the model"
+                    f"{block} got a gradient after the backward pass had left it; layers must compute on their "
+                    "own device, so keep one that uses another device out of the model"
                 )
 
     def all_sums(self) -> list[Block]:
-        """The blocks whose gradients are still here."""
+        """The blocks whose gradient sums are still on the device."""
         return list(self._sums)
 
     # Buffers
 
     def buffers(self, layer: LayerState) -> dict[Block, torch.Tensor]:
-        """The device memory of a layer's buffers."""
+        """The device memory of each of a layer's buffer blocks."""
         return {block: self._bound[block] for block in layer.blocks if block.kind == "buffer"}
 
     def versions(self, blocks: Iterable[Block]) -> dict[Block, list[int]]:
-        """The version counters of the buffers in these blocks."""
+        """The version counters of the tensors in these blocks."""
         return {block: [twin._version for twin in self._twins.tensors(block)] for block in blocks}
 
     def note_written(self, block: Block) -> None:
-        """These buffers go home at the end of the task."""
+        """Mark a buffer block as written: `return_buffers` downloads it at the end of the task."""
         self._written.add(block)
 
     def return_buffers(self) -> None:
-        """Send the buffers that were written home, and give up the turns of all."""
+        """Download the buffers that were written, and leave the turns of all buffers."""
         for block, ticket in self._turns.items():
             if block.kind == "buffer":
                 ticket.leave(self._return_buffer(block))
@@ -195,18 +201,19 @@ class Weights:
     # Gradients
 
     def note_microbatch(self) -> None:
-        """A microbatch is over: how often it added to each gradient, the last one will, too."""
+        """Count a finished microbatch's additions to each gradient; the last one is expected to add as many."""
         for block, (_, sums) in self._sums.items():
             seen = [gradient._version for gradient in sums]
             before = self._additions[block].seen if block in self._additions else [0] * len(seen)
             self._additions[block] = _Additions(seen, [a - b for a, b in zip(seen, before, strict=True)])
 
     def complete_above(self, layer: int, layers: range) -> list[Block]:
-        """The blocks that get no more gradients, once the last backward through `layers` is down to `layer`.
+        """The blocks whose gradients are complete once the last backward through `layers` has reached `layer`.
 
-        Autograd goes through what was made last first, so that all above the layer is done; except for what an
-        earlier microbatch made, such as autocast's copies of weights. A gradient is added once all parts of it are
-        there, so it is looked at, too; one that got nothing last time, as in a mixture of experts, tells nothing.
+        Autograd runs nodes newest first, so the nodes of the layers above are done, except for those that an
+        earlier microbatch made, such as autocast's casts of weights. So a block also counts as complete only when
+        each gradient was added to as often as by the microbatch before. A gradient that got nothing there, such as
+        an unused expert's, gives no such count: its block is left for the end of the task.
         """
         return [
             block
@@ -222,7 +229,7 @@ class Weights:
         return seen == [a + b for a, b in zip(known.seen, known.each, strict=True)]
 
     def deliver(self, blocks: Sequence[Block]) -> Delivery:
-        """Hand the sums of these blocks' gradients over, to be sent home."""
+        """Detach the gradient sums of these blocks and return the delivery that downloads them."""
         for block in blocks:
             self._twins.detach(block, self._sums[block][1])
         chosen = [(block, *self._sums.pop(block)) for block in blocks]
@@ -236,7 +243,7 @@ class Weights:
     # The end
 
     def release(self) -> None:
-        """Let go of device memory once the compute stream is done with it."""
+        """Free all device memory once the compute stream has passed this point."""
         for block in self._bound:
             self._twins.release(block)
         done = self._device.compute.record()
@@ -245,7 +252,7 @@ class Weights:
         self._bound, self._arriving, self._sums, self._trained = {}, {}, {}, []
 
     def abandon(self) -> None:
-        """Give up all turns; those behind still wait for what was begun with them."""
+        """Leave all turns after a failure; later turns still wait for the copies already queued."""
         wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())
         begun = (self._lane.inbox.stream.record(), self._device.results_out.record())
         for ticket in self.tickets():
@@ -254,7 +261,7 @@ class Weights:
         self._lane.retainer.keep(begun[0], list(self._arriving.values()), hosts)
 
     def tickets(self) -> Iterable[Ticket]:
-        """The turns that the task itself has to give up."""
+        """The tickets that the task itself must leave; a delivery leaves those it was given."""
         yield from self._turns.values()
         yield from self._gradient_turns.values()
 

@@ -1,1 +1,1 @@
-"""Optimizer steps on their own thread."""
+"""Optimizer steps, which run on a thread of their own, and their results in the weights."""

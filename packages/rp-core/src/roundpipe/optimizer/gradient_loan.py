@@ -1,4 +1,4 @@
-"""Loans: gradients lent to the masters for one step, read where they lie, each block as soon as it has come."""
+"""Links from master weights to gradient blocks for one step, so that the optimizer reads gradients in place."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from roundpipe.telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
 
 class Incomplete(BaseException):
-    """Gradients of this step were never finished; not an `Exception`: a step function cannot go on after it."""
+    """A run failed before it completed the gradients of this step.
+
+    Not an `Exception`, so that a step function does not catch it and carry on.
+    """
 
 
 class Loan:
-    """One block's gradients in a step, on the optimizer's thread; `ticket` is their turn.
+    """One block's gradients linked to its masters for a step; used on the optimizer's thread.
 
-    The weights that devices read are published once the step function has returned: a step that fails leaves them
-    whole.
+    `ticket`: the turn on the gradients, entered when the step first reads one of them. A failed step leaves the
+    weights that devices read unchanged, since they are published only after the step function has returned.
     """
 
     def __init__(
@@ -41,12 +44,12 @@ class Loan:
         self._versions: list[int] = []
 
     def masters(self) -> list[torch.nn.Parameter]:
-        """The block's masters, in its order."""
+        """The master weights of the block's parameters, in the block's order."""
         return [self._state.masters[parameter] for parameter in self.block.tensors]
 
     def lend(self) -> None:
         """Link every master to its place in the gradient block."""
-        # What a step that failed left there.
+        # Left over from a step that failed.
         self.block.complete = {}
         for index, master in enumerate(self.masters()):
             link(
@@ -64,18 +67,18 @@ class Loan:
         return bool(self.block.complete) or [master._version for master in self._lent] != self._versions
 
     def end(self) -> list[torch.Tensor | object | None]:
-        """End the links; what `rp_optim.unlink` says of each."""
+        """Unlink the masters; return the result of `rp_optim.unlink` for each."""
         lent, self._lent, self._versions = self._lent, [], []
         return [unlink(master) for master in lent]
 
     def drop(self) -> None:
-        """End the links without a look at what has become of the gradients."""
+        """Unlink the masters and ignore what the step function did to the gradients."""
         for master in self._lent:
             master.grad = None
         self.end()
 
     def arrive(self) -> None:
-        """Block until all tasks that add to these gradients are over."""
+        """Block until all tasks that add to these gradients have done so."""
         if self._arrived:
             return
         with self._waiting():
@@ -99,12 +102,12 @@ class Loan:
     def check_complete(self) -> None:
         """Raise `Incomplete` if a run that adds to the gradients has failed."""
         broken = self._state.broken
-        # A run launched after this step has no part in its gradients.
+        # A run launched after this step does not add to its gradients.
         if broken is not None and broken.run < self._num_runs:
             raise Incomplete(broken.error)
 
     def _destination(self, index: int) -> torch.Tensor | None:
-        # Of other strides, such as channels-last, it is written when it is published.
+        # A parameter with other strides, such as channels-last, is written when it is published.
         there = self.block.back is not None and self.block.back_values[index].is_contiguous()
         return self.block.back_values[index] if there else None
 
@@ -116,10 +119,10 @@ class Loan:
 
 
 def take_back(loans: Sequence[Loan]) -> None:
-    """End the loans: what the step function left in a ``.grad`` goes on being added to, as in torch."""
+    """Unlink all masters. Gradients that the step function left in ``.grad`` accumulate further, as in torch."""
     moved: list[tuple[Gradient, int, torch.Tensor]] = []
     for loan in loans:
-        # Perhaps dropped without a look: it must have come before it can go.
+        # The step function may have dropped it unread: it must be complete before it can be dropped.
         loan.arrive()
         loan.check_complete()
     for loan in loans:
@@ -127,13 +130,13 @@ def take_back(loans: Sequence[Loan]) -> None:
             if remains is None:
                 loan.gradient.drop((index,))
             elif isinstance(remains, torch.Tensor):
-                # Perhaps another parameter's place: nothing is written before all has been read.
+                # It may be a view of another parameter's gradient: read all before writing any.
                 moved.append((loan.gradient, index, remains.clone()))
     for gradient, index, value in moved:
         gradient.put(index, value)
 
 
 def abandon(loans: Iterable[Loan]) -> None:
-    """End the loans of a step that failed, and leave the gradients as they are."""
+    """Unlink the masters after a failed step, and leave the gradients unchanged."""
     for loan in loans:
         loan.drop()

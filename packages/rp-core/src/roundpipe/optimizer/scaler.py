@@ -1,4 +1,4 @@
-"""The gradient scaler of training loops: rp_optim's, with the thread that steps run on."""
+"""The loss scaler for training loops: `rp_optim.GradScaler` bound to a runtime's optimizer thread."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from roundpipe.runtime.runtime import Runtime, default_runtime
 
 
 class GradScaler(rp_optim.GradScaler):
-    """``torch.amp.GradScaler`` for models whose steps run behind the training loop.
+    """``torch.amp.GradScaler`` for models whose steps run asynchronously.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        runtime: that of the models whose losses are scaled; default: the one of models that were given none.
+        runtime: that of the models whose losses are scaled; default: the shared default runtime.
 
-    Scale the loss in the loss function, let the step function step through the scaler, and call `update` after
-    ``model.step``. The next call's loss is scaled with the result of the update before, so nothing waits, and each
-    loss is unscaled with the scale that it was scaled with.
+    Scale the loss in the loss function, call ``scaler.step(optimizer)`` in the step function, and call `update`
+    after ``model.step``. The training loop does not wait for the latest update: it uses the scale of the one
+    before. Each gradient is unscaled with the scale that its loss was multiplied with.
 
     >>> import torch
     >>> from roundpipe import RoundPipe
@@ -31,9 +31,9 @@ class GradScaler(rp_optim.GradScaler):
     ...     scaler.update()
     ...     model.synchronize()
 
-    A skipped step changes no weight: calls go on with those of the step before.
+    A skipped step changes no weight.
 
-    Raises `ValueError` for factors and intervals that cannot be.
+    Raises `ValueError` for factors and intervals out of range.
     """
 
     def __init__(

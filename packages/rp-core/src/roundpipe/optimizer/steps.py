@@ -1,9 +1,10 @@
-"""The optimizer's side of a model: steps on the optimizer's thread, and their results in the weights.
+"""Optimizer steps of a model, and the publication of their results to the weights that devices read.
 
-Gradients are lent to the masters and read where they lie, as they arrive (`loan.py`). A step leaves its result in
-the masters; it is brought into the weights, each block in its turn, by a synchronous step at its end, otherwise
-by the next step (or `synchronize`) at its beginning: so between two steps calls read the result of the step before
-the last one. Where weights have a second block, the step wrote it there already, and the two change places.
+A step reads gradients in place as they arrive (`gradient_loan.py`) and updates the master weights. Publication
+then copies the masters to the weights, each block in its turn. A synchronous step publishes at its end. The result
+of an asynchronous one is published by `synchronize` or at the start of the next step, so after an asynchronous
+step calls read the result of the step before it. Weights with a second block are swapped instead of copied: the
+step has already written its result to that block.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ class Updates:
     # Launch, on the calling thread
 
     def prepare(self, take: Take, *, is_async: bool) -> Part:
-        """Take a step's turns: publish the last result, then update; a synchronous result is published at once."""
+        """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own."""
         state = self._state
         state.make_masters()
         state.make_backs()
         before = self._publication(take) if state.unpublished else {}
         gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient}
         after = {} if is_async else self._publication(take)
-        # Until it is certain: to publish once too often changes nothing.
+        # Until `note_launched` knows better: publishing once too often changes nothing.
         state.unpublished = True
         return Part(self._name, state, before, gradients, after, is_async=is_async)
 
     def publish(self) -> None:
-        """Let calls from now on read the last result."""
+        """Queue the publication of the last result; calls launched from now on read it."""
         if self._state.unpublished:
             with taking() as take:
                 self.submit(partial(_publish_all, self._name, self._state, self._publication(take)))
@@ -64,33 +65,33 @@ class Updates:
         return {block: take(block.turns, write=True) for block in self._state.trainable}
 
     def submit(self, job: Callable[[Tracer], None]) -> Outcome[None]:
-        """Queue a job whose errors are this model's."""
+        """Queue a job on the optimizer's thread; `errors` returns what it raises."""
         tracer = tracing.current()
-        # In the caller's context variables, where newer torch keeps settings.
+        # With the caller's context variables, where newer torch keeps settings.
         outcome = self._runtime.optimizer.submit(copy_context().run, job, tracer)
         tracer.follow(outcome)
         self._pending.append(outcome)
         return outcome
 
     def share(self, other: Updates) -> None:
-        """Wait for the other model's steps, too: from now on both are stepped together."""
+        """Share one list of pending steps with the other model: from now on both are stepped together."""
         other._pending.extend(self._pending)
         self._pending = other._pending
 
     def errors(self) -> list[BaseException]:
-        """The errors of steps that are over, and were not returned before."""
+        """The errors of jobs that have ended since the last call of this."""
         over = [outcome for outcome in self._pending if outcome.done()]
         self._pending[:] = [outcome for outcome in self._pending if outcome not in over]
         return [error for outcome in over if (error := outcome.exception()) is not None]
 
     def wait(self) -> None:
-        """Block until all steps are over; `error` then tells how they went."""
+        """Block until all queued jobs have ended; then `errors` returns what they raised."""
         for outcome in self._pending:
             wait_until(outcome.wait)
 
 
 class Part:
-    """One model's part in a step: the turns that were taken for it."""
+    """The turns of one model in a step: to publish `before` it, on its gradients, to publish `after` it."""
 
     def __init__(
         self,
@@ -111,17 +112,17 @@ class Part:
         self._is_async = is_async
 
     def note_launched(self) -> None:
-        """The step will be run for certain; on the calling thread."""
+        """Record that the step will run; on the calling thread."""
         self.state.unpublished = self._is_async
 
     def loans(self, tracer: Tracer) -> list[Loan]:
-        """The gradients, to be lent."""
+        """A loan for each block's gradients."""
         return [
             Loan(self.state, block, ticket, self._num_runs, tracer) for block, ticket in self._gradients.items()
         ]
 
     def leave(self) -> None:
-        """Give up the turns that are left."""
+        """Leave all turns that were not left yet."""
         _leave(self.before, self._gradients, self.after)
 
 
@@ -129,7 +130,7 @@ class Part:
 
 
 def run_step(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer = SILENT) -> None:
-    """Run a step function over the gradients of all parts, which are updated together or not at all."""
+    """Run a step function over the gradients of all parts; publish all results or, if it failed, none."""
     try:
         for part in parts:
             _publish(tracer, part.name, part.state, part.before)
@@ -152,7 +153,7 @@ def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tra
             step_fn()
         take_back(loans)
     except Incomplete:
-        # The call that failed tells so itself; what the step has done by then cannot be undone.
+        # The failed call raises its own error. Masters that the step has already updated cannot be restored.
         if any(loan.has_changed() for loan in loans):
             _note_failed(parts, "a call failed while its step was under way")
         abandon(loans)
@@ -197,7 +198,7 @@ def _publish_blocks(tracer: Tracer, state: ModelState, turns: Turns) -> None:
     for block, ticket in turns.items():
         with _waiting(tracer, block):
             ticket.enter()
-        # The masters of a step that failed are neither the old nor the new ones.
+        # After a failed step the masters are a mixture of old and new: do not publish them.
         if state.failed is None:
             block.publish(state.backend, [state.masters[parameter] for parameter in block.tensors])
         ticket.leave()

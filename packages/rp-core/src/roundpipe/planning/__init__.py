@@ -1,1 +1,1 @@
-"""From measured costs to the tasks of a call."""
+"""Planning: measured costs of layers to plans, plans to the tasks of a call."""

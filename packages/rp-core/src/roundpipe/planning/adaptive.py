@@ -1,4 +1,4 @@
-"""The plan in use for one kind of call: made from guesses at first, then from measured layer times."""
+"""The current plan for one kind of call: from guessed costs at first, then from measured layer times."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from rp_sched import Course, LayerCost, Limits, Mode, Replanner, Search
 from roundpipe.telemetry.layer_times import ModelTimer
 
 _LOG = logging.getLogger(__name__)
-# One sample beside the one that is dropped could be anything; two agree or show that times swing.
+# Samples needed before the first replan, besides the dropped warm-up: one may be an outlier, two show the spread.
 _FIRST_SAMPLES = 2
-# Searching holds Python's lock, so a lane may come late by a slice. It has two microbatches queued on its device
-# before it waits for anything: where one takes so long, nobody notices.
+# A search holds the GIL for a slice, which may delay a device's thread by as much. That thread keeps two
+# microbatches queued on its device, so the delay costs nothing where a microbatch takes this long.
 _SLICE_MS = 1.0
 _PAUSE_S = 10e-3
 _LONG_MICROBATCH_MS = 20.0
-# A search that goes on too long would hold the results up: only while most of the call is still to come.
+# Search only during this first part of a call's predicted time, so that the search never delays its results.
 _PART_OF_CALL = 0.5
-# Of the device's memory, for the weights that are fetched ahead.
+# Shares of the device's memory to try for prefetched weights.
 _AHEAD = (0.5, 0.25, 0.125, 0.0625)
 
 
 class PlanInUse:
-    """Follows the measurements of `timer`; a change of the plan is logged in one line.
+    """Replans from the measurements of `timer`; logs each change of the plan in one line.
 
-    `guesses` are costs and limits for as long as nothing is measured; their link speed gives way to the measured
-    one.
+    `guesses` and `limits` apply until times are measured; the measured link speed then replaces that of `limits`.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class PlanInUse:
         self._devices = devices
         self._microbatches = microbatches
         self._mode: Mode = mode
-        # The plan that is there at once: while times are only guessed, a longer search is not worth its time.
+        # The search's first plan: a longer search is not worth its time while costs are only guessed.
         self._course, self._limits = min(
             ((self._first(choice), choice) for choice in _choices(guesses, limits)),
             key=lambda found: found[0].alone_ms(devices),
@@ -63,7 +62,7 @@ class PlanInUse:
         return search.best
 
     def course(self) -> Course:
-        """The plan for the next call, at once."""
+        """The plan for the next call, without further search."""
         before = self._course
         if self._replanner is None and self._timer.estimator.samples >= _FIRST_SAMPLES:
             self._replanner = self._from_measurements()
@@ -86,7 +85,7 @@ class PlanInUse:
         )
 
     def tell(self, before: PlanInUse) -> None:
-        """Log that this plan is in use instead of another one, if they differ."""
+        """Log that this plan replaces `before` because memory was measured, if they differ."""
         self.course()
         self._tell(before._course, "memory")
 
@@ -97,17 +96,17 @@ class PlanInUse:
             )
 
     def improve(self, *, budget_ms: float) -> bool:
-        """Look for about so long for a better plan for the next call; whether nothing is left to look at."""
+        """Search for a better plan for about `budget_ms`; return whether the search is complete."""
         if self._replanner is None:
             return True
         self._is_searched = self._replanner.improve(budget_ms=budget_ms)
         return self._is_searched
 
     def improve_while(self, wait: Callable[[float], bool]) -> None:
-        """Search while the devices are busy, in so small a part of the time that no call is held up.
+        """Search in short slices while the devices run a call, so that the call is not delayed.
 
         Args:
-            wait: waits so many seconds for the call's first task; whether it is over.
+            wait: waits at most this many seconds for the call's first task; returns whether the task is over.
         """
         if self._replanner is None or self._is_searched or self._microbatch_ms() < _LONG_MICROBATCH_MS:
             return
@@ -126,7 +125,11 @@ class PlanInUse:
 
 
 def _choices(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
-    """Where memory is short: large stages leave little room for activations, small ones are many."""
+    """The limits to try: several splits of device memory between prefetched weights and activations.
+
+    Where all fits, `limits` alone. Otherwise large stages leave little room for activations, and small stages are
+    many, so the caller compares plans for several sizes.
+    """
     room = limits.device_memory_bytes
     wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)
     if room is None or wanted <= room or limits.stage_bytes is not None:

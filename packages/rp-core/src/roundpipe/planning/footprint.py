@@ -1,8 +1,8 @@
-"""What calls take on a device beside weights and gradients: guessed from the weights' shapes, then measured.
+"""Device memory of activations and workspace: guessed from the weights' shapes, then measured.
 
-Of each layer the activations that it keeps from its forward to its backward pass; and, once for the model, what
-layers work in meanwhile. Activations grow with the rows of a microbatch: its tokens, samples or pixels; a part,
-such as autocast's copies of weights, does not.
+For each layer: the bytes of activations that it keeps from its forward to its backward pass. Once for the model:
+the workspace, which is what layers allocate temporarily. Activations grow with the rows of a microbatch (its
+tokens, samples or pixels); a part of them, such as autocast's casts of weights, does not.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rp_sched import LayerCost, Task
 
 from roundpipe.state.model_state import LayerState
 
-# A matrix product keeps its input, and what follows it its output; layers do more than that.
+# For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
 _GUESSED_FACTOR = 2
-# Measurements that differ by less than this do not make a new plan.
+# Relative change of a measurement below which plans are not remade.
 _NEWS = 0.05
 
 
 def rows_of(parts: Sequence[Any]) -> int:
-    """The rows of the largest microbatch: the most elements of an input, or vectors, if it has floating point.
+    """The rows of the largest microbatch: the most elements of an input, or vectors of a floating-point one.
 
     >>> rows_of([(torch.zeros(4, 7, dtype=torch.int64),), (torch.zeros(3, 7, dtype=torch.int64),)])
     28
@@ -42,30 +42,34 @@ def _rows(leaf: torch.Tensor) -> int:
 
 
 class Footprint:
-    """The measurements of one model; `version` counts those that change what plans may do."""
+    """Memory measurements of one model.
+
+    `version` counts the measurements that require new plans. `working_bytes`: the workspace. `knows_peak`: whether
+    the workspace was measured.
+    """
 
     def __init__(self, layers: Sequence[LayerState]) -> None:
         self.version = 0
         self.working_bytes = 0
         self.knows_peak = False
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
-        # Of each layer, bytes by rows: those of the fewest and of the most rows.
+        # For each layer, kept bytes by rows, for the fewest and the most rows measured.
         self._measured: dict[int, dict[int, int]] = {}
 
     @property
     def is_measured(self) -> bool:
-        """Whether anything is known but guesses."""
+        """Whether any layer was measured."""
         return bool(self._measured)
 
     def kept_bytes(self, layer: int, rows: int) -> int:
-        """What a layer keeps of a microbatch. Layers that were not measured when others were keep nothing."""
+        """Bytes that a layer keeps for a microbatch's backward; 0 for a layer never measured where others were."""
         if not self.is_measured:
             return self._guessed[layer] * rows
         ends = self._measured.get(layer)
         return 0 if ends is None else _on_line(ends, rows)
 
     def note_kept(self, kept: Mapping[int, int], rows: int) -> None:
-        """Take measured bytes in: the most that were seen, and what the most rows take."""
+        """Record measured bytes by layer; smaller values count only for more rows than were measured before."""
         for layer, nbytes in kept.items():
             ends = self._measured.get(layer, {})
             if not ends or _is_news(ends, rows, nbytes):
@@ -73,7 +77,7 @@ class Footprint:
                 self.version += 1
 
     def note_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost]) -> None:
-        """Take a device's peak in which these tasks were the most that was there."""
+        """Record a device's peak: what exceeds the resident bytes of these tasks is workspace."""
         found = peak_bytes - resident_bytes(tasks, costs)
         if found > self.working_bytes * (1 + _NEWS) or not self.knows_peak:
             self.working_bytes = max(found, 0)
@@ -82,7 +86,7 @@ class Footprint:
 
 
 def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
-    """The most that weights, gradients and kept activations take on a device, the next task's weights included.
+    """The most bytes of weights, gradients and kept activations on a device, including the prefetched weights.
 
     >>> layers = [LayerCost(1, weight_bytes=10, kept_bytes=5), LayerCost(1, weight_bytes=10, kept_bytes=7)]
     >>> resident_bytes([Task("F", range(0, 1), range(2), 0), Task("FB", range(1, 2), range(2), 0)], layers)
@@ -105,7 +109,7 @@ def _on_line(ends: Mapping[int, int], rows: int) -> int:
 
 def _is_news(ends: Mapping[int, int], rows: int, nbytes: int) -> bool:
     expected = _on_line(ends, rows)
-    # What few rows take says too much of many.
+    # Extrapolated from few rows, the estimate for many is too high: correct it downwards only from more rows.
     is_less = rows > max(ends) and nbytes < expected * (1 - _NEWS)
     return is_less or nbytes > expected * (1 + _NEWS)
 

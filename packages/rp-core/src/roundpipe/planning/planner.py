@@ -1,4 +1,4 @@
-"""Which tasks a call becomes: the user's plan or a planned one, as a list with a device for each task."""
+"""The planner of one model's calls: the user's plan or a searched one, as a list of tasks with their devices."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from roundpipe.settings.run_config import RoundPipeRunConfig
 from roundpipe.state.model_state import LayerState, ModelState
 from roundpipe.telemetry.layer_times import LayerTimes, ModelTimer
 
-# Guesses, until times are measured; only their proportions matter. A byte of weights takes so many ms for one
-# microbatch's forward pass, and twice as long over the link: about what an H100 on PCIe 5 needs for 4096 tokens.
+# Guessed costs until times are measured; only their ratio matters. A byte of weights takes this many ms in a
+# microbatch's forward pass, and twice as long over the link: about right for 4096 tokens on an H100 with PCIe 5.
 _FORWARD_MS_PER_BYTE = 1e-6
 _LINK_GB_S = 0.5
-# Of a device's memory: what may be planned with once calls were measured, the rest is lost between blocks; and the
-# least, however much layers seem to work in.
+# Shares of a device's memory. Plans may use the first once calls are measured; the rest is lost to fragmentation.
+# The second is the least that plans get, however large the measured workspace.
 _USABLE = 0.95
 _LEAST_SHARE = 0.3
-# So many launches that were watched are remembered: those that may be under way at once, and some that failed.
+# Measured launches to remember: those that may be in flight at once, and some that failed.
 _LAUNCHES = 8
 
 
 class Planner:
-    """Plans one model's calls on a runtime, from guesses at first and then from what calls took.
+    """Plans one model's calls on a runtime, from guessed costs at first and then from measured ones.
 
     Plans and measurements are kept until the model's blocks change. `parts` are a call's microbatches.
     """
@@ -46,19 +46,22 @@ class Planner:
         self.forget()
 
     def forget(self) -> None:
-        """Plan and measure anew, the layers as they are now."""
+        """Drop all plans and measurements, since the layers have changed."""
         self._timers: dict[tuple[Mode, int], ModelTimer] = {}
         self._plans: dict[object, tuple[int, PlanInUse]] = {}
         self._footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
-        # What the last call was to take on a device, foreseen from those before it, and what it was to leave.
+        # Predicted peak of the last call on a device, and how much of the usable memory that leaves free.
         self.predicted_bytes: int | None = None
         self.spare_bytes = 0
 
     def watch(
         self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], tasks: Sequence[Task]
     ) -> LayerTimes | None:
-        """Where what a call takes goes, if it is wanted; a user's plan does not depend on it."""
+        """A recorder for the next launch's times and memory; None if no more measurements are needed.
+
+        A call with a user's plan is measured only if `ModelTimer.VERBOSE`: its plan does not depend on times.
+        """
         timer = self._timer(mode, len(parts))
         if not timer.is_watching() or (config.execute_plan is not None and not timer.VERBOSE):
             return None
@@ -66,9 +69,9 @@ class Planner:
         return self._launches[-1]
 
     def take(self, times: LayerTimes) -> None:
-        """Take in what a launch took."""
+        """Use the measurements of a launch that is over."""
         times.timer.take(times)
-        # The memory of CPU devices is the host's, whose layers' activations nobody counts.
+        # CPU devices use host memory, where activations are not counted.
         if self._on_host:
             return
         self._footprint.note_kept(times.kept, times.rows)
@@ -77,7 +80,7 @@ class Planner:
             self._footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows))
 
     def _launched_since(self, times: LayerTimes) -> list[LayerTimes]:
-        # The next call is launched before this one is over: the peak is that of either.
+        # Later calls are launched before this one is over, so the peak may belong to any of these.
         launches = list(self._launches)
         return launches[launches.index(times) :]
 
@@ -90,7 +93,7 @@ class Planner:
     def improve_while(
         self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], wait: Callable[[float], bool]
     ) -> None:
-        """See `PlanInUse.improve_while`. The cores of CPU devices are never idle while a call waits for them."""
+        """See `PlanInUse.improve_while`. Not on CPU devices: the search would take cores from the call."""
         if config.execute_plan is None and not self._on_host:
             self._plan(mode, parts).improve_while(wait)
 
@@ -104,13 +107,16 @@ class Planner:
     def tasks(
         self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], *, input_grads: bool
     ) -> tuple[Task, ...]:
-        """The tasks of a call, dealt as the plan asks: in turns that go round from call to call, or not.
+        """The tasks of the next call, each with its device.
+
+        Tasks go to the devices in turn, starting where the call before ended, or as a searched plan assigns them.
+        Backward tasks leave out the layers below the lowest trained one, unless `input_grads` are wanted.
 
         Raises `rp_sched.SchedError` (a `ValueError`) for a user's plan that does not fit the model or the call.
         """
         tasks = self._dealt(config, mode, parts)
         self._runtime.next_device = (tasks[-1].device + 1) % len(self._runtime.lanes)
-        # Below the lowest layer that is trained there is nothing to propagate to.
+        # Below the lowest trained layer nothing needs gradients.
         lowest = 0 if input_grads else self._state.first_trainable()
         kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
         if self._footprint.is_measured:
@@ -141,7 +147,7 @@ class Planner:
         return rp_sched.order(plan, mode=mode, devices=count, microbatches=microbatches, first_device=first)
 
     def _plan(self, mode: Mode, parts: Sequence[Any]) -> PlanInUse:
-        # Whether a layer writes its buffers is known once it has run.
+        # Whether a layer writes its buffers is only known after it has run.
         writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
         rows = _rounded_up(rows_of(parts))
         key = (mode, len(parts), writers, 0 if self._on_host else rows)
@@ -154,13 +160,13 @@ class Planner:
         return plan
 
     def costs(self, mode: Mode) -> list[LayerCost]:
-        """What each layer is taken to cost: as measured in calls of this mode, if there were any."""
+        """The cost assumed for each layer: measured if calls of this mode were, otherwise guessed."""
         guesses = self._guesses(0)
         timers = [timer for (kind, _), timer in self._timers.items() if kind == mode]
         best = max((timer.estimator for timer in timers), key=lambda found: found.samples, default=None)
         if best is None or not best.samples:
             return guesses
-        # A copy: the estimator remembers which times it last gave, to tell when they have moved.
+        # On a copy: `costs` changes the estimator, which compares with the times it returned last.
         return list(copy.deepcopy(best).costs(guesses))
 
     def _guesses(self, rows: int) -> list[LayerCost]:
@@ -185,7 +191,7 @@ class Planner:
         guessed = int(smallest * MODEL_SHARE)
         if not (self._footprint.is_measured and self._footprint.knows_peak):
             return guessed
-        # A layer that could be planned for the first call can be for the next, however much layers work in.
+        # A layer that fitted the first call's budget must fit later ones, however large the measured workspace.
         least = max(int(smallest * _LEAST_SHARE), min(largest_layer_bytes, guessed))
         return max(self._usable_bytes() - self._footprint.working_bytes, least)
 
@@ -197,18 +203,18 @@ class Planner:
 
 
 def _rounded_up(rows: int) -> int:
-    # So that batches of about the same length share a plan.
+    # To a quarter power of two, so that batches of similar length share a plan.
     return math.ceil(2 ** (math.ceil(4 * math.log2(rows)) / 4))
 
 
 def _at_most(cost: LayerCost, budget: int) -> LayerCost:
-    # Whether a single layer fits is seen when it runs: torch's allocator knows, a guess does not.
+    # Never refuse a single layer because of a guess: whether it fits is decided by torch's allocator when it runs.
     room = max(budget - cost.weight_bytes - cost.gradient_bytes, 0)
     return replace(cost, kept_bytes=min(cost.kept_bytes, room))
 
 
 def _for_mode(plan: Plan, mode: Mode) -> Plan:
-    # A plan for training calls also says how other calls are cut: its fused stage is one more stage there.
+    # A plan for fused calls also serves other calls, where its fused stage becomes an ordinary stage.
     if mode == "fused":
         return plan
     tail = () if plan.fused is None else (plan.fused,)
@@ -219,7 +225,7 @@ def _for_mode(plan: Plan, mode: Mode) -> Plan:
 
 
 def _from(lowest: int, task: Task) -> Task:
-    """A backward task without the layers below; they need no recomputation, so no weights either."""
+    """A backward task without the layers below `lowest`, which need neither recomputation nor weights."""
     start, stop = task.layers.start, task.layers.stop
     return replace(task, layers=range(lowest, stop)) if task.recomputes and start < lowest else task
 
@@ -229,7 +235,7 @@ def _may_write(layer: LayerState) -> bool:
 
 
 def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:
-    # A tied block is one block, however many layers of a stage use it: it counts with the last of them.
+    # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
     own = [block for block in layer.blocks if max(block.users) == layer.index]
     nbytes = sum(block.nbytes for block in own)
     return LayerCost(

@@ -1,1 +1,1 @@
-"""What users may set for a model or a call."""
+"""Settings of a model or a call: run configurations and execution plans."""

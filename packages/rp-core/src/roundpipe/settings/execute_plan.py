@@ -1,4 +1,4 @@
-"""Plans as users write them: which layers run together, forward and backward."""
+"""User-written execution plans: which layers form each forward and backward stage."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from rp_sched import InvalidPlan, LayerCost, Limits, Mode, Plan, RoundRobin
 
 from roundpipe.runtime.runtime import Runtime
 
-# The share of a device's memory that weights and gradients may take; the rest is for activations.
+# Share of a device's memory for weights and gradients; the rest is for activations.
 MODEL_SHARE = 0.6
 
 
 @runtime_checkable
 class Plannable(Protocol):
-    """What a plan needs to know of a model: a `RoundPipe` has it."""
+    """What automatic planning needs to know of a model. `RoundPipe` implements it."""
 
     @property
     def runtime(self) -> Runtime:
-        """Where it runs."""
+        """The devices that the model runs on."""
         ...
 
     @property
     def num_microbatch(self) -> int | None:
-        """How many parts its configuration cuts a batch into; None leaves it to the number of devices."""
+        """Microbatches per batch as configured; None: number of devices + 1."""
         ...
 
     def layer_costs(self, run_type: Mode) -> list[LayerCost]:
-        """What each layer is taken to cost."""
+        """The cost assumed for each layer."""
         ...
 
 
@@ -38,15 +38,15 @@ class ModelExecutePlan:
     """How a model is cut into stages.
 
     `fwd_plan`: the forward stages, from the first layers up. `bwd_plan`: the backward stages, from the last layers
-    down. In a ``forward_backward`` (run type ``"fused"``) the first backward stage also does its forward part, so
-    there `fwd_plan` ends where ``bwd_plan[0]`` starts. Such a plan also serves the other calls of the model.
+    down. In a ``forward_backward`` (run type ``"fused"``) the first backward stage also runs its layers forward.
+    There `fwd_plan` ends where ``bwd_plan[0]`` starts. Such a plan also serves the model's other run types.
 
     >>> plan = ModelExecutePlan([range(0, 3)], [range(3, 5), range(0, 3)])
     >>> plan.check_valid(5, "fused")
     >>> plan.to_plan("train")
     Plan(F[0:3] F[3:5] B[3:5] B[0:3])
 
-    Give it to `RoundPipeRunConfig` as `execute_plan`.
+    Pass it to `RoundPipeRunConfig` as `execute_plan`.
     """
 
     fwd_plan: list[range] = field(default_factory=list[range])
@@ -87,18 +87,18 @@ class ModelExecutePlan:
         upper_threshold: float = 1.1,
         model_memory_limit: float | None = None,
     ) -> ModelExecutePlan | tuple[ModelExecutePlan, ...]:
-        """Stages of even time, as the layers' times are known now; several models are planned together.
+        """Plan stages of similar duration from the layer times known now; several models are planned together.
 
         Args:
             run_type: ``"infer"`` (no backward), ``"train"`` (`forward`, then ``backward()``) or ``"fused"``
                 (`forward_backward`).
-            models: on the same devices. One gives a plan, several a tuple of plans, whose stages are even across
-                models.
-            min_stages: how many stages there are at least, of all models, if there are that many layers; default:
-                the number of devices.
-            upper_threshold: the longest stage may take this many times as long as the slowest layer, at least 1.
-            model_memory_limit: 10^9 bytes that a device has for weights and gradients, of which a stage takes half
-                at most, since the next one is fetched meanwhile; default: 0.6 of the smallest device.
+            models: `RoundPipe` models on the same runtime. One gives a plan; several give a tuple of plans, whose
+                stages are balanced across the models.
+            min_stages: least number of stages of all models together, if they have that many layers; default: the
+                number of devices.
+            upper_threshold: longest allowed stage, as a multiple of the slowest layer's time; at least 1.
+            model_memory_limit: GB (10^9 bytes) of a device's memory for weights and gradients. A stage takes half
+                of it at most, since the next stage is prefetched meanwhile. Default: 0.6 of the smallest device.
 
         >>> from torch import nn
         >>> from roundpipe import RoundPipe, Runtime
@@ -107,8 +107,8 @@ class ModelExecutePlan:
         ...     ModelExecutePlan.auto("infer", model, upper_threshold=3.0)
         ModelExecutePlan(fwd_plan=[range(0, 3), range(3, 6)], bwd_plan=[])
 
-        Raises `ValueError` or `TypeError` for arguments that cannot be, `rp_sched.Infeasible` where a layer is too
-        large for the limit.
+        Raises `ValueError` or `TypeError` for invalid arguments, `rp_sched.Infeasible` if a layer exceeds the
+        limit.
         """
         runtime = _shared_runtime(models)
         if model_memory_limit is None:
@@ -151,8 +151,8 @@ class ModelExecutePlan:
             ) from error
 
     def to_plan(self, run_type: Mode) -> Plan:
-        """The same stages for `rp_sched`."""
-        # First of all both must be made of ranges.
+        """Convert to an `rp_sched.Plan` with the same stages."""
+        # `Plan` checks that both lists hold ranges, which the code below relies on.
         whole = Plan(tuple(self.fwd_plan), None, tuple(self.bwd_plan))
         if run_type == "fused":
             fused = self.bwd_plan[0] if self.bwd_plan else None
@@ -160,7 +160,7 @@ class ModelExecutePlan:
         return Plan(tuple(self._whole_forward()), None, whole.backward if run_type == "train" else ())
 
     def _whole_forward(self) -> list[range]:
-        # A plan for fused calls: there the first backward stage does the rest of the forward pass.
+        # In a plan for fused calls the first backward stage covers the rest of the forward pass.
         top = self.fwd_plan[-1].stop if self.fwd_plan else 0
         is_fused = bool(self.bwd_plan) and self.bwd_plan[0].start == top
         return [*self.fwd_plan, *self.bwd_plan[:1]] if is_fused else self.fwd_plan

@@ -1,4 +1,4 @@
-"""How a call is run: what the user may set for a model or a call, and what results from both."""
+"""Run configurations: settings of a model or of one call, and how the two combine."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Grain = Literal["stage", "layer"]
 
 @dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
-    """Settings of a model or of one call; None leaves a setting to the level below.
+    """Settings of a model or of one call. None in a call means the model's setting, None in both the default.
 
     Args:
         requires_grad: whether `forward` prepares a backward; default: torch's grad mode.
-        output_device: where outputs are returned; default: the host.
-        preserve_rng_state: whether random layers draw the same numbers on any devices and again when they
-            are recomputed; default: True.
+        output_device: the device of returned outputs; default: the host.
+        preserve_rng_state: whether layers draw random numbers that do not depend on the devices, and the same ones
+            when they are recomputed; default: True.
         recompute_grain: whether a backward stage is recomputed whole (``"stage"``, the default) or layer by
             layer (``"layer"``: less memory, more transfers).
-        num_microbatch: how many parts a batch is cut into; default: number of devices + 1.
+        num_microbatch: number of microbatches that a batch is split into; default: number of devices + 1.
         split_input, split_label, merge_output: specs or functions for `rp_batch`; default: inferred.
-            ``merge_output=False`` leaves outputs in microbatches on the host, see `RoundPipePackedData`.
-        execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned from the model and the devices.
+            ``merge_output=False`` returns the outputs as microbatches on the host, see `RoundPipePackedData`.
+        execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned automatically.
 
     >>> RoundPipeRunConfig(num_microbatch=8).over(RoundPipeRunConfig(recompute_grain="layer")).num_microbatch
     8
 
-    Raises `ValueError` or `TypeError` for a value that no call could use.
+    Raises `ValueError` or `TypeError` for an invalid value.
     """
 
     requires_grad: bool | None = None
@@ -56,13 +56,13 @@ class RoundPipeRunConfig:
         _check_type("output_device", self.output_device, torch.device)
 
     def over(self, below: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """These settings, with those of the level below where these are None."""
+        """These settings, with None replaced by the setting of `below`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(below, **{name: value for name, value in values.items() if value is not None})
 
 
 def given(name: str, config: object) -> RoundPipeRunConfig:
-    """A caller's settings, or the empty ones for None.
+    """Return the configuration that a caller passed as argument `name`; an empty one for None.
 
     Raises `TypeError` for anything else.
     """

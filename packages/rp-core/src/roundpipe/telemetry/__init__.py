@@ -1,1 +1,1 @@
-"""What is recorded while somebody looks: spans, layer times, profiles."""
+"""Measurements of the engine's work: trace spans, profiles and layer times."""

@@ -1,4 +1,4 @@
-"""How long layers take: events around each of them in the first calls, and what the planner is told of them."""
+"""Measurement of layer times: timed events around layers and uploads, averaged for the planner."""
 
 from __future__ import annotations
 
@@ -13,62 +13,63 @@ from rp_sched import Estimator, LayerCost, Task
 from rp_transfer import Event, Stream
 
 _LOG = logging.getLogger(__name__)
-# After so many measured calls of a kind the mean hardly moves any more.
+# Measured calls of a kind after which the mean hardly changes.
 YOUNG_CALLS = 8
 
 _Interval = tuple[Event, Event]
 
 
 class LayerTimes:
-    """Events around the layers and uploads of one launch, and what layers keep; any of its threads adds some.
+    """Timed events around the layers and uploads of one launch, and the bytes that layers keep for backward.
 
-    They may be asked once the launch's tasks are over and their results are with the caller or at home.
+    All threads of the launch add to it. Times may be read once the launch's tasks are over and their results and
+    gradients are on the host.
     """
 
     def __init__(self, timer: ModelTimer, rows: int = 1, tasks: Sequence[Task] = (), peak_bytes: int = 0) -> None:
         self.timer = timer
         self.rows = rows
         self.tasks = tasks
-        # Of any device, before the launch.
+        # The largest peak of any device before the launch.
         self.peak_bytes = peak_bytes
         self.kept: dict[int, int] = {}
         self._lock = threading.Lock()
         self._forward: dict[int, list[_Interval]] = {}
         self._backward: dict[int, list[_Interval]] = {}
         self._uploads: list[tuple[int, _Interval]] = []
-        # By device: the layers whose backward pass has begun, in order. That runs on a thread of torch's own, but
-        # never twice at a time for one device.
+        # By stream name: the layers whose backward pass has begun, in order. Backward runs on one of torch's
+        # threads, but never concurrently for one device, so this needs no lock.
         self._entered: dict[str, list[tuple[int, Event]]] = {}
 
     @contextmanager
     def forward(self, layer: int, stream: Stream) -> Generator[None]:
-        """A layer's forward pass, or its recomputation."""
+        """Time a layer's forward pass or recomputation."""
         first = stream.record(timed=True)
         yield
         with self._lock:
             self._forward.setdefault(layer, []).append((first, stream.record(timed=True)))
 
     def keep(self, layer: int, nbytes: int) -> None:
-        """A layer's forward pass has left so many bytes for its backward pass."""
+        """Record the bytes that a layer's forward pass keeps for its backward pass; the maximum counts."""
         with self._lock:
             self.kept[layer] = max(nbytes, self.kept.get(layer, 0))
 
     @contextmanager
     def upload(self, nbytes: int, stream: Stream) -> Generator[None]:
-        """The copy of a block to a device."""
+        """Time the upload of a block."""
         first = stream.record(timed=True)
         yield
         with self._lock:
             self._uploads.append((nbytes, (first, stream.record(timed=True))))
 
     def enter_backward(self, layer: int, stream: Stream) -> None:
-        """The gradients of a layer's outputs have come; those that come later change nothing."""
+        """Record that a layer's backward begins: called for each output gradient, of which the first counts."""
         entered = self._entered.setdefault(stream.name, [])
         if all(layer != other for other, _ in entered):
             entered.append((layer, stream.record(timed=True)))
 
     def leave_backward(self, stream: Stream) -> None:
-        """A backward pass is over: each layer's part ends where the next one's begins."""
+        """Record the end of a backward pass; each layer's part ends where the next layer's begins."""
         entered = self._entered.pop(stream.name, [])
         if not entered:
             return
@@ -78,15 +79,15 @@ class LayerTimes:
                 self._backward.setdefault(layer, []).append((begin, end))
 
     def forward_ms(self) -> dict[int, float]:
-        """A typical microbatch's forward pass, by layer."""
+        """Median ms of a microbatch's forward pass, by layer."""
         return {layer: median(map(_ms, intervals)) for layer, intervals in self._forward.items()}
 
     def backward_ms(self) -> dict[int, float]:
-        """A typical microbatch's backward pass without recomputation, by layer; frozen ones may be missing."""
+        """Median ms of a microbatch's backward without recomputation, by layer; frozen ones may be missing."""
         return {layer: median(map(_ms, intervals)) for layer, intervals in self._backward.items()}
 
     def uploaded(self) -> tuple[int, float]:
-        """Bytes of weights brought to devices, and the ms that took."""
+        """Bytes of blocks uploaded to devices, and the ms that these uploads took."""
         return sum(nbytes for nbytes, _ in self._uploads), sum(_ms(interval) for _, interval in self._uploads)
 
 
@@ -97,8 +98,8 @@ def _ms(interval: _Interval) -> float:
 class ModelTimer:
     """The measured layer times of one model's calls of one kind.
 
-    Calls are timed while the estimate is young, for eight calls beside the first, which pays for warming up; with
-    `VERBOSE`, which may be set on the class or on one object, all are, and each logs what its layers took.
+    The first nine calls are timed; the first of them, which includes warm-up, is not used. With `VERBOSE`, set on
+    the class or on one object, every call is timed and logs its layers' times.
     """
 
     VERBOSE: ClassVar[bool] = False
@@ -114,11 +115,11 @@ class ModelTimer:
         return self.estimator.samples < YOUNG_CALLS
 
     def is_watching(self) -> bool:
-        """Whether the next call's times are wanted."""
+        """Whether to time the next call."""
         return self.VERBOSE or self.is_young()
 
     def take(self, times: LayerTimes) -> None:
-        """Take in what a launch took."""
+        """Add the times of a launch that is over."""
         forward, backward = times.forward_ms(), times.backward_ms()
         if self.is_young():
             for layer in {*forward, *backward}:
@@ -130,11 +131,11 @@ class ModelTimer:
             _LOG.info("%s", _table(self.what, forward, backward))
 
     def upload_gb_s(self) -> float | None:
-        """The link from host to device as it was used, in 10^9 bytes a second; None if nothing went over it."""
+        """Measured speed from host to device in GB/s (10^9 bytes); None if nothing was uploaded."""
         return self._bytes / self._upload_ms / 1e6 if self._bytes and self._upload_ms else None
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """`layers` with measured times."""
+        """These costs with measured times in place of guessed ones."""
         return self.estimator.costs(layers)
 
 

@@ -1,4 +1,4 @@
-"""Profiles: what the calls within a ``with`` did and when, as a file for a trace viewer and a summary."""
+"""The `profile` context manager: records all calls made inside it as a trace file and a summary."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from roundpipe.telemetry.trace_file import trace_events
 from roundpipe.telemetry.tracing import Recorder, Span
 
 
-class profile:  # noqa: N801 - used as a function is
-    """Record the calls made within, of all models and threads, and write them to a file at the end.
+class profile:  # noqa: N801 - used like a function
+    """Record the calls made inside the context, of all models and threads, and write them to a file at its end.
 
     Args:
-        path: the file, in the Trace Event Format: Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open it. It
-            has a row for each stream of each device, one for the caller and one for the optimizer's thread; a
-            wait says what was waited for. Replaced if it exists.
-        nvtx: show the same as NVTX ranges, too. Under Nsight Systems, and where the environment has
-            ``ROUNDPIPE_NVTX=1``, they are shown anyway, with or without a profile.
+        path: the file, in the Trace Event Format, for Perfetto (ui.perfetto.dev) and ``chrome://tracing``. It has
+            a row for each stream of each device, one for the caller and one for the optimizer's thread. Each wait
+            names what it waits for. An existing file is replaced.
+        nvtx: also emit the spans as NVTX ranges. Under Nsight Systems and with ``ROUNDPIPE_NVTX=1`` these are
+            emitted always, with or without a profile.
 
     >>> import tempfile
     >>> from roundpipe import RoundPipe, Runtime
@@ -37,17 +37,17 @@ class profile:  # noqa: N801 - used as a function is
     ...     taken.summary.num_calls
     1
 
-    The end waits until everything that was launched within is over. If something is raised within, what was
-    recorded until then is written all the same. Recording puts two timed events around everything it records, a
-    few microseconds each; without a profile the engine tests an attribute in their place.
+    The exit waits until all work launched inside is over. If the body raises, the spans recorded so far are still
+    written. Recording costs two timed events a span, a few microseconds each; without a profile it costs an
+    attribute test.
 
-    Raises `Busy` if a profile is being taken already, `OSError` at once for a file that cannot be written, and
-    `ValueError` for `nvtx` where there is no CUDA.
+    Raises `Busy` if another profile is active, `OSError` on entry if the file cannot be written, and `ValueError`
+    for `nvtx` without CUDA.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, nvtx: bool = False) -> None:
         if nvtx and not torch.cuda.is_available():
-            raise ValueError("nvtx=True needs CUDA, and there is none here; leave it out")
+            raise ValueError("nvtx=True needs CUDA, but no CUDA device is available; leave nvtx out")
         self.path = Path(path)
         self._nvtx = nvtx
         self._tracer: Recorder | None = None
@@ -56,19 +56,19 @@ class profile:  # noqa: N801 - used as a function is
 
     @property
     def summary(self) -> ProfileSummary:
-        """How long devices computed, copied and waited; to be printed. Raises `RoundPipeError` before the end."""
+        """How long devices computed, copied and waited; print it. Raises `RoundPipeError` before the end."""
         return summarize(self.spans)
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All that was recorded, in the order of its start. Raises `RoundPipeError` before the end."""
+        """All recorded spans, ordered by start. Raises `RoundPipeError` before the end."""
         if self._spans is None:
-            raise RoundPipeError("the profile has not ended yet; ask after its with statement")
+            raise RoundPipeError("the profile has not ended yet; read it after its with statement")
         return tuple(self._spans)
 
     def __enter__(self) -> profile:
         if self._tracer is not None or self._spans is not None:
-            raise RoundPipeError("a profile is taken once; make another one")
+            raise RoundPipeError("a profile can be entered only once; create another one")
         self._tracer = tracing.switch_on(str(self.path), ranges=self._nvtx)
         try:
             self._file = self.path.open("w", encoding="utf-8")
@@ -85,7 +85,7 @@ class profile:  # noqa: N801 - used as a function is
         assert self._file is not None
         with ExitStack() as stack:
             stack.enter_context(self._file)
-            # Until then a runtime that closes has its devices' clocks asked.
+            # Only at the end: until then a runtime that closes must have its devices' times read.
             stack.callback(tracing.switch_off)
             tracing.stop_launches()
             self._spans = self._tracer.finish()

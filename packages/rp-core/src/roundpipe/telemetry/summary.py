@@ -1,4 +1,4 @@
-"""What a profile comes to: of each device, how long it computed, copied and was idle, and why."""
+"""Summary of a profile: for each device the time spent computing, copying and idle, by reason."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CALLER_BUSY = "between calls"
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """One device. `compute_s` and the values of `idle_s` together are the profile's whole length.
+    """One device's times in seconds. `compute_s` and the values of `idle_s` add up to the profile's length.
 
-    `upload_s` and `download_s` are when its streams were copying; that goes on beside computing. `idle_s` is by
-    reason: ``weights`` and ``activations`` were on their way, ``stage before`` was still computing, ``memory``: no
-    room before gradients had left; ``launch``: inside a call, but no task was there yet or any more; ``between
-    calls``: the caller did other things.
+    `upload_s` and `download_s`: time with copies in that direction, which may overlap with computing. `idle_s`: by
+    reason, which is ``weights`` or ``activations`` (being uploaded), ``stage before`` (still computing),
+    ``memory`` (no room until gradients are downloaded), ``launch`` (inside a call, before its first task or after
+    its last one on this device) or ``between calls`` (the caller was not in a call).
     """
 
     name: str
@@ -35,9 +35,9 @@ class DeviceSummary:
 
 @dataclass(frozen=True, slots=True)
 class ProfileSummary:
-    """A profile from its first call to the end of what its calls began; prints as a table.
+    """A profile's totals, from its first call to the end of the work that its calls launched; prints as a table.
 
-    `optimizer_s` is how long steps and publications worked, `optimizer_wait_s` how long they waited meanwhile.
+    `optimizer_s`: working time of steps and publications. `optimizer_wait_s`: their waiting time, not included.
     """
 
     seconds: float
@@ -65,7 +65,7 @@ class ProfileSummary:
 
 
 def summarize(spans: Sequence[Span]) -> ProfileSummary:
-    """Add spans up.
+    """Add up spans, by device and reason.
 
     >>> spans = [
     ...     Span("host", "caller", "call", "step of m", 0.0, 4.0),
@@ -117,7 +117,7 @@ def _device(name: str, spans: Sequence[Span], calls: Sequence[Interval], whole: 
     )
 
 
-# Times as rows of intervals that do not touch
+# Unions of time intervals: sorted, disjoint
 
 
 def _intervals(spans: Iterable[Span]) -> list[Interval]:
@@ -139,7 +139,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _without(intervals: Iterable[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """What is left of intervals; the holes in order, and apart from each other."""
+    """Subtract `holes`, which must be sorted and disjoint, from intervals."""
     left: list[Interval] = []
     for start, end in intervals:
         at = start

@@ -1,4 +1,4 @@
-"""Plain-text tables for what is shown to people."""
+"""Plain-text tables and human-readable numbers for reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be; the first is words, the others numbers.
+    """Format rows as aligned columns: the first flush left, the others flush right.
 
     >>> print(table(["what", "ms"], [["compute", "12.5"], ["idle", "3"]]))
     what     |   ms
@@ -27,7 +27,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def readable_bytes(count: int) -> str:
-    """A size as people read it.
+    """Format a number of bytes in B, KiB, MiB or GiB.
 
     >>> readable_bytes(1536 * 1024)
     '1.5 MiB'
@@ -41,7 +41,7 @@ def readable_bytes(count: int) -> str:
 
 
 def readable_ms(seconds: float) -> str:
-    """A time in ms.
+    """Format a time in ms with two decimals.
 
     >>> readable_ms(0.0125)
     '12.50'

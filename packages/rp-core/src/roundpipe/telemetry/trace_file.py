@@ -1,4 +1,4 @@
-"""Spans in the Trace Event Format, which Chrome's and Perfetto's viewers open."""
+"""Conversion of spans to the Trace Event Format of Perfetto and ``chrome://tracing``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS = {
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, str | list[TraceEvent]]:
-    """A process for the host and one for each device, with a row for each of their threads or streams.
+    """Convert spans: one process for the host and one for each device, one thread for each row.
 
     >>> found = trace_events([Span("cpu:0", "compute", "task", "F[0:1] m0", 0.5, 0.75)])
     >>> [(event["name"], event["ts"], event["dur"]) for event in found["traceEvents"] if event["ph"] == "X"]

@@ -1,7 +1,7 @@
-"""What the engine tells about its work while somebody asks: spans of streams and of threads.
+"""Tracers: record spans of the engine's work on streams and threads, while a profile or NVTX ranges are active.
 
-Whoever launches work asks `current()` once, under the launch lock, and hands the tracer on with the work. It is
-`SILENT` unless a profile is being taken or NVTX ranges are wanted.
+Code that launches work calls `current()` once, under the launch lock, and passes the tracer along with the work.
+Otherwise the tracer is `SILENT`, which records nothing.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from rp_transfer import Device, Event, Stream
 from roundpipe.errors import Busy
 
 SpanKind = Literal["task", "layer", "upload", "download", "wait", "step", "publication", "call"]
-"""`task`: one microbatch of a task, from its first use of the device to its last. `layer`: a part of that. `wait`:
-nothing could be done. `step`, `publication`: the optimizer's. `call`: the caller is inside a model's method."""
+"""`task`: one microbatch of a task, from its first use of the device to its last. `layer`: one layer of that.
+`upload`, `download`: a copy between host and device. `wait`: a stream or thread is blocked. `step`, `publication`:
+work of the optimizer's thread. `call`: the caller is inside a model's method."""
 
 HOST = "host"
 CALLER = "caller"
 OPTIMIZER = "optimizer"
 COMPUTE = "compute"
 NOTHING = nullcontext()
-# Nsight Systems sets the first in the processes it starts; the second is for people who ask.
+# Nsight Systems sets the first in the processes it starts; users set the second.
 _ASKING = ("NSYS_PROFILING_SESSION_ID", "ROUNDPIPE_NVTX")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that went on, or somebody who waited, on one row of a device or of the host.
+    """A period of work or waiting on one row: a stream of a device, or a thread of the host.
 
-    `start_s` and `end_s` are seconds since the profile began; of streams, by the device's clock. `reason` is what
-    a wait was for, in a word; `name` says it in full.
+    `place`: the device's name or ``host``. `start_s`, `end_s`: seconds since the profile began, by the device's
+    clock for streams. `reason`: what a wait is for, in a word; `name` describes it.
     """
 
     place: str
@@ -53,13 +54,13 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """The duration."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A span of a stream, whose times the device knows."""
+    """A stream's span before its times are read from its events."""
 
     device: Device
     span: Span
@@ -69,14 +70,14 @@ class _Timed:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """A device's clock: an event, and the host's time when it happened."""
+    """Ties a device's clock to the host's: an event, and the host's time when it happened."""
 
     event: Event
     began_s: float
 
 
 class Tracer:
-    """Is told what the engine does, from any thread; this one keeps none of it."""
+    """The interface that the engine reports to, from any thread; this base class records nothing."""
 
     def on_stream(
         self,
@@ -88,21 +89,21 @@ class Tracer:
         nbytes: int = 0,
         reason: str = "",
     ) -> AbstractContextManager[None]:
-        """Around what is put on the stream, and what its thread waits for."""
+        """Span of the work queued on a stream inside the context, or of a wait of its thread."""
         del device, stream, kind, name, nbytes, reason
         return NOTHING
 
     def on_host(self, row: str, kind: SpanKind, name: str, *, reason: str = "") -> AbstractContextManager[None]:
-        """Around what the calling thread does."""
+        """Span of what the calling thread does inside the context."""
         del row, kind, name, reason
         return NOTHING
 
     def waiting(self, device: Device, reason: str, what: str) -> AbstractContextManager[None]:
-        """Around a wait in which the device's compute stream, or the thread that feeds it, is idle."""
+        """Span of a wait that keeps the device's compute stream, or the thread that feeds it, idle."""
         return self.on_stream(device, device.compute, "wait", f"wait for {what}", reason=reason)
 
     def follow(self, work: Outcome[Any]) -> None:
-        """Count this work among what the end of a profile waits for."""
+        """Make the end of the profile wait for this work."""
         del work
 
 
@@ -110,9 +111,9 @@ SILENT = Tracer()
 
 
 class Recorder(Tracer):
-    """Takes spans in from any thread: keeps them if `keep`, and shows them as NVTX ranges if `ranges`.
+    """Records spans from any thread: stores them if `keep`, emits them as NVTX ranges if `ranges`.
 
-    Spans within which something was raised are left out.
+    A span whose body raises is not stored.
     """
 
     def __init__(self, *, keep: bool, ranges: bool) -> None:
@@ -139,7 +140,7 @@ class Recorder(Tracer):
         nbytes: int = 0,
         reason: str = "",
     ) -> Generator[None]:
-        """See `Tracer.on_stream`; on a thread of the device."""
+        """See `Tracer.on_stream`; called on a thread of the device."""
         if not self._keep:
             with self._range(name):
                 yield
@@ -171,15 +172,15 @@ class Recorder(Tracer):
     # The end
 
     def finish(self) -> list[Span]:
-        """All spans in the order of their start, once all that was followed is over."""
+        """Wait for all followed work; return all spans, ordered by start."""
         while self._followed:
-            # Tasks hand gradients over while they are waited for, so more may come.
+            # A task may add its gradient downloads to the queue while it is being waited for.
             self._followed.popleft().wait()
         self.settle(list(self._clocks))
         return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
 
     def settle(self, devices: Iterable[Device]) -> None:
-        """Ask the devices' clocks, before they go."""
+        """Read the times of these devices' spans; must run before the devices are closed."""
         with self._settling:
             for device in [device for device in devices if device in self._clocks]:
                 device.synchronize()
@@ -214,7 +215,7 @@ def _measured(timed: _Timed, clock: _Clock) -> Span:
 
 @contextmanager
 def _nvtx_range(name: str) -> Generator[None]:
-    # Torch's own context manager takes braces in the name for places to fill in.
+    # Not `torch.cuda.nvtx.range`: it formats the name, so braces in it would be replaced.
     torch.cuda.nvtx.range_push(name)  # pyright: ignore[reportUnknownMemberType]
     try:
         yield
@@ -223,7 +224,7 @@ def _nvtx_range(name: str) -> Generator[None]:
 
 
 def ranges_wanted() -> bool:
-    """Whether this process runs under Nsight Systems or was asked for NVTX ranges (``ROUNDPIPE_NVTX=1``).
+    """Whether to emit NVTX ranges: CUDA is available, and Nsight Systems or ``ROUNDPIPE_NVTX=1`` asks for them.
 
     >>> ranges_wanted()
     False
@@ -233,7 +234,11 @@ def ranges_wanted() -> bool:
 
 
 class _Switch:
-    """Who is told of launches, and the recorder of the profile that is being taken until it has ended."""
+    """The process's active profile.
+
+    `told`: the recorder that new launches use. `tracer`: the recorder until the profile has ended, also while it
+    only waits for work launched earlier. `where`: its destination.
+    """
 
     def __init__(self) -> None:
         self.told: Recorder | None = None
@@ -243,7 +248,7 @@ class _Switch:
         self._ranges: list[Tracer] = []
 
     def ranges(self) -> Tracer:
-        """The tracer without a profile; the environment is read once."""
+        """The tracer when no profile is active; reads the environment once."""
         if not self._ranges:
             self._ranges.append(Recorder(keep=False, ranges=True) if ranges_wanted() else SILENT)
         return self._ranges[0]
@@ -253,7 +258,7 @@ _SWITCH = _Switch()
 
 
 def current() -> Tracer:
-    """Who is told about what is launched now."""
+    """The tracer for work that is launched now."""
     return _SWITCH.told or _SWITCH.ranges()
 
 
@@ -263,15 +268,15 @@ def in_call(what: str, name: str) -> AbstractContextManager[None]:
 
 
 def switch_on(where: str, *, ranges: bool) -> Recorder:
-    """Begin a profile; `where` it goes, in words.
+    """Begin a profile. `where`: its destination, for error messages.
 
-    Raises `Busy` while another one is being taken.
+    Raises `Busy` while another profile is active.
     """
     with _SWITCH.lock:
         if _SWITCH.tracer is not None:
             raise Busy(
-                f"a profile is being taken already, for {_SWITCH.where}; end that one first: there is one at a "
-                "time in a process, and they do not nest"
+                f"a profile is being taken already, for {_SWITCH.where}; end it first: a process takes one profile "
+                "at a time, and profiles do not nest"
             )
         _SWITCH.where = where
         _SWITCH.told = _SWITCH.tracer = Recorder(keep=True, ranges=ranges or ranges_wanted())
@@ -279,17 +284,17 @@ def switch_on(where: str, *, ranges: bool) -> Recorder:
 
 
 def stop_launches() -> None:
-    """What is launched from now on is not told: the profile is about to end."""
+    """Stop recording new launches: the profile is about to end."""
     _SWITCH.told = None
 
 
 def switch_off() -> None:
-    """The profile has ended."""
+    """End the profile."""
     with _SWITCH.lock:
         _SWITCH.told = _SWITCH.tracer = None
 
 
 def devices_go(devices: Iterable[Device]) -> None:
-    """These devices are about to be closed; nothing is under way on them."""
+    """Read the profile's times of devices that are about to be closed and have no work queued."""
     if _SWITCH.tracer is not None:
         _SWITCH.tracer.settle(devices)
