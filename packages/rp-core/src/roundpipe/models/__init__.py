@@ -1,1 +1,1 @@
-"""What users hold: models over rows of layers, and modules taken apart."""
+"""The wrappers that users call: `RoundPipe` and `AutoRoundPipe`, and the functions that make them."""

@@ -1,4 +1,4 @@
-"""AutoRoundPipe: a module whose large parts are RoundPipe models, stepped as one."""
+"""AutoRoundPipe: a module some of whose submodules are RoundPipe models, with one optimizer step for all."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from roundpipe.models.base import RoundPipeBase
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.runtime.runtime import Runtime, default_runtime
 
-# Arguments of `RoundPipe` that are the parts' own.
+# Arguments of `RoundPipe` that were already given to the parts.
 _PLACEHOLDERS = frozenset({"compile_layers", "double_buffer", "model_run_config", "pin_model"})
 
 
 class AutoRoundPipe(RoundPipeBase):
-    """Trains a module that is no row of layers: its forward runs on the host and calls its parts on the devices.
+    """Trains a module that is not a sequence of layers: its forward runs on the host, its parts on the devices.
 
     Args:
         model: any module on the CPU, some of whose submodules are `RoundPipe` models: its parts.
         name: shown in errors; default: the ``file:line`` of the call.
         optim_dtype: dtype of the optimizer's parameters outside the parts; default: each parameter's own.
-        runtime: that of the parts; without parts, the default one.
-        kwargs: other arguments of `RoundPipe` may be given and change nothing here: they are the parts' own.
+        runtime: the runtime of the parts; without parts, the default one.
+        kwargs: other arguments of `RoundPipe`; accepted and ignored, since the parts have theirs.
 
     `wrap_model_to_roundpipe` makes one from a module. `forward`, ``backward()``, `step`, `synchronize` and the
-    optimizer's parameters are as for `RoundPipe`; parameters outside the parts follow the same rules. Each part
-    cuts its own inputs into microbatches and gathers its outputs on the host, so that the parts run one after
-    another: a row of layers is faster, and only it has `forward_backward`.
+    optimizer's parameters work as for `RoundPipe`, also for parameters outside the parts. Each part splits its own
+    inputs into microbatches and gathers its outputs on the host, so parts run one after another. A sequence of
+    layers is faster, and only that has `forward_backward`.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -66,7 +66,7 @@ class AutoRoundPipe(RoundPipeBase):
     ) -> None:
         super().__init__(model, name, optim_dtype)
         if unknown := sorted(set(kwargs) - _PLACEHOLDERS):
-            raise TypeError(f"AutoRoundPipe got {unknown[0]!r}, an argument that it does not know; leave it out")
+            raise TypeError(f"AutoRoundPipe got an unknown argument {unknown[0]!r}; leave it out")
         parts = _parts(model)
         self._own("runtime", _shared_runtime(parts, runtime))
         self._own("_resident", Resident(self.name, model, parts, self.runtime, optim_dtype))
@@ -78,28 +78,28 @@ class AutoRoundPipe(RoundPipeBase):
     _resident: Resident
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward on the host; what it returns can be backpropagated through.
+        """Run the model's own forward on the host; backward works through its outputs.
 
-        Raises what a layer raises, and what failed since the last call.
+        Raises what a layer raises, and errors of earlier calls and steps that were not raised yet.
         """
         self._resident.enter_call()
         return self.model(*args, **kwargs)
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: only a row of layers can run forward and backward in one go.
+        """Not supported: only a sequence of layers can run forward and backward in one call.
 
         Raises `RoundPipeError`.
         """
         del args, kwargs
         raise RoundPipeError(
-            f"model {self.name!r} could not be made a row of layers, so it has no forward_backward; call the "
-            "model, then backward() on the loss, or write it as an nn.Sequential and wrap that with RoundPipe"
+            f"model {self.name!r} is not a sequence of layers, so it has no forward_backward; call the model, "
+            "then backward() on the loss, or write it as an nn.Sequential and wrap that with RoundPipe"
         )
 
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `optim_parameters`, with the names that the model had before its parts were wrapped."""
+        """Like `optim_parameters`, with the names that parameters had before the parts were wrapped."""
         names = [name for name, module in named_modules(self.model, prefix) if isinstance(module, RoundPipe)]
         for name, parameter in super().optim_named_parameters(prefix, remove_duplicate):
             yield _unwrapped(name, names), parameter
@@ -125,5 +125,5 @@ def _shared_runtime(parts: list[RoundPipe], runtime: Runtime | None) -> Runtime:
     if runtime is not None:
         found[id(runtime)] = runtime
     if len(found) > 1:
-        raise ValueError("the parts of a model must share a runtime; wrap them with the same one")
+        raise ValueError("all parts of a model must share a runtime; wrap them with the same one")
     return next(iter(found.values()), None) or default_runtime()

@@ -1,5 +1,4 @@
-"""What all wrapped models have in common: a name, the optimizer's parameters, steps, and attributes that are found
-on what was wrapped."""
+"""Base class of wrapped models: names, master weights, steps, and access to the wrapped module's attributes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from roundpipe.runtime.runtime import Runtime, lasting
 
 
 def caller() -> str:
-    """The ``file:line`` outside this package that the calling code serves."""
+    """The ``file:line`` of the nearest caller outside this package; ``"unnamed"`` if there is none."""
     here = Path(__file__).parents[1]
     frame = inspect.currentframe()
     while frame is not None and Path(frame.f_code.co_filename).is_relative_to(here):
@@ -30,10 +29,10 @@ def caller() -> str:
 
 
 class RoundPipeBase(nn.Module):
-    """A model that was wrapped: `RoundPipe`, or `AutoRoundPipe`.
+    """Base of `RoundPipe` and `AutoRoundPipe`.
 
-    `model` is what was wrapped, `original_model` what that was made from, if anything (see `set_original_model`).
-    Attributes that the wrapper lacks are read from, written to and deleted from these two.
+    `model`: the wrapped module. `original_model`: the model that a preset made `model` from, otherwise None (see
+    `set_original_model`). Attributes that the wrapper lacks are read from, written to and deleted from these two.
     """
 
     model: nn.Module
@@ -54,12 +53,12 @@ class RoundPipeBase(nn.Module):
     # Between calls
 
     def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Run ``step_fn(*args, **kwargs)`` on the optimizer's thread, over the gradients of all calls so far.
+        """Run ``step_fn(*args, **kwargs)`` on the optimizer's thread, with the gradients of all calls so far.
 
-        An asynchronous step returns at once, and calls read its result after the next step (or `synchronize`). A
-        synchronous one returns when it is done, and calls read its result from now on.
+        An asynchronous step returns at once; calls read its result after the next `step` or `synchronize`. A
+        synchronous step returns when it is done; calls launched afterwards read its result.
 
-        Raises what a synchronous `step_fn` raises; an asynchronous one's error is raised by the next call.
+        Raises what a synchronous `step_fn` raises; the next call raises the error of an asynchronous one.
         """
         if not callable(step_fn):
             raise TypeError(f"step_fn must be callable, but is a {type(step_fn).__name__} instead")
@@ -70,65 +69,65 @@ class RoundPipeBase(nn.Module):
         self._joint.step(lambda: step_fn(*args, **kwargs), is_async=is_async)
 
     def synchronize(self) -> None:
-        """Wait for everything; afterwards parameters are current and have their gradients in ``.grad``.
+        """Wait for all calls and steps; then parameters are current and hold their gradients in ``.grad``.
 
-        Raises what failed since the last call.
+        Raises errors of earlier calls and steps that were not raised yet.
         """
         self._joint.synchronize()
 
     def sync_optim_param(self) -> None:
-        """Bring the results of all steps so far to the model's parameters; gradients go on where they are.
+        """Publish the results of all steps so far to the model's parameters; gradients stay in the engine.
 
-        On the training loop's thread it waits for the steps; calls read the result from now on, as after
-        `synchronize`. Inside a step function the results of the steps before it are in the parameters already, and
-        its own comes at its end if it is synchronous, otherwise with the next step: calls under way still read the
-        weights, so it returns at once.
+        On the training loop's thread it waits for the steps; calls launched afterwards read the result, as after
+        `synchronize`. Inside a step function it returns at once, since running calls still read the weights:
+        parameters already hold the results of earlier steps, and the result of this one is published at its end if
+        it is synchronous, otherwise with the next step.
 
-        Raises what failed since the last call.
+        Raises errors of earlier calls and steps that were not raised yet.
         """
         self._joint.sync_optim_param()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients on the host, also those of a call that failed; `set_to_none` changes nothing."""
+        """Drop all gradients, also those of a failed call; `set_to_none` is ignored, as if always True."""
         del set_to_none
         self._joint.zero_grad()
 
     def reset(self) -> None:
-        """Start again from the published weights: drop gradients, and a failed step's half-made update.
+        """Return to the published weights: drop gradients and a failed step's partial update.
 
-        The optimizer's own state, such as moments, is the caller's to reload.
+        The optimizer's own state, such as moments, is not restored; reload it if needed.
         """
         self._joint.reset()
 
     def memory_report(self, *optimizers: torch.optim.Optimizer) -> MemoryReport:
-        """What this model takes on the host, by kind, and what its runtime takes on the devices, now.
+        """Report the host memory of this model, by kind, and the device memory of its runtime, at this moment.
 
         Args:
-            optimizers: whose state is counted, too; a model does not know its optimizers.
+            optimizers: optimizers whose state to include; the model does not know them.
 
         >>> from roundpipe import RoundPipe
         >>> with Runtime("cpu:1") as runtime:
         ...     RoundPipe(nn.Linear(4, 4, bias=False), runtime=runtime).memory_report().weights_bytes
         64
 
-        Raises `TypeError` for what is no optimizer.
+        Raises `TypeError` for an argument that is not an optimizer.
         """
         return self._joint.memory_report(optimizers)
 
     # Parameters
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters to give to an optimizer: one for each trainable parameter, in `optim_dtype`."""
+        """The master weights, which optimizers update: one for each trainable parameter, in `optim_dtype`."""
         for _, parameter in self.optim_named_parameters():
             yield parameter
 
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `optim_parameters`, with the names that ``model.named_parameters()`` gives on what was wrapped."""
+        """Like `optim_parameters`, with the names of the wrapped model's ``named_parameters()``."""
         masters = self._joint.masters()
         for name, parameter in self.model.named_parameters(prefix, remove_duplicate=remove_duplicate):
-            # The row itself may hold parameters that no layer uses.
+            # The nn.Sequential itself may hold parameters that no layer uses: these have no master.
             if parameter.requires_grad and parameter in masters:
                 yield name, masters[parameter]
 
@@ -142,7 +141,7 @@ class RoundPipeBase(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """See `parameters`."""
         if doing_optimizer():
-            # All parameters are those of the wrapped model.
+            # The wrapper has no parameters of its own: without recursion there are none.
             yield from self.optim_named_parameters(prefix, remove_duplicate) if recurse else ()
             return
         warnings.warn(
@@ -153,15 +152,15 @@ class RoundPipeBase(nn.Module):
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def requires_grad_(self, requires_grad: bool = True) -> RoundPipeBase:
-        """Freeze or unfreeze all parameters; seen by the next call."""
+        """Freeze or unfreeze all parameters, from the next call on."""
         self.model.requires_grad_(requires_grad)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights; the optimizer's parameters become the loaded ones, and a failed step is forgotten.
+        """Load weights into the model and its master weights, and clear the error of a failed step.
 
-        With `assign` the given tensors take the parameters' places, as in torch; tied parameters stay tied, and
-        with ``pin_model="off"`` tensors of a memory-mapped file stay where they are.
+        With `assign` the given tensors replace the parameters, as in torch. Tied parameters stay tied. With
+        ``pin_model="off"`` tensors of a memory-mapped file stay there.
         """
         with self.runtime.launching(), lasting():
             self._joint.make_current()
@@ -173,11 +172,14 @@ class RoundPipeBase(nn.Module):
             return found
 
     def _places(self) -> dict[str, torch.Tensor]:
-        # Torch leaves the types of this one open.
+        # The base class's method: this class's own returns the optimizer's parameters or warns.
         return dict(nn.Module.named_parameters(self, remove_duplicate=False))
 
     def _keep_tied(self, before: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """What took each parameter's place; of several for a tied one, the last, as when values are copied."""
+        """Map each old parameter to its replacement, and tie again what was tied.
+
+        Of several tensors for a tied parameter the last one counts, as when values are copied.
+        """
         after = self._places()
         replaced = {old: after[name] for name, old in before.items()}
         for name, old in before.items():
@@ -187,13 +189,13 @@ class RoundPipeBase(nn.Module):
         return replaced
 
     def train(self, mode: bool = True) -> RoundPipeBase:
-        """Set training mode, on the model this was made from as well."""
+        """Set training mode, also on `original_model`."""
         super().train(mode)
         if self.original_model is not None:
             self.original_model.train(mode)
         return self
 
-    # What a model that is spread over devices cannot do
+    # Operations that the engine does not support
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         del fn, recurse
@@ -202,31 +204,31 @@ class RoundPipeBase(nn.Module):
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: layers may be compiled, the engine around them may not.
+        """Not supported: layers can be compiled, the engine around them cannot.
 
         Raises `TypeError`.
         """
         del args, kwargs
-        raise TypeError("a RoundPipe model cannot be compiled as a whole; compile its layers before wrapping it")
+        raise TypeError("a RoundPipe model cannot be compiled as a whole; wrap it with compile_layers=True")
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
-            f"RoundPipe model {self.name!r} has devices and threads, which cannot be copied; call synchronize(), "
+            f"RoundPipe model {self.name!r} uses devices and threads, which cannot be copied; call synchronize(), "
             "then copy.deepcopy(model.model), and wrap the copy"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"RoundPipe model {self.name!r} has devices and threads, which cannot be pickled or copied; call "
+            f"RoundPipe model {self.name!r} uses devices and threads, which cannot be pickled or copied; call "
             "synchronize(), then save model.model.state_dict()"
         )
 
     # Attributes
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Let attributes that this model lacks be found on the model it was made from.
+        """Set the model that this one was made from, where attributes that this one lacks are looked up.
 
-        Raises `TypeError` for what is no module.
+        Raises `TypeError` for anything but a module.
         """
         if not isinstance(original_model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"original_model must be an nn.Module, but is a {type(original_model).__name__}")
@@ -257,7 +259,7 @@ class RoundPipeBase(nn.Module):
             super().__delattr__(name)  # pyright: ignore[reportUnknownMemberType]
 
     def _own(self, name: str, value: object) -> None:
-        # The wrapper's own attributes, past the forwarding and past the registration of modules.
+        # Set an attribute of the wrapper itself, without forwarding it or registering it as a submodule.
         object.__setattr__(self, name, value)
 
     def _has_own(self, name: str) -> bool:
@@ -271,7 +273,7 @@ class RoundPipeBase(nn.Module):
         return [source for source in found if source is not None]
 
     def _refuse_modules(self, name: str, value: object, holders: list[nn.Module]) -> None:
-        """Refuse a module or parameter that no call would use: one that is not on the wrapped model itself."""
+        """Refuse a module or parameter unless it replaces one of `model`: calls would not use it."""
         if not (self._is_wrapping() and isinstance(value, nn.Module | nn.Parameter)):
             return
         if holders != [self.model]:
@@ -285,7 +287,7 @@ def _check(model: object, name: object, optim_dtype: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
     if isinstance(model, RoundPipeBase):
-        raise TypeError(f"model is wrapped already, as {model.name!r}; wrap what is in it, model.model")
+        raise TypeError(f"model is wrapped already, as {model.name!r}; wrap its inner module, model.model")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str or None, but is {name!r} instead")
     if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):

@@ -1,4 +1,4 @@
-"""Takes a module apart: models take the places of the submodules that are worth running on the devices."""
+"""Replacement of a module's large submodules by RoundPipe models, in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roundpipe.settings.run_config import RoundPipeRunConfig
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Size of a module's parameters and buffers, each counted once.
+    """Bytes of a module's parameters and buffers, each counted once.
 
     >>> module_bytes(nn.Linear(4, 4, bias=False))
     64
@@ -26,14 +26,17 @@ def module_bytes(module: nn.Module) -> int:
 
 
 class Part(RoundPipe):
-    """A RoundPipe model inside another module; in the state dict its parameters have the names that they had."""
+    """A RoundPipe model inside another module; its state dict keeps the names of the submodule it replaced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register_load_state_dict_pre_hook(_insert_model)  # pyright: ignore[reportUnknownMemberType]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See `RoundPipe.forward`; a key-value cache, which all microbatches would write, is refused."""
+        """See `RoundPipe.forward`. Refuses a key-value cache, which all microbatches would write.
+
+        Raises `ValueError` for such a cache.
+        """
         for value in (*args, *kwargs.values()):
             if hasattr(value, "get_seq_length") and hasattr(value, "update"):
                 raise ValueError(
@@ -43,7 +46,7 @@ class Part(RoundPipe):
         return super().forward(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of what is wrapped."""
+        """The wrapped submodule's state dict."""
         return self.model.state_dict(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
@@ -55,12 +58,15 @@ def _insert_model(part: nn.Module, state: dict[str, Any], prefix: str, *_: objec
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which submodules become models; sizes in bytes of parameters and buffers.
+    """Which submodules become models. Sizes are bytes of parameters and buffers.
 
-    One of less than `lower_bytes` stays on the host, one of up to `upper_bytes` becomes a model, a larger one is
-    taken apart in turn. An ``nn.Sequential`` becomes a model at any size, its children the layers, and so does
-    what has no submodules. What is never called itself (an ``nn.ModuleList``) is always taken apart, and so is
-    what shares a parameter with something outside it: that parameter has to stay on the host.
+    A submodule of less than `lower_bytes` stays on the host; one of up to `upper_bytes` becomes a model; for a
+    larger one its own submodules are considered in turn. An ``nn.Sequential``, whose children become layers, and a
+    module without submodules become models at any size above `lower_bytes`. A module that is never called itself
+    (an ``nn.ModuleList``), one that contains a skipped module, and one that shares a parameter with a module
+    outside it never become models, only their submodules may: the shared parameter must stay on the host.
+
+    `skip`: modules that stay on the host. `override`: settings by module, over `config`.
     """
 
     lower_bytes: int
@@ -71,7 +77,7 @@ class Rules:
 
 
 class Splitter:
-    """Puts models in the places of a module's submodules, in place; `undo` puts the submodules back."""
+    """Replaces submodules of a module by models; `undo` restores them."""
 
     def __init__(self, root: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]) -> None:
         self._name = name
@@ -83,12 +89,12 @@ class Splitter:
 
     @property
     def wrapped(self) -> tuple[nn.Module, ...]:
-        """The submodules that became models."""
+        """The submodules that models have replaced."""
         return tuple(self._made)
 
     def split(self, module: nn.Module, path: str = "") -> None:
-        """Put models in the places of what is below `module`."""
-        # Not named_children, which names a submodule that stands at two places once.
+        """Replace submodules of `module` by models, as the rules say; `path` is its name in the root."""
+        # Not `named_children`, which yields a submodule that is registered twice only once.
         for own, child in list(_children(module)):
             where = f"{path}.{own}" if path else own
             if child in self._rules.skip or module_bytes(child) < self._rules.lower_bytes:
@@ -101,7 +107,7 @@ class Splitter:
                 self.split(child, where)
 
     def undo(self) -> None:
-        """Put the submodules back."""
+        """Restore all replaced submodules."""
         for module, own, child in self._replaced:
             module.add_module(own, child)
 
@@ -124,7 +130,7 @@ class Splitter:
 
     def _warn(self, module: nn.Module, where: str) -> None:
         warnings.warn(
-            f"{where} ({type(module).__name__}) stays on the host, and is slow there, since it shares a parameter "
+            f"{where} ({type(module).__name__}) stays on the host, where it is slow, since it shares a parameter "
             "with another part of the model; write the model as an nn.Sequential, whose layers may share them",
             stacklevel=2,
         )
@@ -140,12 +146,12 @@ def is_called(module: nn.Module) -> bool:
 
 
 def config_for(module: nn.Module, rules: Rules) -> RoundPipeRunConfig:
-    """The settings for one submodule, over those for all."""
+    """The settings for one submodule: its override, if any, over those for all."""
     return rules.override[module].over(rules.config) if module in rules.override else rules.config
 
 
 def flat_row(row: nn.Sequential, upper_bytes: int) -> nn.Sequential:
-    """The same row, with the layers of rows within it that are larger than `upper_bytes` in their places.
+    """The same sequence, with nested ``nn.Sequential`` larger than `upper_bytes` replaced by their layers.
 
     >>> inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> len(flat_row(nn.Sequential(inner, nn.Tanh()), 100))

@@ -1,4 +1,4 @@
-"""RoundPipe: a model whose layers stream through the devices."""
+"""RoundPipe: a model whose weights stay on the host and whose layers run on the devices in turn."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class RoundPipe(RoundPipeBase):
 
     Args:
         model: an ``nn.Sequential``, each child a layer, or any other module, which is then one layer. On the CPU.
-        optim_dtype: dtype of the optimizer's parameters; default: each parameter's own. With 16-bit weights take
-            `torch.float32`: 16-bit ones take half of the memory, but lose updates under 1/256 of them (bf16).
+        optim_dtype: dtype of the master weights; default: each parameter's own. With 16-bit weights use
+            `torch.float32`: bf16 masters take half the memory, but lose updates below 1/256 of a weight.
         name: shown in errors; default: the ``file:line`` of the call.
         model_run_config: settings for all calls, which each call's `run_config` may override.
         pin_model: ``"alloc"`` moves the weights into pinned blocks, ``"register"`` pins them where they are,
-            ``"off"`` leaves them alone (for weights mapped from a file).
+            ``"off"`` leaves them as they are (for weights mapped from a file).
         runtime: the devices to run on; default: one shared by all models, see ``ROUNDPIPE_DEVICES``.
-        compile_layers: run the layers through `torch.compile`, all layers of a kind with one compilation a device;
-            a dict gives its arguments. The first call of each kind compiles, which takes a while.
-        double_buffer: keep the weights twice, if `pin_model` is ``"alloc"``: steps write theirs at once, and calls
-            need not wait for that, so small batches are faster. Default: where the second copy takes no more than
-            a sixteenth of the machine's memory. What shares memory with a parameter, such as the tensors of a
-            `state_dict()`, then holds its weights until the next step only: copy what is to be kept, ask anew for
-            what is to be current.
+        compile_layers: compile the layers with `torch.compile`; a dict gives its arguments. Layers of one kind
+            share a compilation on each device. The first call of each kind compiles, which takes a while.
+        double_buffer: keep a second copy of the weights, if `pin_model` is ``"alloc"``. Steps then write their
+            result while calls still read the old weights, so small batches are faster. Default: if the copy takes
+            no more than a sixteenth of the machine's memory. Tensors that share memory with a parameter, such as
+            those of a `state_dict()`, are then valid until the next step only: clone them to keep the values, get
+            them again to read current ones.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> with Runtime("cpu:2") as runtime:
@@ -59,9 +59,9 @@ class RoundPipe(RoundPipeBase):
     ...     model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     ...     model.synchronize()
 
-    An ``nn.Sequential`` whose forward is its own is one layer, too.
+    An ``nn.Sequential`` that overrides `forward` is one layer, too.
 
-    Raises `ValueError` or `TypeError` for a model or a setting that cannot be used.
+    Raises `ValueError` or `TypeError` for an unsupported model or an invalid setting.
     """
 
     model_run_config: RoundPipeRunConfig
@@ -93,9 +93,9 @@ class RoundPipe(RoundPipeBase):
     # Calls
 
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
-        """Run the model like the one it wraps; the result is on the host and can be backpropagated through.
+        """Run the wrapped model; its outputs are on the host by default, and backward works through them.
 
-        Raises `RuntimeError` if gradients are asked for while torch's grad mode is off, and what a layer raises.
+        Raises `RuntimeError` if gradients are requested while torch's grad mode is off, and what a layer raises.
         """
         config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
         wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
@@ -117,20 +117,21 @@ class RoundPipe(RoundPipeBase):
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
     ) -> Any:
-        """Run forward and backward over all microbatches in one go.
+        """Run forward, loss and backward of all microbatches in one call.
 
         Args:
-            input_args, input_kwargs: what the model's forward takes.
-            label: any tree; split like the inputs and given to `loss_fn`.
-            loss_fn: ``(outputs, labels)`` of one microbatch, on its device, to a loss or a sequence of losses;
-                default: the outputs are the loss.
+            input_args, input_kwargs: arguments of the model's forward.
+            label: any tree; split like the inputs and passed to `loss_fn`.
+            loss_fn: maps ``(outputs, labels)`` of one microbatch, on its device, to a loss or a sequence of
+                losses; default: the outputs are the loss.
             return_outputs: return ``(loss, outputs)``.
+            run_config: settings of this call, over `model_run_config`.
 
         Returns the sum of the losses over the microbatches, 0-dim on the host, or a list of such sums. Gradients
-        are added to those there are, until a step function or `zero_grad` drops them.
+        accumulate until a step function or `zero_grad` drops them.
 
         Raises `RuntimeError` while torch's grad mode is off; what a layer or `loss_fn` raises, with a note that
-        says where.
+        names the layer and the microbatch.
         """
         _check_arguments(input_args, input_kwargs, loss_fn)
         if not torch.is_grad_enabled():
@@ -152,16 +153,16 @@ class RoundPipe(RoundPipeBase):
 
     @property
     def engine(self) -> Engine:
-        """What runs the calls; for models that this one is a part of."""
+        """The engine that runs the calls; for `AutoRoundPipe` models that contain this one."""
         return self._engine
 
     @property
     def num_microbatch(self) -> int | None:
-        """How many parts `model_run_config` cuts a batch into; None leaves it to the number of devices."""
+        """Microbatches per batch in `model_run_config`; None: number of devices + 1."""
         return self.model_run_config.num_microbatch
 
     def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
-        """What the planner takes each layer to cost: measured in calls of this type, or guessed from sizes."""
+        """The planner's cost of each layer: measured in calls of this type, otherwise guessed from sizes."""
         return self._engine.layer_costs(run_type)
 
     def _split(
@@ -184,15 +185,15 @@ class RoundPipe(RoundPipeBase):
 
 
 def _row(model: nn.Module) -> list[nn.Module]:
-    """The layers: the children of an ``nn.Sequential``, unless its forward is its own; else the model as one."""
+    """The layers: the children of an ``nn.Sequential`` without its own forward; otherwise the model itself."""
     if not isinstance(model, nn.Sequential) or not _is_plain(model):
         return [model]
     if len(model) == 0:
         raise ValueError("the nn.Sequential has no layers; give it at least one")
     if has_hooks(model):
         raise ValueError(
-            "the nn.Sequential itself has hooks, which would not run, since its layers are called one by one; put "
-            "them on layers"
+            "the nn.Sequential itself has hooks, which would not run, since its layers are called one by one; "
+            "register them on layers"
         )
     return list(model)
 
@@ -206,7 +207,7 @@ def _check_model(model: nn.Module, pin_model: object, runtime: object, double_bu
     for name, module in named_modules(model):
         if isinstance(module, RoundPipeBase):
             raise TypeError(
-                f"{name!r} in the model is wrapped already, as {module.name!r}; wrap the whole only, or use "
+                f"{name!r} in the model is wrapped already, as {module.name!r}; wrap only the whole model, or use "
                 "AutoRoundPipe over the parts"
             )
     if pin_model not in get_args(PinMode):
@@ -218,7 +219,7 @@ def _check_model(model: nn.Module, pin_model: object, runtime: object, double_bu
 
 
 def _check_outputs(config: RoundPipeRunConfig) -> None:
-    """Before any work is done: that outputs can go where they are asked for."""
+    """Check, before any work is launched, that outputs can be put on the requested device."""
     there = config.output_device
     if there is None:
         return
@@ -230,7 +231,7 @@ def _check_outputs(config: RoundPipeRunConfig) -> None:
     try:
         torch.empty(0, device=there)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"output_device is {there}, where torch can put no tensor: {error}") from error
+        raise ValueError(f"output_device is {there}, but torch cannot create a tensor there: {error}") from error
 
 
 def _check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:

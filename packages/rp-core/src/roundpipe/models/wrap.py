@@ -1,4 +1,4 @@
-"""Wrapping any model in one line: a preset where there is one, a row as it is, anything else taken apart."""
+"""`wrap_model_to_roundpipe`: wraps any model, by a preset, as a sequence of layers, or submodule by submodule."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ def wrap_model_to_roundpipe(
     name: str | None = None,
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
-    """Wrap a model; a Hugging Face model with a preset becomes a row of layers that shares its parameters.
+    """Wrap a model; a Hugging Face model with a preset becomes a sequence of layers that share its parameters.
 
     Args:
         model: the model, on the CPU.
-        use_sequential_preset: True asks for a preset, False for none, None for one if there is one.
+        use_sequential_preset: True requires a preset, False uses none, None uses one if it exists.
         lower_threshold: bytes of parameters and buffers below which a submodule is left on the host.
         upper_threshold: bytes up to which a submodule is wrapped whole; default: the size of the model divided by
             the number of devices + 1.
-        skip_modules: submodules that stay as they are, on the host.
-        override_config: settings for submodules that are wrapped, over `model_run_config`.
+        skip_modules: submodules that are left on the host.
+        override_config: settings by submodule, over `model_run_config`.
         model_run_config, name, roundpipe_kwargs: for `RoundPipe`.
 
-    An ``nn.Sequential`` is wrapped as a row, with the layers of larger rows inside it. Any other model without a
-    preset is taken apart: submodules become `RoundPipe` models in their places, *in the model itself*, and the
-    result is an `AutoRoundPipe`, whose calls are slower and which has no `forward_backward`. A model in which
-    nothing is worth taking out is wrapped as a single layer.
+    An ``nn.Sequential`` is wrapped as a sequence of layers; nested ones larger than `upper_threshold` contribute
+    their own layers. In any other model without a preset, submodules are replaced by `RoundPipe` models, *in the
+    model itself*. The result is an `AutoRoundPipe`, which is slower and has no `forward_backward`. If no submodule
+    is replaced or skipped, the model is wrapped as a single layer.
 
-    The attributes of `model` stay readable on the result.
+    The attributes of `model` stay accessible on the result.
 
     >>> from roundpipe import Runtime
     >>> with Runtime("cpu") as runtime:
     ...     len(wrap_model_to_roundpipe(nn.Sequential(nn.Linear(2, 2)), runtime=runtime).model)
     1
 
-    Raises `NotImplementedError` if `use_sequential_preset` is True and there is no preset for the model;
-    `ValueError` or `TypeError` for a model or an argument that cannot be used. Then the model is as it was.
+    Raises `NotImplementedError` if `use_sequential_preset` is True and no preset supports the model; `ValueError`
+    or `TypeError` for an unsupported model or an invalid argument. The model is then unchanged.
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     name = caller() if name is None else name
@@ -121,8 +121,8 @@ def _check_used(rules: Rules, wrapped: tuple[nn.Module, ...]) -> None:
         if module not in wrapped:
             found = ", ".join(sorted({type(made).__name__ for made in wrapped})) or "nothing"
             raise ValueError(
-                f"override_config names a {type(module).__name__} that is not wrapped by itself; wrapped were: "
-                f"{found}. Name one of those, or change the thresholds"
+                f"override_config names a {type(module).__name__} that is not wrapped by itself; wrapped "
+                f"modules: {found}. Name one of those, or change the thresholds"
             )
 
 

@@ -1,1 +1,1 @@
-"""A model's weights, gradients and masters on the host."""
+"""A model's weights, gradients, buffers and master weights in host memory."""

@@ -1,4 +1,4 @@
-"""Gradients shown on the model's own parameters between calls, and taken back with what the user did to them."""
+"""The ``.grad`` attributes of a model's parameters between calls: views of its gradient blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roundpipe.state.model_state import Block
 
 
 class Exposure:
-    """After ``synchronize()`` each parameter's ``.grad`` is its part of the gradient block; nothing is copied."""
+    """Sets each parameter's ``.grad`` to its view of the gradient block, without a copy, and removes it again."""
 
     def __init__(self) -> None:
         self._shown: list[tuple[Gradient, int, torch.Tensor, torch.Tensor | None]] = []
@@ -31,13 +31,13 @@ class Exposure:
         self._shown.append((gradient, index, parameter, view))
 
     def take_back(self) -> None:
-        """Take ``.grad`` off the parameters; what was changed, replaced or dropped there counts from now on."""
+        """Remove ``.grad`` from the parameters; keep what the user changed, replaced or dropped there."""
         moved: list[tuple[Gradient, int, torch.Tensor]] = []
         for gradient, index, parameter, view in self._shown:
             if parameter.grad is None:
                 gradient.drop((index,))
             elif parameter.grad is not view:
-                # Perhaps another parameter's gradient: nothing is written before all has been read.
+                # It may be a view of another parameter's gradient: read all before writing any.
                 moved.append((gradient, index, parameter.grad.clone()))
             parameter.grad = None
         for gradient, index, value in moved:

@@ -1,4 +1,4 @@
-"""The gradients of one block on the host: rounded while one task adds to them, fp32 from the second one on."""
+"""The gradients of a weight block on the host: in the weights' dtype for one task, fp32 from the second one on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rp_transfer import Backend, Conveyor, Layout, Turns
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of `dtype` are summed: at least fp32.
+    """The dtype in which gradients of `dtype` are accumulated: at least fp32.
 
     >>> sum_dtype(torch.bfloat16)
     torch.float32
@@ -18,9 +18,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Gradient:
-    """A gradient block with the layout of its weight block. Whoever holds its turn may use it.
+    """A gradient block with the layout of its weight block. Only the holder of its turn may use it.
 
-    `written` are the indices of the parameters that have a gradient: a parameter that no loss depends on has none.
+    `written`: the indices of the parameters that have a gradient. A parameter that no loss depends on has none.
     """
 
     def __init__(self, backend: Backend, layout: Layout) -> None:
@@ -28,13 +28,13 @@ class Gradient:
         self.layout = layout
         self.written: set[int] = set()
         self.block: torch.Tensor | None = None
-        # For steps, made once: each would be an operation, which lets go of Python's lock. Nobody else has them.
+        # For steps only. Made once: making a view is a torch operation, which releases the GIL.
         self.views: list[torch.Tensor] = []
         self._backend = backend
         self._dtype = layout.dtype
 
     def first(self) -> torch.Tensor:
-        """The block for a first task's gradients, which overwrite it."""
+        """The block for the first task's gradients, which overwrite its content."""
         if self.block is None or self.block.dtype != self._dtype:
             return self._hold(self._backend.host_empty((self.layout.numel,), self._dtype))
         return self.block
@@ -45,12 +45,15 @@ class Gradient:
 
     @property
     def arriving_nbytes(self) -> int:
-        """The bytes in which a task's sums come: those of the block that they overwrite or are added to."""
+        """Bytes of the next task's download: the size of the block that it overwrites or adds to."""
         dtype = sum_dtype(self.layout.dtype) if self.written else self._dtype
         return self.layout.numel * dtype.itemsize
 
     def receive(self, sums: torch.Tensor, written: set[int], conveyor: Conveyor) -> None:
-        """Overwrite the gradients with a task's sums, rounded, or add them: (numel,) on a device."""
+        """Download a task's sums, (numel,) on a device: overwrite if there are no gradients, otherwise add.
+
+        `written`: the indices of the parameters that the sums hold a gradient of.
+        """
         if self.written:
             conveyor.add(self._summing(), sums)
         else:
@@ -62,12 +65,12 @@ class Gradient:
         dropped = set(range(len(self.layout.spans))) - self.written
         self._backend.host_touch(write=(block,) if dropped else (), what="dropped gradients")
         for index in dropped:
-            # Dropped since it was written: its old numbers are still there.
+            # Dropping a gradient leaves its old values in the block.
             self.view(index).zero_()
         return block
 
     def widen(self) -> torch.Tensor:
-        """The block in the summing dtype, which it keeps from now on."""
+        """Convert the block to the accumulation dtype for good, and return it."""
         self._dtype = sum_dtype(self.layout.dtype)
         old = self.first_or_none()
         if old is not None and old.dtype == self._dtype:
@@ -78,11 +81,11 @@ class Gradient:
         return self._hold(wide)
 
     def first_or_none(self) -> torch.Tensor | None:
-        """The block if it holds gradients."""
+        """The block if it holds gradients, otherwise None."""
         return self.block if self.written else None
 
     def view(self, index: int) -> torch.Tensor:
-        """One parameter's gradient, in the block's dtype: a new tensor, to be given away."""
+        """One parameter's gradient, in the block's dtype: a new view, which the caller may give to the user."""
         if self.block is None:
             raise AssertionError("a gradient that was never written has no view")
         return self.layout.spans[index].of(self.block)
@@ -94,7 +97,7 @@ class Gradient:
         self.written.add(index)
 
     def collect(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
-        """Add the ``.grad`` of these of the block's parameters, and take it off them."""
+        """Move the ``.grad`` of these parameters of the block into the block, adding to what is there."""
         for index in indices:
             found = parameters[index].grad
             assert found is not None
@@ -110,6 +113,6 @@ class Gradient:
         self.view(index).add_(value)
 
     def drop(self, indices: Iterable[int] | None = None) -> None:
-        """Forget the gradients of some parameters, or of all."""
+        """Drop the gradients of some parameters; of all by default."""
         for index in list(self.written if indices is None else indices):
             self.written.discard(index)

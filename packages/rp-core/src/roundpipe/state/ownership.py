@@ -1,4 +1,4 @@
-"""Which model a parameter belongs to: two models over one parameter would each overwrite what the other wrote."""
+"""Exclusive ownership of parameters by models: two models would overwrite each other's updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Claim:
-    """The parameters of one model; they are free again when it is gone.
+    """The parameters that one model owns, until this object is garbage-collected.
 
     >>> layer = nn.Linear(2, 2)
     >>> first, second = Claim("first"), Claim("second")
@@ -28,13 +28,13 @@ class Claim:
         self._held: set[int] = set()
 
     def take(self, modules: Sequence[nn.Module]) -> None:
-        """Hold the parameters of these modules, and no others any more.
+        """Own the parameters of these modules; release all others.
 
-        Raises `ValueError` if another model holds one of them.
+        Raises `ValueError` if another model owns one of them.
         """
         found = dict(_named(modules))
         if any(self._other(parameter) for parameter in found):
-            # Perhaps a model that was dropped, but not collected yet.
+            # The other model may have been dropped without being collected yet.
             gc.collect()
         for parameter, words in found.items():
             if (other := self._other(parameter)) is not None:

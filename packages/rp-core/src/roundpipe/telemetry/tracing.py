@@ -275,8 +275,8 @@ def switch_on(where: str, *, ranges: bool) -> Recorder:
     with _SWITCH.lock:
         if _SWITCH.tracer is not None:
             raise Busy(
-                f"a profile is being taken already, for {_SWITCH.where}; end it first: a process takes one profile "
-                "at a time, and profiles do not nest"
+                f"a profile is being taken already, for {_SWITCH.where}; end it first: a process takes one "
+                "profile at a time, and profiles do not nest"
             )
         _SWITCH.where = where
         _SWITCH.told = _SWITCH.tracer = Recorder(keep=True, ranges=ranges or ranges_wanted())
