@@ -31,9 +31,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A tree on the host. `leaves` are host tensors or plain objects; `grads` says which leaves require grad.
+    """A tree on the host. `leaves`: host tensors or other objects. `grads`: which leaves require grad.
 
-    The tensors may be read once all `events` have happened.
+    The tensors may be read after all `events`.
     """
 
     treedef: Any  # rp_batch's opaque description of the tree
@@ -43,9 +43,10 @@ class Packet:
 
     @classmethod
     def of(cls, backend: Backend, tree: Any, *, with_grads: bool, arrival: Arrival = _here) -> Packet:
-        """Copy a tree of the user's into memory that devices copy from, so that the user may change theirs.
+        """Copy a user's tree to host memory that devices copy from, so that the user may then change the original.
 
-        What has an `arrival` is on its way into such memory, and stays there.
+        `arrival(leaf)`: the event of a leaf that an earlier call is still downloading to such memory, otherwise
+        None. A leaf with an event is not copied.
         """
         leaves, treedef = rp_batch.flatten(tree)
         arrivals = list(map(arrival, leaves))
@@ -57,7 +58,7 @@ class Packet:
         return cls(treedef, held, grads, tuple(dict.fromkeys(event for event in arrivals if event)))
 
     def tree(self) -> Any:
-        """The tree, of host tensors; only after `events`."""
+        """The tree of host tensors; readable after `events`."""
         return rp_batch.unflatten(self.treedef, self.leaves)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -66,7 +67,7 @@ class Packet:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has one memory of its own, neither sparse nor nested."""
+    """Whether a tensor is strided, neither sparse nor nested."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 

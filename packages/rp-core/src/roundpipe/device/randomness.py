@@ -1,7 +1,8 @@
-"""Random numbers that do not depend on the devices: one seed a call, layer and microbatch.
+"""Random numbers that do not depend on the devices: one seed for each call, layer and microbatch.
 
-A device's own generator is seeded before each layer. The CPU's generator belongs to the whole process, so a
-layer that draws from it runs alone; which layers do is found out by looking.
+The device's generator is seeded before each layer. The CPU generator is shared by the whole process, so a layer
+that draws from it runs under an exclusive lock. Comparing the generator's state before and after a layer shows
+whether it draws.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MASK = (1 << 64) - 1
 
 
 def draw_seed() -> int:
-    """One number from the caller's CPU generator."""
+    """Draw a call's seed from the caller's CPU generator."""
     return int(torch.randint(1 << 62, (), device="cpu").item())
 
 
@@ -42,7 +43,7 @@ class Drawer(NamedTuple):
 
 
 def mix(seed: int, layer: int, microbatch: int) -> int:
-    """A seed of its own for each layer and microbatch (SplitMix64; Steele, Lea and Flood, 2014)."""
+    """The seed of one layer and microbatch in a call (SplitMix64; Steele, Lea and Flood, 2014)."""
     value = (seed + 0x9E3779B97F4A7C15 * (1 + (layer << 20) + microbatch)) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -50,7 +51,7 @@ def mix(seed: int, layer: int, microbatch: int) -> int:
 
 
 class _Gate:
-    """Any number of threads that leave the CPU generator alone, or one that uses it."""
+    """A lock on the CPU generator: shared by threads that should not draw, exclusive for one that does."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -60,7 +61,10 @@ class _Gate:
         self._drawn = False
 
     def share(self) -> torch.Tensor:
-        """Come in; returns the caller's state of the generator, which the last of those within brings back."""
+        """Acquire the shared lock; return the generator's state before any holder ran.
+
+        If a holder may have drawn, the last one to leave restores this state.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._alone)
             if not self._sharers:
@@ -69,7 +73,7 @@ class _Gate:
             return self._callers
 
     def leave(self, *, drawn: bool) -> None:
-        """Go out; `drawn` unless it was seen that nobody had drawn until now."""
+        """Release the shared lock. `drawn`: the generator may have been drawn from since `share`."""
         with self._changed:
             self._sharers -= 1
             self._drawn |= drawn
@@ -80,7 +84,7 @@ class _Gate:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """Brings the caller's state of the generator back at its end."""
+        """Hold the exclusive lock; restore the generator's state on exit."""
         with self._changed:
             self._changed.wait_for(lambda: not self._alone and not self._sharers)
             self._alone = True
@@ -95,7 +99,7 @@ class _Gate:
 
 
 def _state() -> torch.Tensor:
-    # Compared before and after every layer: words are faster than bytes.
+    # As int64: it is compared before and after every layer, which is faster than comparing bytes.
     return torch.default_generator.get_state().view(torch.int64)
 
 
@@ -128,7 +132,10 @@ class Randomness:
     def forward(
         self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
-        """Run a layer for the first time, seeded; again and alone if it turns out to need that."""
+        """Run a layer's first forward, seeded.
+
+        If it draws from the CPU generator unexpectedly, it is run again under the exclusive lock.
+        """
         seed = self._mixed(drawer, microbatch)
         place = (drawer, microbatch)
         if drawer in self._quiet:
@@ -149,7 +156,7 @@ class Randomness:
     def again(
         self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
-        """Recompute a layer with the numbers it drew before."""
+        """Recompute a layer with the random numbers of its first forward."""
         seed = self._mixed(drawer, microbatch)
         if (drawer, microbatch) in self.drew:
             return self._alone(generator, seed, body)[0]
@@ -161,7 +168,7 @@ class Randomness:
         return mix(self._seed, drawer.place(self._num_layers), microbatch)
 
     def drew_any(self) -> bool:
-        """Whether a layer drew, so that recomputing it uses a generator of the caller's again."""
+        """Whether any layer drew, so that its recomputation will seed a generator of the caller's again."""
         return bool(self.drew or self.drew_on_device)
 
     @staticmethod
@@ -186,7 +193,7 @@ class Randomness:
 
 
 def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:
-    """Run with a device's own generator seeded, and give it back as it was; whether it was drawn from."""
+    """Run with a device's generator seeded, then restore its state; also return whether it was drawn from."""
     if generator is torch.default_generator:
         return body(), False
     callers = generator.get_state()

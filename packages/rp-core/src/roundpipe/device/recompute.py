@@ -1,4 +1,4 @@
-"""What layers find out in their first forward: on the host until they are recomputed, then on that device."""
+"""Data that layers save in their first forward: kept on the host, uploaded when they are recomputed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Shelf(Protocol):
 def prepares(layer: nn.Module) -> bool:
     """Whether a layer has a second method, ``prepare(x)``, whose result its ``forward(x, prepared=...)`` takes.
 
-    Such a layer finds out there what is not to be found out again, such as the choices of a router: the result is
-    kept, detached, and handed to the recomputation, which calls `forward` alone. It writes no buffers.
+    ``prepare`` computes what must not be recomputed, such as a router's choices. Its result is detached, kept, and
+    passed to `forward` again by the recomputation, which does not call ``prepare``. It must not write buffers.
     """
     found = callable(getattr(layer, "prepare", None))
     return found and "prepared" in inspect.signature(layer.forward).parameters
@@ -45,13 +45,13 @@ def prepares(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A tensor that was not on the layer's device, and does not come back there."""
+    """A saved tensor that was not on the layer's device, so recomputation must not move it there."""
 
     tensor: torch.Tensor
 
 
 class Memory:
-    """Carries what the layers of one task save between its device and the run's shelf."""
+    """Moves the data that the layers of one task save between its device and the run's shelf."""
 
     def __init__(self, device: torch.device, courier: Courier, shelf: Shelf) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class Memory:
         self._shelf = shelf
 
     def first(self, layer: int, microbatch: int) -> LayerCtx:
-        """For a layer's first run, which may be tried several times: the last one counts."""
+        """The context of a layer's first forward; if it is retried, the earlier try's data is dropped."""
         if not self._shelf.will_recompute(layer, microbatch):
             return ForwardCtx(None)
         saved = Slot("saved", layer, microbatch)
@@ -67,19 +67,19 @@ class Memory:
         return ForwardCtx(partial(self._keep, saved))
 
     def again(self, layer: int, microbatch: int) -> LayerCtx:
-        """For a layer's recomputation."""
+        """The context of a layer's recomputation, with the saved data uploaded."""
         packet = self._shelf.fetch(Slot("saved", layer, microbatch))
         return RecomputeCtx(() if packet is None else self._fetch(packet))
 
     def keep_prepared(self, layer: int, microbatch: int, prepared: Any) -> Any:
-        """What `prepare` returned, detached, for the layer's first run; and for its recomputation."""
+        """Detach the result of `prepare` and return it; keep it if the layer will be recomputed."""
         found = rp_batch.map_leaves(_detached, prepared)
         if self._shelf.will_recompute(layer, microbatch):
             self._keep(Slot("prepared", layer, microbatch), (found,))
         return found
 
     def prepared(self, layer: int, microbatch: int) -> Any:
-        """What `prepare` returned in the first run."""
+        """Fetch the result that `prepare` returned before the layer's first forward."""
         packet = self._shelf.fetch(Slot("prepared", layer, microbatch))
         assert packet is not None
         return self._fetch(packet)[0]
@@ -87,7 +87,7 @@ class Memory:
     def _keep(self, slot: Slot, data: tuple[Any, ...]) -> None:
         leaves, treedef = rp_batch.flatten(data)
         held = list(map(self._parted, leaves))
-        # What is written in place after it was saved must not reach what was saved.
+        # `in_use`: the layer may write these tensors in place after saving them.
         packet = self._courier.send(treedef, held, [False] * len(held), Origins(), in_use=True)
         self._shelf.keep(slot, packet)
 

@@ -1,4 +1,4 @@
-"""What a model keeps on the host: blocks of weights, gradients and buffers, masters, and the lines for them."""
+"""A model's state on the host: blocks of weights, gradients and buffers, and the master weights."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ PinMode = Literal["alloc", "register", "off"]
 
 
 class Block:
-    """Tensors of one kind and dtype that the same layers use, and the line for whoever reads or writes them.
+    """Tensors of one kind and dtype that the same layers use, and `turns`, the order of access to them.
 
-    `memory` is their one contiguous block, (numel,), or None where they stay in the storages they came in, which
-    `registration` keeps pinned if they are registered. `is_staged` says that some of this memory is not pinned, so
-    that the host itself reads it for the devices. `writes` is whether running a layer was seen to change these
-    buffers; None until one has run in this mode. `looked_at` are the layers that were watched for that.
+    `memory`: one contiguous block (numel,), or None if the tensors stay in their own storages, which
+    `registration` keeps pinned if they are registered. `is_staged`: some of this memory is not pinned, so the host
+    copies it to pinned memory for each upload. `writes`: whether a layer was seen to write these buffers; None
+    until one has run in this mode. `looked_at`: the layers that were checked for that.
 
-    `back` is a second block, if there is one: a step writes its result there while devices read `memory`, and the
-    two change places when it is published. `complete` are the parameters whose result is there: their indices, and
-    the version that their master had then.
+    `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
+    the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
     """
 
     def __init__(self, backend: Backend, found: Group, memory: torch.Tensor | None, registration: object) -> None:
@@ -45,23 +44,23 @@ class Block:
         self.complete: dict[int, int] = {}
         if memory is not None:
             self.layout.move_in(memory, self.tensors)
-        # Written by the engine without a trace in the parameters' version counters, which tell of other writers.
+        # The engine writes through `.data`, which leaves the parameters' version counters to detect other writers.
         self.values = [tensor.data for tensor in self.tensors]
         self.seen = [tensor._version for tensor in self.tensors]
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
 
     def __str__(self) -> str:
-        """The layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
+        """Names the layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
         layers = sorted(self.users)
         return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
     @property
     def nbytes(self) -> int:
-        """Size on a device."""
+        """Bytes on a device."""
         return self.layout.nbytes
 
     def pieces(self, target: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (part of a device block, host tensor) that together are the block."""
+        """Pairs (slice of `target`, host tensor) that together copy the block; `target`: (numel,) on a device."""
         if self.memory is not None:
             yield target, self.memory
             return
@@ -73,12 +72,12 @@ class Block:
         return self.values if self.memory is None else (self.memory,)
 
     def make_back(self, backend: Backend) -> None:
-        """Make the second block."""
+        """Allocate the second block."""
         self.back = backend.host_empty((self.layout.numel,), self.layout.dtype)
         self.back_values = self.layout.storages(self.back)
 
     def publish(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
-        """Let devices read the masters' numbers from now on; nobody is reading the block."""
+        """Write the masters to the weights or swap in the second block; the caller holds the write turn."""
         stale = [i for i, master in enumerate(masters) if self.complete.get(i) != master._version]
         targets = self.values if self.back is None else self.back_values
         written = self.host_tensors() if self.back is None else (self.back,)
@@ -92,12 +91,12 @@ class Block:
         self.memory, self.back = self.back, self.memory
         self.values, self.back_values = self.back_values, self.values
         for tensor, old, new in zip(self.tensors, self.back_values, self.values, strict=True):
-            # One that was given other memory, as by ``to(dtype)``, keeps that.
+            # A parameter that was moved to other memory, as by ``to(dtype)``, keeps that.
             if tensor.data_ptr() == old.data_ptr():
                 tensor.data = new
 
     def changed_outside(self) -> list[int]:
-        """Indices of the tensors that code outside the engine has written since this was last asked."""
+        """Indices of the tensors that code outside the engine has written since the last call of this."""
         changed = [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
         for index in changed:
             self.seen[index] = self.tensors[index]._version
@@ -106,7 +105,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One layer on the host, and the blocks it uses."""
+    """One layer on the host with the blocks it uses."""
 
     index: int
     module: torch.nn.Module
@@ -119,7 +118,7 @@ class LayerState:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether it has buffers, which running it may write."""
+        """Whether it has buffers, which its forward may write."""
         return any(block.kind == "buffer" for block in self.blocks)
 
     def nbytes(self, *kinds: Kind) -> int:
@@ -129,23 +128,23 @@ class LayerState:
 
 Signature = tuple[object, ...]
 
-# Of the machine's memory: what a second copy of the weights takes without being asked for.
+# Share of the machine's memory up to which weights get a second block by default.
 _LITTLE = 1 / 16
 
 
-# All modules of each layer, in the order of ``modules()``: torch's walk takes long, and each call needs several.
+# All modules of each layer, in the order of ``modules()``. Kept since torch's walk is slow and calls need several.
 Walk = tuple[tuple[torch.nn.Module, ...], ...]
 
 
 def walk(layers: Sequence[torch.nn.Module]) -> Walk:
-    """The layers' modules as they are now."""
+    """List the layers' current modules."""
     return tuple(tuple(layer.modules()) for layer in layers)
 
 
 def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
-    """What blocks and twins were built from: all modules, each tensor, whether it is trained, where it lies.
+    """What blocks and twins depend on: all modules and, for each tensor, its identity, requires_grad and address.
 
-    `places`: addresses that count as others, since the engine itself moves parameters there and back.
+    `places`: maps an address in a second block to that in the first, since publication swaps the two.
     """
     tensors = tuple(
         (id(tensor), tensor.requires_grad, _place(tensor, places), _has_hooks(tensor))
@@ -159,17 +158,17 @@ def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
 
 
 def _place(tensor: torch.Tensor, places: Mapping[int, int]) -> int:
-    # Asked once: the optimizer's thread may exchange a parameter's memory meanwhile.
+    # Read once: the optimizer's thread may swap the parameter's memory concurrently.
     address = tensor.data_ptr()
     return places.get(address, address)
 
 
-# What torch keeps in every module; the rest of a module's attributes are its class's or its user's.
+# Attributes that torch sets on every module; others are set by the module's class or by the user.
 _OWN = frozenset(vars(torch.nn.Module()))
 
 
 def attributes(walked: Walk) -> list[tuple[str, object]]:
-    """The plain attributes of all modules, such as a dropout's ``p`` or a patched ``forward``."""
+    """Names and values of all modules' plain attributes, such as a dropout's ``p`` or a patched ``forward``."""
     every = (module for modules in walked for module in modules)
     return [(name, value) for module in every for name, value in vars(module).items() if name not in _OWN]
 
@@ -184,12 +183,13 @@ def _has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode) -> tuple[LayerState, ...]:
-    """Lay the layers' tensors out in blocks.
+    """Group the layers' tensors into blocks.
 
-    A block holds what exactly the same layers use: so a tied parameter gets one of its own, and a module that
-    stands twice in the row one for both.
+    The tensors of a block are used by exactly the same layers. So a tied parameter gets a block of its own, and a
+    module that occurs twice in the sequence has one block for both.
 
-    Raises `ValueError` for tensors that are not on the host, and for buffers that require grad.
+    Raises `ValueError` for tensors that are not on the host, sparse tensors, parameters with hooks, and buffers
+    that require grad.
     """
     for index, module in enumerate(modules):
         for kind, tensor in tensors_of(module):
@@ -221,8 +221,8 @@ def _check_tensor(index: int, module: torch.nn.Module, kind: Kind, tensor: torch
         raise ValueError(f"{where} has a {tensor.layout} tensor, but weights must be dense (torch.strided)")
     if _has_hooks(tensor):
         raise ValueError(
-            f"{where} has a hook on a parameter, which the devices' copies would not run; put it on the module, "
-            "or change gradients in the step function"
+            f"{where} has a hook on a parameter, which the devices' copies would not run; register it on the "
+            "module, or change gradients in the step function"
         )
     if kind == "buffer" and tensor.requires_grad:
         raise ValueError(f"{where} has a buffer that requires grad; register it as a parameter")
@@ -274,7 +274,7 @@ class ModelState:
 
     @torch.inference_mode(False)
     def build(self) -> None:
-        """Make the blocks anew from the layers as they are; nothing may be running."""
+        """Build all blocks from the current layers; nothing may be running."""
         self.layers = build_layers(self.backend, self.modules, self.pin)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
@@ -287,17 +287,17 @@ class ModelState:
     def changed(self) -> bool:
         """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`.
 
-        `note_flags` and `note_attributes` go by the modules that are seen here.
+        Also walks the modules, for `note_flags` and `note_attributes`.
         """
         self._walked = walk(self.modules)
         return signature(self._walked, self._places) != self.signature
 
     def written_outside(self) -> list[torch.Tensor]:
-        """The trainable parameters that code outside the engine has written since this was last asked."""
+        """The trainable parameters that code outside the engine has written since the last call of this."""
         return [block.tensors[index] for block in self.trainable for index in block.changed_outside()]
 
     def moved_outside(self) -> list[torch.Tensor]:
-        """The trainable parameters that were given other memory since `build`."""
+        """The trainable parameters that were moved to other memory since `build`."""
         return [
             tensor
             for block in self.trainable
@@ -325,32 +325,32 @@ class ModelState:
         return [tensor for block in self.trainable for tensor in block.tensors]
 
     def lines(self) -> list[Turns]:
-        """The lines for all blocks and gradients."""
+        """The turns of all blocks and gradients."""
         return [block.turns for block in self.blocks] + [
             block.gradient.turns for block in self.trainable if block.gradient is not None
         ]
 
     def note_broken(self, run: int, error: str) -> None:
-        """A run failed and left part of its gradients; on any thread."""
+        """Record, on any thread, that a run failed and left part of its gradients; the earliest run counts."""
         with self._breaking:
             if self.broken is None or run < self.broken.run:
                 self.broken = Broken(run, error)
 
     def describe_broken(self, run: int, error: str) -> None:
-        """More words for the error that was noted."""
+        """Replace the recorded error of this run by a fuller description."""
         with self._breaking:
             if self.broken is not None and run == self.broken.run:
                 self.broken = Broken(run, error)
 
     def note_flags(self) -> None:
-        """Take over the layers' training flags."""
+        """Record the layers' current training flags."""
         flags = training_flags(self._walked)
         if flags != self.flags:
             self.flags = flags
             self._forget_habits()
 
     def note_attributes(self) -> bool:
-        """Take over the modules' plain attributes; returns whether any was added, replaced or deleted."""
+        """Record the modules' plain attributes; return whether any was added, replaced or deleted."""
         found = attributes(self._walked)
         same = len(found) == len(self.attributes) and all(
             name == old_name and value is old
@@ -362,7 +362,7 @@ class ModelState:
         return not same
 
     def _forget_habits(self) -> None:
-        # In another mode a layer may draw other random numbers and write other buffers.
+        # In another mode a layer may draw random numbers and write buffers that it did not before.
         self.quiet = set()
         for block in self.blocks:
             block.writes = None
@@ -370,7 +370,7 @@ class ModelState:
 
     @torch.inference_mode(False)
     def make_masters(self) -> None:
-        """A master, in the optimizer's dtype, for each trainable parameter that has none."""
+        """Create a master, in the optimizer's dtype, for each trainable parameter that has none."""
         for block in self.trainable:
             for parameter, value in zip(block.tensors, block.values, strict=True):
                 if parameter not in self.masters:
@@ -379,7 +379,7 @@ class ModelState:
 
     @torch.inference_mode(False)
     def make_backs(self) -> None:
-        """A second block beside each trainable one, if that is wanted; by default where it takes little."""
+        """Create missing second blocks for trainable blocks, if `double_buffer`; its default is decided here."""
         if self._double_buffer is None:
             nbytes = sum(block.nbytes for block in self.trainable)
             self._double_buffer = nbytes <= self.backend.host_memory().total_bytes * _LITTLE
