@@ -503,7 +503,7 @@ def test_copies_of_a_wrapped_model_are_refused_in_words(
     ):
         with pytest.raises(TypeError, match=r"synchronize\(\).*model\.model"):
             attempt()
-    with pytest.raises(TypeError, match="compile its layers"):
+    with pytest.raises(TypeError, match="wrap it with compile_layers=True"):
         model.compile()
 
 

@@ -1,4 +1,4 @@
-"""The command line's syntax; what the words mean is for `options`."""
+"""The command line's syntax, as an argparse parser; `options` checks the values."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from roundpipe.cli.errors import Refused
 
 
 def parse(arguments: Sequence[str]) -> options.Given:
-    """Read the arguments that follow the command's name.
+    """Parse the arguments after the command's name.
 
     >>> parse(["train", "--steps", "7", "--data", "a", "b", "--data", "c"]).data
     ['a', 'b', 'c']
 
-    Raises `Refused` for what no option takes, and `SystemExit` after the help or the version was asked for.
+    Raises `Refused` for unknown options and missing values, `SystemExit` after printing the help or the version.
     """
     return _parser().parse_args(arguments, namespace=options.Given())
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """A parser that raises `Refused` with a message of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message}; `{self.prog} --help` lists what there is")
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_options(train: argparse.ArgumentParser) -> None:
-    # Values stay words here: `options` can say what was wanted better than argparse.
+    # Values stay strings here: `options` gives better error messages than argparse.
     for flag, metavar, text in _VALUES:
         train.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text)
     train.add_argument(

@@ -1,4 +1,4 @@
-"""Ctrl-C that is asked for between steps, so that a step is never cut in two."""
+"""Handling of Ctrl-C that lets the current training step finish."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NOTICE = b"\nroundpipe: stopping after this step; press Ctrl-C again to stop at
 
 
 class Interrupted(Exception):
-    """The user asked for the end; `main` prints the message as one line and ends with exit code 130."""
+    """The user pressed Ctrl-C; `main` prints the message as one line and exits with code 130."""
 
 
 class Interruption:
-    """Within it the first Ctrl-C is only noted, in `asked`; the second one is a `KeyboardInterrupt`, as always.
+    """Inside the context the first Ctrl-C only sets `asked`; the second raises `KeyboardInterrupt` as usual.
 
-    In any thread but the process's main one, which alone gets signals, nothing is changed.
+    Does nothing outside the main thread, which alone receives signals.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Interruption:
         del number, frame
         self.asked = True
         self._give_back()
-        # Python's own streams may be in the middle of a write, and cannot be entered twice.
+        # Not through `sys.stderr`: the signal may interrupt a write to it, and streams are not reentrant.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _NOTICE)
 
     def _give_back(self) -> None:

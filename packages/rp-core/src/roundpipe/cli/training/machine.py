@@ -1,4 +1,4 @@
-"""What a job takes from the machine that it runs on."""
+"""Devices and dtype of a training job: defaults for this machine, and the runtime on them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from roundpipe.cli.options import Options
 def fitted(options: Options) -> Options:
     """The options with devices and dtype filled in.
 
-    Devices are those of the option, else of ``ROUNDPIPE_DEVICES``, else all GPUs, else two CPU devices.
+    Devices: the option's, else those of ``ROUNDPIPE_DEVICES``, else all GPUs, else two CPU devices. Dtype: the
+    option's, else float32 on CPU devices and bfloat16 on GPUs.
 
-    Raises `Refused` for devices that cannot be read.
+    Raises `Refused` for a devices string that cannot be parsed.
     """
     devices = os.environ.get("ROUNDPIPE_DEVICES") or _default_devices()
     if options.devices is not None:
@@ -31,9 +32,9 @@ def fitted(options: Options) -> Options:
 
 @contextmanager
 def opened(devices: str) -> Generator[Runtime, None, None]:
-    """A runtime on the devices; raises `Refused` for devices that are not here.
+    """Open a runtime on the devices, and close it on exit. Raises `Refused` if a device is not available.
 
-    Each CPU device keeps one core busy, so torch's other threads are kept off that many cores meanwhile.
+    Each CPU device keeps one core busy, so torch's intra-op threads are reduced by as many inside the context.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads - _cpu_devices(devices)))
@@ -56,7 +57,7 @@ def _default_devices() -> str:
 
 
 def _cpu_devices(devices: str) -> int:
-    """How many CPU devices the string asks for; 0 if it asks for GPUs."""
+    """Number of CPU devices that the string selects; 0 if it selects GPUs."""
     try:
         choice = parse_devices(devices)
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""The model that a job trains: Qwen3 over bytes, with random weights."""
-# torch types its generators, and transformers its models, by half:
+"""The model of a training job: a small Qwen3 over bytes, with random weights."""
+# The types of torch's generators and of transformers' models are incomplete:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Sizes of a Qwen3 model; the default one learns from about a minute of two cores."""
+    """Sizes of a Qwen3 model; the default trains for about a minute on two cores."""
 
     layers: int = 4
     hidden: int = 96
@@ -28,9 +28,9 @@ class ModelSize:
 
 
 def make_model(size: ModelSize, *, dtype: torch.dtype, seed: int, seq_len: int) -> Qwen3ForCausalLM:
-    """Make the model on the host; in every dtype its weights are the same ones, rounded.
+    """Make the model on the host. A seed gives the same weights in every dtype, but for rounding.
 
-    The caller's random state is left as it was.
+    The caller's random state does not change.
     """
     config = _config(size, seq_len)
     with torch.random.fork_rng(devices=[]):
@@ -43,8 +43,8 @@ def make_model(size: ModelSize, *, dtype: torch.dtype, seed: int, seq_len: int) 
 
 
 def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Write what ``AutoModelForCausalLM.from_pretrained`` reads."""
-    # The bar over one small file would follow the one that matters.
+    """Write the model to a folder for ``AutoModelForCausalLM.from_pretrained``."""
+    # No progress bar for this one small file.
     logging.disable_progress_bar()
     model.save_pretrained(folder)
 
@@ -60,7 +60,7 @@ def _config(size: ModelSize, seq_len: int) -> Qwen3Config:
         head_dim=size.head_numbers,
         max_position_embeddings=max(1024, seq_len),
         tie_word_embeddings=True,
-        # Wider than for a large model: in a few hundred steps the weights cannot grow far from where they begin.
+        # Wider than for a large model: in a few hundred steps weights move little from their initial values.
         initializer_range=0.05,
         use_cache=False,
     )

@@ -1,4 +1,4 @@
-"""Sequences of bytes as tensors of tokens."""
+"""Training sequences: windows of a text's bytes as tensors of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Windows:
-    """The sequences of one length in a text; a token is a byte.
+    """All sequences of one length in a text; a token is a byte.
 
     >>> inputs, labels = Windows(b"abcdef", seq_len=2).at([0, 3])
     >>> bytes(inputs.flatten().tolist()), bytes(labels.flatten().tolist())
@@ -17,16 +17,16 @@ class Windows:
     """
 
     def __init__(self, text: bytes, seq_len: int) -> None:
-        # A copy, since torch warns of memory that it may not write.
+        # A copy, since torch warns about read-only memory.
         self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._seq_len = seq_len
 
     def __len__(self) -> int:
-        """Bytes of the whole text."""
+        """Number of bytes in the text."""
         return len(self._tokens)
 
     def at(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and, one byte later, labels: (sequences, seq_len) int64 on the host."""
+        """Inputs and labels, which are one byte further: each (sequences, seq_len) int64 on the host."""
         rows = torch.stack([self._tokens[start : start + self._seq_len + 1] for start in starts])
         tokens = rows.to(torch.int64)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
