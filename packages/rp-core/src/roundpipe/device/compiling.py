@@ -1,4 +1,4 @@
-"""Compilation of the device replicas of layers with `torch.compile`.
+"""Compilation of twins, the replicas of layers on a device, with `torch.compile`.
 
 The compiler caches by a layer's code and guards, not by module. So all layers of one kind share one compilation
 for each device and each mode, such as training and evaluation.
@@ -17,7 +17,7 @@ CompileOptions = Mapping[str, Any]
 
 
 class Compiler:
-    """Compiles all of a model's replicas with the same options.
+    """Compiles all twins of a model with the same options.
 
     Args:
         options: arguments of `torch.compile`, such as ``{"mode": "max-autotune-no-cudagraphs"}``.
@@ -36,7 +36,7 @@ class Compiler:
             setattr(config, name, max(getattr(config, name), one_device * self._num_devices))
 
     def compile(self, twin: nn.Module) -> None:
-        """Compile a replica; torch does so in the module's first call."""
+        """Compile a twin; torch does so in its first call."""
         twin.compile(**self._options)  # pyright: ignore[reportUnknownMemberType] - torch leaves its types open
 
 

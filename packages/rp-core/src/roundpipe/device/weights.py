@@ -88,7 +88,7 @@ class Weights:
         self._arriving[block] = (memory, arriving)
 
     def bind(self, layer: LayerState, *, training: bool) -> None:
-        """Make a layer ready to run: wait for its blocks and point its replica at them.
+        """Make a layer ready to run: wait for its blocks and point its twin at them.
 
         `training`: its gradients will be computed.
         """

@@ -19,9 +19,9 @@ class DeviceSummary:
     """One device's times in seconds. `compute_s` and the values of `idle_s` add up to the profile's length.
 
     `upload_s` and `download_s`: time with copies in that direction, which may overlap with computing. `idle_s`: by
-    reason, which is ``weights`` or ``activations`` (being uploaded), ``stage before`` (still computing),
-    ``memory`` (no room until gradients are downloaded), ``launch`` (inside a call, before its first task or after
-    its last one on this device) or ``between calls`` (the caller was not in a call).
+    reason: ``weights`` or ``activations`` are being uploaded; the ``stage before`` is still computing; ``memory``
+    is short until gradients are downloaded; ``launch``: inside a call, but no task has reached this device yet or
+    none is left; ``between calls``: the caller was not in a call.
     """
 
     name: str
