@@ -1,4 +1,4 @@
-"""Packets, trees of tensors on the host that one task hands to another, and the slots they lie in."""
+"""Packets, which are trees of tensors on the host passed between tasks, and the names of their slots."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _here(leaf: Any) -> None:
 
 
 class Slot(NamedTuple):
-    """Where a packet lies until it is taken.
+    """The name of a place for one packet.
 
-    `at` is a boundary for ``"input"`` (activations) and ``"grad"`` (their gradients), where boundary i lies before
-    layer i; the last boundary for ``"label"`` and ``"loss"``; a layer for what it saved, its buffers included.
+    `at`: for ``"input"`` (activations) and ``"grad"`` (their gradients) the boundary before layer `at`; for
+    ``"label"`` and ``"loss"`` the last boundary; for ``"buffers"``, ``"saved"`` and ``"prepared"`` the layer.
     """
 
     what: Literal["input", "grad", "label", "loss", "buffers", "saved", "prepared"]

@@ -24,13 +24,13 @@ def draw_seed() -> int:
 
 
 class Drawer(NamedTuple):
-    """Who draws: a layer, its `prepare`, or the loss function. Each has random numbers of its own."""
+    """A consumer of random numbers: a layer, its `prepare`, or the loss function. Each gets its own seed."""
 
     what: Literal["layer", "prepare", "loss"]
     layer: int = 0
 
     def place(self, num_layers: int) -> int:
-        """A number of its own among those of a row: the layers', then the loss function's, then the others."""
+        """A number unique in the model: first the layers, then the loss function, then the layers' `prepare`."""
         match self.what:
             case "layer":
                 return self.layer
@@ -118,8 +118,8 @@ _GATE = _Gate()
 class Randomness:
     """The random numbers of one call.
 
-    `quiet` is the model's memory of those that were seen to leave the CPU generator alone; `drew` and
-    `drew_on_device` are this call's record of who drew from it, or from the device's, for which microbatch.
+    `quiet`: the drawers last seen not to draw from the CPU generator, shared by all calls of the model. `drew` and
+    `drew_on_device`: the drawers and microbatches that drew from the CPU generator, or the device's, in this call.
     """
 
     def __init__(self, seed: int, num_layers: int, quiet: set[tuple[str, int]]) -> None:

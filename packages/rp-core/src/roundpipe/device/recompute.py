@@ -18,18 +18,18 @@ from roundpipe.device.packet import Packet, Slot
 
 
 class Shelf(Protocol):
-    """Where a run keeps what its layers save."""
+    """Stores the data that a run's layers save for their recomputation."""
 
     def will_recompute(self, layer: int, microbatch: int) -> bool:
-        """Whether the layer will be run again."""
+        """Whether the layer will be recomputed for this microbatch."""
         ...
 
     def keep(self, slot: Slot, packet: Packet) -> None:
-        """Keep what the layer saved."""
+        """Store a packet in a slot."""
         ...
 
     def fetch(self, slot: Slot) -> Packet | None:
-        """What it saved, once."""
+        """Remove and return the slot's packet; None if it has none."""
         ...
 
 

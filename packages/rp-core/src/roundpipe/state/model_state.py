@@ -237,14 +237,13 @@ class Broken:
 
 
 class ModelState:
-    """All of one model on the host. The calling thread changes it under the runtime's launch lock.
+    """The host side of one model. The calling thread changes it under the runtime's launch lock.
 
-    `version` counts the publications of new weights that have been launched; `unpublished` says that the
-    optimizer has a result that no call reads yet. `quiet` are the layers and others that were seen to draw no CPU
-    random numbers. `num_runs` counts the runs launched that add gradients; `broken` is the first of them that left
-    only part. `failed` tells the error of a step that left part of its update. Both are words: errors hold
-    all that their frames hold. `is_stepping` is read and written by the optimizer's thread: a step function is
-    running. `is_part`: another model is stepped together with this one.
+    `version`: number of launched publications of new weights. `unpublished`: the optimizer has a result that is
+    not published yet. `quiet`: see `Randomness`. `num_runs`: number of launched runs that add gradients. `broken`:
+    the first of them that failed and left part of its gradients. `failed`: the error of a step that left part of
+    its update. Both store text: an error object would keep its frames alive. `is_stepping`: a step function is
+    running; only the optimizer's thread uses it. `is_part`: another model is stepped together with this one.
     """
 
     def __init__(

@@ -263,7 +263,7 @@ def current() -> Tracer:
 
 
 def in_call(what: str, name: str) -> AbstractContextManager[None]:
-    """Around what the launcher does for one call of a model's method."""
+    """Span of the launcher's work for one call of a model's method."""
     return current().on_host(CALLER, "call", f"{what} of {name}")
 
 
