@@ -1,4 +1,4 @@
-"""A plan that follows the measurements, without ever keeping a call waiting."""
+"""Keep a plan up to date with measured times, searching only in the time the caller gives."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ class Replanner:
     >>> replanner.improve(budget_ms=1.0)
     True
 
-    Ask for `course()` before every call: it is the plan in use, at once, unless times have moved by more than
-    `threshold` (see `Estimator.moved`). Then the old plan is timed anew and stays in use until the search, which
-    starts over, finds a better one. The search goes on in `improve`, for as long as it is given: call it while the
-    devices are busy and there is nothing else to do, until it says that it is done.
+    Call `course()` before every call of the model: it returns the plan in use at once. If times have changed by
+    more than a fraction `threshold` (see `Estimator.moved`), it first simulates that plan with the new times and
+    restarts the search, which replaces the plan when it finds a better one. The search runs only in `improve`:
+    call it while the devices are busy and the caller is idle, until it returns True.
 
-    `layers`: the costs, whose times the estimator replaces. Errors are those of `Search`.
+    `layers`: the costs; the estimator replaces their times. Raises what `Search` raises.
     """
 
     def __init__(
@@ -68,5 +68,5 @@ class Replanner:
         return self._search.best
 
     def improve(self, *, budget_ms: float) -> bool:
-        """Look for a better plan for about so long; whether there is nothing left to look at."""
+        """Search for about `budget_ms`; whether the search is finished."""
         return self._search.advance(budget_ms=budget_ms)
