@@ -114,5 +114,4 @@ def _real(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise InvalidCost(f"{name} must be a number that a float can hold, but is {shown(value)} instead") from
-        error
+        raise InvalidCost(f"{name} must be in the range of a float, but is {shown(value)} instead") from error

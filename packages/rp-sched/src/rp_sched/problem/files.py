@@ -78,8 +78,7 @@ def _json(text: str) -> object:
     except ValueError as error:
         raise InvalidCost(f"the file must be JSON, but is not: {error}") from error
     except RecursionError as error:
-        raise InvalidCost("the file must hold objects and lists of objects, but is nested too deeply to be read")
-        from error
+        raise InvalidCost("the file must be lists of objects, but is nested too deeply to be read") from error
 
 
 def _layer(where: str, value: object) -> Iterable[LayerCost]:

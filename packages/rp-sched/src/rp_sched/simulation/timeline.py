@@ -9,8 +9,7 @@ from rp_sched.problem.tasks import Task
 Reason = Literal["launch", "stage before", "hop", "weights", "memory", "end"]
 """Why a device is idle. `launch`: the call is not launched yet. `stage before`: the microbatch is still in the
 stage before. `hop`: it is in transit between stages. `weights`: the weights are in transit. `memory`: gradients
-have
-not left the device yet. `end`: there are no more tasks."""
+have not left the device yet. `end`: there are no more tasks."""
 
 
 @dataclass(frozen=True, slots=True)
