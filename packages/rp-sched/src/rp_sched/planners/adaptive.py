@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
 from rp_sched.planners.search_space import Space
-from rp_sched.problem.checks import part
+from rp_sched.problem.checks import non_negative
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
@@ -77,7 +77,7 @@ class Search:
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").advance(budget_ms=1.0)
         True
         """
-        self._go(None, time.perf_counter() + part("budget_ms", budget_ms) / 1e3)
+        self._go(None, time.perf_counter() + non_negative("budget_ms", budget_ms) / 1e3)
         return self.is_done
 
     def finish(self) -> Course:

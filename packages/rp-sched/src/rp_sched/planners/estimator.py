@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rp_sched.problem import bounds
-from rp_sched.problem.checks import milliseconds, part, whole
+from rp_sched.problem.checks import milliseconds, non_negative, whole
 from rp_sched.problem.costs import BACKWARD_PER_FORWARD, LayerCost
 
 SMOOTHING = 0.9
@@ -99,7 +99,7 @@ class Estimator:
         For layers faster than the mean layer, it is a fraction of the mean, since their times are noisy. True
         before the first call of `costs`.
         """
-        part("threshold", threshold)
+        non_negative("threshold", threshold)
         if self._given is None:
             return True
         return max(self._forward_off) > threshold or max(self._backward_off) > threshold

@@ -26,7 +26,7 @@ LINKED_STEPS = 5
 # Above FEW_DEVICES, choosing a device counts as one step per DEVICES_A_STEP devices.
 FEW_DEVICES = 64
 DEVICES_A_STEP = 16
-# Plans with more tasks per call are not tried: more tasks rarely help.
+# Plans with more tasks per call are not tried: so many tasks only wait for each other.
 MOST_TASKS = 20_000
 # Calls simulated to compare shapes, and how many of the best shapes have their neighbours tried.
 ROUGH_CALLS = 10

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rp_sched.planners.adaptive import Search
 from rp_sched.planners.estimator import Estimator
-from rp_sched.problem.checks import part
+from rp_sched.problem.checks import non_negative
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.simulation.makespan import Course
@@ -44,7 +44,7 @@ class Replanner:
         self._microbatches = microbatches
         self._mode: Mode = mode
         self._limits = limits
-        self._threshold = part("threshold", threshold)
+        self._threshold = non_negative("threshold", threshold)
         self._search = Search(
             self.estimator.costs(self._layers),
             devices=devices,
@@ -54,7 +54,7 @@ class Replanner:
         )
 
     def course(self) -> Course:
-        """The plan in use."""
+        """The course of the plan in use. Restarts the search if times have changed."""
         if self.estimator.moved(self._threshold):
             self._search = Search(
                 self.estimator.costs(self._layers),

@@ -6,7 +6,7 @@ from functools import partial
 
 from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row, least_cap, tail
 from rp_sched.problem import bounds
-from rp_sched.problem.checks import part, speed, whole
+from rp_sched.problem.checks import non_negative, speed, whole
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
@@ -40,7 +40,7 @@ class RoundRobin:
             whole("min_stages", self.min_stages, least=1)
         if self.model_memory_limit is not None:
             speed("model_memory_limit", self.model_memory_limit, unit="size in GB")
-        if not part("upper_threshold", self.upper_threshold) >= 1:
+        if not non_negative("upper_threshold", self.upper_threshold) >= 1:
             raise ValueError(
                 f"upper_threshold must be at least 1, since a stage has at least one layer, "
                 f"but is {self.upper_threshold!r} instead"

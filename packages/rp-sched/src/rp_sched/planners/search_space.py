@@ -140,7 +140,7 @@ class Space:
         return self._least[kind, end]
 
     def bound_ms(self) -> float:
-        """A lower bound on the time per call: the compute with the longest fused stage, over all devices."""
+        """A lower bound on the time per call: the compute with the least recomputation, divided by devices."""
         loads, start = self.loads, self.starts[0]
         forward_ms, backward_ms = loads.forward_ms[-1], loads.backward_ms[-1]
         again_ms = 0.0 if self.mode == "infer" else backward_ms + loads.forward_ms[start]

@@ -99,7 +99,7 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def part(name: str, value: object) -> float:
+def non_negative(name: str, value: object) -> float:
     """`value` as a non-negative number, such as a fraction."""
     number = _real(name, value)
     if not number >= 0:
@@ -114,4 +114,6 @@ def _real(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise InvalidCost(f"{name} must be in the range of a float, but is {shown(value)} instead") from error
+        raise InvalidCost(
+            f"{name} must be a number in the range of a float, but is {shown(value)} instead"
+        ) from error

@@ -30,7 +30,7 @@ class Dealer:
 
     def deal(self, course: Course) -> tuple[Task, ...]:
         """The tasks of the next call, in launch order."""
-        key = (course, self._clock.exactly())
+        key = (course, self._clock.exact_state())
         if key not in self._kept:
             if len(self._kept) >= MOST_KEPT:
                 self._kept.clear()
@@ -42,6 +42,6 @@ class Dealer:
 def _deal(course: Course, clock: Clock) -> tuple[tuple[Task, ...], Clock]:
     taken = course.play(clock)
     clock.next_call()
-    clock.tidy()
+    clock.round_state()
     dealt = zip(course.jobs, taken, strict=True)
     return tuple(Task(job.kind, job.layers, job.microbatches, device) for job, device in dealt), clock

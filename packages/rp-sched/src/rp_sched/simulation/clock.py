@@ -95,31 +95,31 @@ class Clock:
         self.results_ms = self.over_ms = 0.0
         return passed
 
-    def standing(self, *, named: bool) -> tuple[object, ...]:
+    def rounded_state(self, *, named: bool) -> tuple[object, ...]:
         """The rounded state, which determines the future. `named`: device numbers matter; else sort devices."""
         devices = [tuple(round(value, DIGITS) for value in device) for device in zip(*self._lists(), strict=True)]
         alike = devices[self.turn :] + devices[: self.turn] if named else sorted(devices)
         return round(self.before_ms, DIGITS), *alike
 
-    def exactly(self) -> tuple[float, ...]:
+    def exact_state(self) -> tuple[float, ...]:
         """The exact state that determines the future."""
         return self.turn, self.before_ms, *chain.from_iterable(self._lists())
 
-    def tidy(self) -> None:
+    def round_state(self) -> None:
         """Round the state, so that states that differ by rounding errors become equal."""
         self.before_ms = round(self.before_ms, DIGITS)
         for values in self._lists():
             values[:] = [round(value, DIGITS) for value in values]
 
     def first_free(self, used: int) -> int:
-        """The first of `used` devices to become free; of several, one that does not depend on their numbers."""
+        """The first of `used` devices to become free; of several, chosen by their state, not their number."""
         free = self.free[:used]
         soonest = min(free)
         if free.count(soonest) == 1:
             return free.index(soonest)
         alike = [device for device, ms in enumerate(free) if ms == soonest]
-        standing = list(zip(*self._lists(), strict=True))
-        return min(alike, key=standing.__getitem__)
+        states = list(zip(*self._lists(), strict=True))
+        return min(alike, key=states.__getitem__)
 
     def run(self, load: Load, batch: range, device: int, ready: list[float], limits: Limits) -> Ran:
         """Simulate a task. `ready[m]`: when it may start microbatch m; set to when the next stage may."""

@@ -130,11 +130,11 @@ def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALL
     seen: dict[object, int] = {}
     launches = [0.0]
     for call in range(most_calls):
-        standing = clock.standing(named=named)
-        if standing in seen:
-            first = seen[standing]
+        state = clock.rounded_state(named=named)
+        if state in seen:
+            first = seen[state]
             return Pace((launches[call] - launches[first]) / (call - first), call)
-        seen[standing] = call
+        seen[state] = call
         launches.append(launches[-1] + sum(_next(course, clock) for course in courses))
     half = most_calls // 2
     return Pace((launches[most_calls] - launches[half]) / (most_calls - half), most_calls)
