@@ -286,7 +286,7 @@ def test_a_fold_wants_a_function():
 
 
 def test_a_spec_names_only_what_is_there():
-    with pytest.raises(rp_batch.SpecError, match=r"output: .*'a', 'b', but names 'c'"):
+    with pytest.raises(rp_batch.SpecError, match=r"output: .*'a', 'b', but has 'c'"):
         rp_batch.merge([{"a": 1, "b": 2}], {"c": Sum()})
     with pytest.raises(rp_batch.SpecError, match=r"output: .*2 entries.*but has 1"):
         rp_batch.merge([(1, 2)], (Sum(),))

@@ -135,9 +135,9 @@ def test_a_label_that_looks_like_a_call_is_a_label():
 
 
 def test_a_label_comes_in_exactly_as_many_parts():
-    with pytest.raises(rp_batch.SizeError, match="must come in 4 parts"):
+    with pytest.raises(rp_batch.SizeError, match="must split into 4 parts"):
         rp_batch.split(zeros(2), 4, batch_size=2)
-    with pytest.raises(rp_batch.SizeError, match="must come in 4 parts"):
+    with pytest.raises(rp_batch.SizeError, match="must split into 4 parts"):
         rp_batch.split(zeros(2), 4, exact=True)
     with pytest.raises(ValueError, match="one size for each of the 3 parts"):
         rp_batch.split(zeros(2), 3, sizes=(1, 1))
@@ -306,7 +306,7 @@ def test_a_function_that_divides_a_label_unlike_the_input_is_refused():
 
     assert rp_batch.split(zeros(4), 2, halves, sizes=(2, 2)).sizes == (2, 2)
     assert rp_batch.split(zeros(4), 2, halves, exact=True).sizes == (2, 2)
-    with pytest.raises(rp_batch.SizeError, match=r"label: .*\(3, 1\), but says that they are \(2, 2\)"):
+    with pytest.raises(rp_batch.SizeError, match=r"label: .*\(3, 1\), but its Parts have \(2, 2\)"):
         rp_batch.split(zeros(4), 2, halves, sizes=(3, 1))
 
 

@@ -216,7 +216,7 @@ def test_what_nodes_hold_beside_leaves_may_be_a_tensor():
     )
     first, same, other = (Held(torch.ones(1), torch.tensor(table)) for table in ([1, 2], [1, 2], [1, 3]))
     assert rp_batch.merge([first, same]).a.shape == (2,)
-    with pytest.raises(rp_batch.MergeError, match="beside leaves"):
+    with pytest.raises(rp_batch.MergeError, match="equal non-leaf data"):
         rp_batch.merge([first, other])
 
 
@@ -234,7 +234,7 @@ def test_a_registered_dict_may_hold_something_beside_leaves_too():
     )
     metres, feet = (close([torch.ones(1)], (("x",), unit)) for unit in ("m", "ft"))
     assert rp_batch.merge([metres, metres]).unit == "m"
-    with pytest.raises(rp_batch.MergeError, match="beside leaves"):
+    with pytest.raises(rp_batch.MergeError, match="equal non-leaf data"):
         rp_batch.merge([metres, feet])
 
 
@@ -266,7 +266,7 @@ def test_a_list_that_holds_itself_is_refused():
     tree.append(tree)
     with pytest.raises(rp_batch.DepthError) as caught:
         rp_batch.flatten(tree)
-    assert str(caught.value) == "[1]: must not be the whole tree again, which holds it; break the cycle"
+    assert str(caught.value) == "[1]: must not be the whole tree, which contains it; break the cycle"
 
 
 @dataclass
@@ -296,9 +296,7 @@ def test_a_cycle_is_refused_with_the_path_to_it(call: str, kind: str):
     with pytest.raises(rp_batch.DepthError) as caught:
         run([torch.ones(2), inner])
     assert caught.value.path == f"{root}[1]{steps}[1]"
-    assert (
-        str(caught.value) == f"{caught.value.path}: must not be {root}[1] again, which holds it; break the cycle"
-    )
+    assert str(caught.value) == f"{caught.value.path}: must not be {root}[1], which contains it; break the cycle"
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -65,7 +65,7 @@ def test_even_stages_cover_the_model(costs: list[LayerCost], wanted: int):
 
 def test_what_cannot_be_scheduled_is_refused_in_words():
     stages = [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
-    with pytest.raises(ValueError, match="1F1B has one stage a device, but there are 4 stages for 2 devices"):
+    with pytest.raises(ValueError, match="1F1B needs a device for each stage, but got 4 stages for 2 devices"):
         one_f_one_b(stages, 2, 2)
     with pytest.raises(ValueError, match=r"must be multiples of devices \(2\), but are 4 and 3"):
         interleaved(stages, 2, 3)

@@ -76,7 +76,9 @@ def test_tasks_of_a_file_are_played(costs: str, tmp_path: Path, capsys: pytest.C
     tasks.write_text("F[0:3] m0:4 @0\n\nFB[3:7] m0:4 @1\nB[0:3] m0:4 @0\n")
     assert run(capsys, "simulate", costs, *SIZE, "--tasks", str(tasks)).startswith("1 calls: ")
     tasks.write_text("F[0:3] m0:4 @0\nFB[3:7] m0:4\n")
-    assert "line 2: a task is written like" in refusal(capsys, "simulate", costs, *SIZE, "--tasks", str(tasks))
+    assert "line 2: a task must be written like" in refusal(
+        capsys, "simulate", costs, *SIZE, "--tasks", str(tasks)
+    )
     tasks.write_text("F[0:3] m0:4 @0\n")
     assert "never runs forward" in refusal(capsys, "simulate", costs, *SIZE, "--tasks", str(tasks))
 
@@ -134,12 +136,12 @@ def test_a_picture_is_svg_with_a_box_for_every_task(
             '{"layers": [{"forward_ms": 1, "weight_bytes": 1.5}]}',
             r"layers\[0\]: weight_bytes must be a whole number",
         ),
-        ('{"layers": [{"forward_ms": 1, "weigth_bytes": 1}]}', r"layers\[0\]: there is no field 'weigth_bytes'"),
+        ('{"layers": [{"forward_ms": 1, "weigth_bytes": 1}]}', r"layers\[0\]: unknown field 'weigth_bytes'"),
         ('{"layers": [{"forward_ms": 1, "repeat": 0}]}', r"layers\[0\]: repeat must be at least 1"),
         ('{"layers": [{"forward_ms": 1}], "limits": 3}', "limits must be an object"),
         ('{"layers": [{"forward_ms": 1}], "limits": {"hop_ms": -1}}', "limits: hop_ms must be a finite time"),
         ('{"layers": [{"forward_ms": 1}], "limits": {"upload_gb_s": 0}}', "limits: upload_gb_s must be a finite"),
-        ('{"layers": [{"forward_ms": 1}], "more": 3}', "there is no field 'more'"),
+        ('{"layers": [{"forward_ms": 1}], "more": 3}', "unknown field 'more'"),
         (
             '{"layers": [{"forward_ms": 1, "weight_bytes": 9}], "limits": {"device_memory_bytes": 8}}',
             "layer 0 needs 27 bytes on a device",

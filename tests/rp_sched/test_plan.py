@@ -93,11 +93,11 @@ def test_check_microbatches_agrees_with_counting(edges: list[int], microbatches:
         (
             Plan((range(0, 3), range(2, 5))),
             "infer",
-            r"forward\[1\] is 2:5, so layer 2 is there twice; start it at 3",
+            r"forward\[1\] is 2:5, so layer 2 appears twice; start it at 3",
         ),
         (Plan((range(0, 3), range(3, 3))), "infer", r"forward\[1\] must not be empty"),
         (Plan((range(0, 3),)), "infer", r"forward must cover layer 0:5, but cover 0:3 instead; add 3:5"),
-        (Plan((range(0, 6),)), "infer", r"forward must cover layer 0:5, but cover 0:6 instead; leave out 5:6"),
+        (Plan((range(0, 6),)), "infer", r"forward must cover layer 0:5, but cover 0:6 instead; remove 5:6"),
         (Plan((range(0, 5, 2),)), "infer", r"forward\[0\] must be a range with step 1"),
         (Plan((range(-1, 5),)), "infer", r"forward\[0\] must start at 0 or above"),
         (Plan((range(0, 5),), None, (range(0, 5),)), "infer", r"mode 'infer' has no backward stages"),
@@ -108,7 +108,7 @@ def test_check_microbatches_agrees_with_counting(edges: list[int], microbatches:
         (Plan((range(0, 3),), range(3, 4), (range(0, 3),)), "fused", r"fused is 3:4, but must end .* at 5"),
         (Plan((range(0, 3),), range(5, 5), (range(0, 3),)), "fused", r"fused must not be empty"),
         (Plan((range(0, 3),), range(3, 5)), "fused", r"backward must cover layer 0:3, but cover 0:0 instead"),
-        (Plan((range(0, 3),), range(0, 5)), "fused", r"forward must cover layer 0:0, but .*; leave out 0:3"),
+        (Plan((range(0, 3),), range(0, 5)), "fused", r"forward must cover layer 0:0, but .*; remove 0:3"),
     ],
 )
 def test_a_refusal_says_what_and_where(plan: Plan, mode: str, message: str):

@@ -65,9 +65,9 @@ def test_the_estimator_may_be_shared():
 
 
 def test_bad_arguments_are_refused_in_words():
-    with pytest.raises(ValueError, match="threshold must be a part, zero or more"):
+    with pytest.raises(ValueError, match="threshold must be a number of at least 0"):
         Replanner(LAYERS, threshold=-1.0, **HOW)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layers must have 3 entries, but has 12"):
         Replanner(LAYERS, estimator=Estimator(3), **HOW)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="budget_ms must be a part"):
+    with pytest.raises(ValueError, match="budget_ms must be a number of at least 0"):
         Replanner(LAYERS, **HOW).improve(budget_ms=-1.0)  # type: ignore[arg-type]

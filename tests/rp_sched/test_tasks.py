@@ -46,7 +46,7 @@ def test_parse_reads_what_repr_wrote(task: Task):
     ],
 )
 def test_a_text_that_is_no_task_is_refused_with_an_example(text: str):
-    with pytest.raises(InvalidTask, match=r"is written like 'F\[0:7\] m0:4 @2', but the text is "):
+    with pytest.raises(InvalidTask, match=r"must be written like 'F\[0:7\] m0:4 @2', but the text is "):
         Task.parse(text)
 
 
@@ -193,7 +193,7 @@ def test_a_list_is_accepted_exactly_if_it_can_run(drawn: tuple[list[Task], int, 
         ("F[0:3] m0:1 @0", "infer", r"the list ends, but layer 0 never runs forward for microbatch 1"),
         ("F[0:4] m0:2 @0", "infer", r"task 0, .*: the model has 3 layers; end at 3"),
         ("F[0:3] m0:3 @0", "infer", r"task 0, .*: there are 2 microbatches; end at 2"),
-        ("F[0:3] m0:2 @2", "infer", r"task 0, .*: there are 2 devices; take one below 2"),
+        ("F[0:3] m0:2 @2", "infer", r"task 0, .*: there are 2 devices; use one below 2"),
         ("B[0:3] m0:2 @0", "infer", r"task 0, .*: mode 'infer' has no tasks of kind B"),
         ("F[0:3] m0:2 @0", "train", r"the list ends, but layer 2 never runs backward for microbatch 0"),
         ("F[0:3] m0:1 @0, B[0:3] m0:1 @0, F[0:3] m1:2 @0", "train", r"task 2, .*: in mode 'train' every forward"),
@@ -218,7 +218,7 @@ def test_a_refusal_names_the_task_and_what_is_wrong(listed: str, mode: str, mess
 
 
 def test_what_is_not_a_task_is_refused():
-    with pytest.raises(TypeError, match=r"task 0, 'F\[0:3\] m0:2 @0': a task list must be made of Task"):
+    with pytest.raises(TypeError, match=r"task 0, 'F\[0:3\] m0:2 @0': must be a Task, but is a str"):
         check_order(["F[0:3] m0:2 @0"], 3, 2, "infer")  # type: ignore[list-item]
 
 

@@ -1,4 +1,4 @@
-"""Trees to microbatches, and back."""
+"""Split pytrees into microbatches and merge them again."""
 
 from rp_batch.errors import BatchError, DepthError, FewerParts, MergeError, SizeError, SpecError, SplitError
 from rp_batch.merging.merge import merge

@@ -1,12 +1,12 @@
-"""The errors and the warning of this package, and where in a tree they happened.
+"""Errors and the warning that rp_batch raises; each error has the path of the leaf or node.
 
 BatchError(ValueError)
-  ├── SpecError        a spec that cannot be used, or not there
-  ├── SizeError        batch sizes that disagree, or that nothing decides
-  ├── SplitError       a leaf that torch, or a user's function, did not split
-  ├── MergeError       parts that do not fit together
-  └── DepthError       a tree that holds itself, or is nested too deep
-FewerParts(UserWarning)  a batch smaller than the number of parts asked for
+  ├── SpecError        an invalid spec, or one that does not suit the value at its path
+  ├── SizeError        inconsistent or ambiguous batch sizes
+  ├── SplitError       a leaf that torch cannot split, or a wrong result of a user's split function
+  ├── MergeError       parts that cannot be merged
+  └── DepthError       a tree that contains itself or is nested too deeply
+FewerParts(UserWarning)  fewer parts than requested
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["BatchError", "DepthError", "FewerParts", "MergeError", "SizeError", 
 
 
 class BatchError(ValueError):
-    """A tree that cannot be split or merged as asked; `path` leads to the leaf or node.
+    """Base class: a tree cannot be split or merged as requested. `path`: the leaf or node.
 
     >>> import torch, rp_batch
     >>> try:
@@ -37,23 +37,23 @@ class BatchError(ValueError):
 
 
 class SpecError(BatchError):
-    """A spec that cannot be used, or not at this place."""
+    """Invalid spec, or one that does not suit the value at its path."""
 
 
 class SizeError(BatchError):
-    """Batch sizes that disagree, or that nothing decides."""
+    """Inconsistent or ambiguous batch sizes."""
 
 
 class SplitError(BatchError):
-    """A leaf that torch, or a user's function, did not split."""
+    """A leaf that torch cannot split, or a wrong result of a user's split function."""
 
 
 class MergeError(BatchError):
-    """Parts that do not fit together."""
+    """Parts that cannot be merged."""
 
 
 class DepthError(BatchError):
-    """A tree that holds itself, or is nested too deep.
+    """A tree that contains itself or is nested too deeply.
 
     >>> import rp_batch
     >>> endless = {"items": [1, 2]}
@@ -62,9 +62,9 @@ class DepthError(BatchError):
     ...     rp_batch.flatten(endless)
     ... except rp_batch.DepthError as error:
     ...     print(error)
-    ['items'][2]: must not be the whole tree again, which holds it; break the cycle
+    ['items'][2]: must not be the whole tree, which contains it; break the cycle
     """
 
 
 class FewerParts(UserWarning):
-    """A batch smaller than the number of parts asked for."""
+    """Warns that there are fewer parts than requested: the batch is too small, or nothing is split."""

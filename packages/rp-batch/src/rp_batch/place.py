@@ -1,4 +1,4 @@
-"""Where a spec stands: laying a tree of specs over a tree of values."""
+"""Match a tree of specs with a tree of values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rp_batch.spec import Split, SplitRule
 
 __all__ = ["Rules", "place", "spec_for_each"]
 
-# One entry a leaf; None where the default rules decide.
+# One entry per leaf; None means the default rule.
 Rules: TypeAlias = list[SplitRule | None]
 
 
 def place(spec: Any, value: Any, where: str) -> Rules:
-    """Lay a spec for splitting over a value: what it says about each leaf."""
+    """The split rule that a spec gives each leaf of a value; None for the default rule."""
     if spec is None:
         return [None] * len(tree.flatten(value)[0])
     rule = specs.split_rule(spec, where)
@@ -37,7 +37,7 @@ def _at_each_child(spec: Any, value: tree.Children, where: str) -> Rules:
 
 
 def _spread(rule: SplitRule, value: Any) -> Rules:
-    """A rule over a whole node: it holds for the leaves that can follow it, the default rules for the others."""
+    """Apply a rule to a whole node. Leaves that `Split` does not suit get the default rule."""
     leaves, _ = tree.flatten(value)
     if not isinstance(rule, Split):
         return [rule] * len(leaves)
@@ -45,9 +45,9 @@ def _spread(rule: SplitRule, value: Any) -> Rules:
 
 
 def spec_for_each(spec: Any, value: tree.Children, where: str) -> list[Any]:
-    """The spec for each child of a node: by name where the spec has names, else by position.
+    """The spec for each child of a node: by name if the spec has names, else by position.
 
-    A spec with names may leave some out; None stands for the default rules.
+    A spec with names may omit some; an omitted name is None, the default rule.
     """
     opened = tree.children(spec)
     if opened is None:
@@ -62,7 +62,7 @@ def _by_position(spec: tree.Children, value: tree.Children, where: str) -> list[
         raise SpecError(
             where,
             f"the spec must have {len(value.values)} entries, one for each value here, but has "
-            f"{len(spec.values)}; write None for what the default rules may decide",
+            f"{len(spec.values)}; write None for values that take the default rule",
         )
     return list(spec.values)
 
@@ -73,7 +73,7 @@ def _by_name(spec: tree.Children, value: tree.Children, where: str) -> list[Any]
         if name not in value.names:
             raise SpecError(
                 where,
-                f"the spec must name what is here, {_listed(value)}, but names {name!r}; correct the name",
+                f"the spec must use the names of this value, {_listed(value)}, but has {name!r}; correct the name",
             )
     return [given.get(name) for name in value.names]
 

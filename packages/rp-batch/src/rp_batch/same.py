@@ -1,4 +1,4 @@
-"""Whether two values of any type are the same, or where they differ."""
+"""Compare two values of any type, with NaN equal to NaN."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["differing", "same"]
 
 
 def same(left: Any, right: Any) -> bool:
-    """Compare values of any type: tensors and arrays as a whole, NaN as equal to NaN.
+    """Whether two values of any type are equal: tensors and arrays as a whole, NaN equal to NaN.
 
     >>> same(float("nan"), float("nan")), same(torch.ones(2), torch.ones(3)), same(1, True)
     (True, False, False)
 
-    Values that cannot be compared are the same only if they are one object.
+    Values that cannot be compared are equal only if they are the same object.
     """
     if left is right:
         return True
@@ -32,7 +32,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """Where two tensors of one kind differ, element by element; None if they cannot be compared.
+    """The elementwise difference of two tensors as a mask; None if they cannot be compared.
 
     >>> differing(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan]))
     tensor([ True, False])
@@ -41,12 +41,12 @@ def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
         return None
     if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
         return None
-    # A NaN is the only value that differs from itself.
+    # Only NaN differs from itself.
     return (left != right) & ((left == left) | (right == right))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values, and one at each place: sparse and nested ones have no `!=`."""
+    """Whether a tensor supports `!=`: sparse, nested and meta tensors do not."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
@@ -66,10 +66,10 @@ def _same_sequences(left: Sequence[Any], right: Sequence[Any]) -> bool:
 def _same_objects(left: Any, right: Any) -> bool:
     try:
         return _truth(left == right) or _truth((left != left) & (right != right))
-    except Exception:  # an `==` of any class may raise anything: then nothing says that they are the same
+    except Exception:  # a user's `==` may raise anything; the values then count as different
         return False
 
 
 def _truth(answer: Any) -> bool:
-    # numpy's arrays answer element by element.
+    # numpy arrays compare elementwise.
     return bool(answer.all()) if hasattr(answer, "all") else bool(answer)

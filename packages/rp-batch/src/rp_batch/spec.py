@@ -1,4 +1,4 @@
-"""Specs: how each leaf is split into parts, or merged from them."""
+"""Specs: the rules by which a leaf is split into parts or merged from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Item = TypeVar("_Item")
 @tree.leaf
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split a tensor along one dimension; for merging, the same as `Concat` along it.
+    """Split a tensor along one dimension; when merging, the same as `Concat(dim)`.
 
     >>> import torch, rp_batch
     >>> parts = rp_batch.split(((torch.zeros(3, 8),), {}), 4, spec=((Split(1),), {}))
@@ -48,7 +48,7 @@ class Split:
 @tree.leaf
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Give every part the same object; for merging, the same as `Equal`.
+    """Give every part the same object; when merging, the same as `Equal()`.
 
     >>> import torch, rp_batch
     >>> table = torch.zeros(4, 2)
@@ -61,7 +61,7 @@ class Replicate:
 @tree.leaf
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Join the parts' tensors along one dimension.
+    """Concatenate the parts' tensors along one dimension.
 
     >>> import torch, rp_batch
     >>> rp_batch.merge([torch.zeros(3, 1), torch.zeros(3, 2)], spec=Concat(1)).shape
@@ -77,7 +77,7 @@ class Concat:
 @tree.leaf
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Add the parts' tensors, of any one shape, or numbers.
+    """Add the parts' values: tensors of the same shape, or numbers.
 
     >>> import torch, rp_batch
     >>> rp_batch.merge([torch.tensor(1.0), torch.tensor(2.0)], spec=Sum())
@@ -88,7 +88,7 @@ class Sum:
 @tree.leaf
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Average the parts' tensors, of any one shape, or numbers, each weighted by the size of its microbatch.
+    """Average the parts' values, weighted by microbatch size: tensors of the same shape, or numbers.
 
     >>> import torch, rp_batch
     >>> rp_batch.merge([torch.tensor(1.0), torch.tensor(4.0)], spec=Mean(), sizes=(2, 1))
@@ -110,7 +110,7 @@ class First:
 @tree.leaf
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """Take the value that all parts agree on; an error if they do not.
+    """Take the value that all parts have; raise `MergeError` if they differ.
 
     >>> import rp_batch
     >>> rp_batch.merge(["a", "a"], spec=Equal())
@@ -127,7 +127,7 @@ class Reduce:
     >>> rp_batch.merge([3, 5, 2], spec=Reduce(max, 0))
     5
 
-    `initial` is copied for every merge, so `function` may write into it.
+    `initial` is copied for every merge, so `function` may modify it in place.
     """
 
     function: Callable[[Any, Any], Any]
@@ -144,10 +144,10 @@ def _check_dim(dim: object) -> None:
 
 
 class Parts(list[_Item]):
-    """A list of parts, one a microbatch, that stays apart.
+    """A list with one item per microbatch.
 
-    `split` returns one. As a value in a tree it is already apart: part i goes into microbatch i. As a spec for
-    merging, the class itself says that what stands there stays apart.
+    `split` returns one. As a value in a tree that is split, item i goes to microbatch i. As a merge spec, the
+    class itself keeps the parts as a list instead of merging them.
 
     >>> import rp_batch
     >>> rp_batch.split(((Parts(["a", "b"], sizes=(3, 1)), 7), {}), 2)
@@ -155,7 +155,7 @@ class Parts(list[_Item]):
     >>> type(rp_batch.merge(["a", "b"], spec=Parts)).__name__
     'Parts'
 
-    `sizes` are the microbatches' sizes along the batch, or None where they are not known.
+    `sizes`: the size of each microbatch along the batch dimension; None if unknown.
     """
 
     sizes: tuple[int, ...] | None
@@ -166,7 +166,7 @@ class Parts(list[_Item]):
 
     @property
     def batch_size(self) -> int | None:
-        """The size of the whole batch, if the sizes of its parts are known."""
+        """The size of the whole batch; None if `sizes` is None."""
         return None if self.sizes is None else sum(self.sizes)
 
 
@@ -181,12 +181,12 @@ _FOR_MERGING = (
 
 
 def is_function(spec: object) -> TypeGuard[Callable[..., Any]]:
-    """Tell a user's function from a spec; classes such as `Replicate` are specs."""
+    """Whether a spec is a user's function; classes such as `Replicate` are specs."""
     return callable(spec) and not isinstance(spec, (type, *_RULES))
 
 
 def split_rule(spec: Any, where: str) -> SplitRule | None:
-    """Read a spec for splitting; None if it is a tree of specs, or nothing that can stand for a rule."""
+    """The split rule that a spec means; None if it is a tree of specs or no spec at all."""
     rule = _ours(spec)
     if rule is None or isinstance(rule, (Split, Replicate)):
         return rule
@@ -196,7 +196,7 @@ def split_rule(spec: Any, where: str) -> SplitRule | None:
 
 
 def merge_rule(spec: Any) -> MergeRule | None:
-    """Read a spec for merging; None if it is a tree of specs, or nothing that can stand for a rule."""
+    """The merge rule that a spec means; None if it is a tree of specs or no spec at all."""
     rule = _ours(spec)
     if isinstance(rule, Split):
         return Concat(rule.dim)
@@ -237,11 +237,11 @@ def _is_torch(spec: Any, name: str) -> bool:
 
 
 def _torch_class(name: str) -> type | None:
-    # Whoever holds an instance has imported the module; importing it here would take a second, for nothing.
+    # Importing this module takes a second. If a caller has an instance, it is imported already.
     return getattr(sys.modules.get("torch.distributed.pipelining.microbatch"), name, None)
 
 
 def unusable(spec: Any, where: str, *, merging: bool) -> SpecError:
-    """The error for something that is no spec."""
+    """The error for a value that is not a spec."""
     wanted, kind = (_FOR_MERGING, "merging") if merging else (_FOR_SPLITTING, "splitting")
     return SpecError(where, f"the spec for {kind} must be {wanted}, but is {spec!r} ({type(spec).__name__})")

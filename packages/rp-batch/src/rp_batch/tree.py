@@ -1,4 +1,4 @@
-"""Trees: what is a node, what is a leaf, and how each leaf is called. The only file that knows optree."""
+"""Pytrees: flatten, rebuild, and the path of each leaf. The only file that imports optree."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from rp_batch.same import same
 
 __all__ = ["TreeDef", "children", "flatten", "leaf", "map_leaves", "paths", "rebuild", "unflatten"]
 
-# Trees hold values of any type: `Any` is what they are made of.
+# Trees hold values of any type, hence `Any`.
 Tree: TypeAlias = Any
 TreeDef: TypeAlias = PyTreeSpec
 _Class = TypeVar("_Class", bound=type)
 
 _NAMESPACE = "rp_batch"
-# optree's types allow only metadata and children of its own kind; at run time anything hashable goes.
+# optree's type stubs are too narrow: at run time it accepts any hashable metadata.
 _register_node = cast("Callable[..., object]", getattr(optree, "register_pytree_node"))  # noqa: B009
-# Of a path that is too long to read.
+# How many levels of a path that is too long an error shows.
 _SHOWN_LEVELS = 12
 _registering = threading.Lock()
 _registered: set[type] = set()
 _leaf_types: set[type] = set()
 
-# optree sorts the keys of dicts unless told otherwise, and forgets it when this object is collected.
+# optree sorts dict keys by default. This setting ends when the object is garbage collected, so keep it.
 _insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _insertion_order.__enter__()
 atexit.register(_insertion_order.__exit__, None, None, None)
 
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
-    """Take a tree apart into its leaves, in order, and what puts them together again.
+    """The leaves of a tree, in order, and the treedef that rebuilds it.
 
     >>> leaves, treedef = flatten({"b": [1, None], "a": (2,)})
     >>> leaves
@@ -50,23 +50,22 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     >>> unflatten(treedef, leaves)
     {'b': [1, None], 'a': (2,)}
 
-    Nodes are tuples, lists, dicts (in insertion order), named tuples, dataclasses, deques, what is registered with
-    optree for every namespace, and what is registered with torch's pytree, even after this package was imported.
-    `None` is a leaf, as it is for torch: it has a path, a spec may stand at its place, and a part that holds
-    `None` where another holds a tensor is reported there. Everything else is a leaf too, and so are other
-    subclasses of list and dict.
+    Nodes are tuples, lists, dicts (in insertion order), named tuples, dataclasses, deques, classes registered with
+    optree for every namespace, and classes registered with torch's pytree, even after this package was imported.
+    `None` is a leaf, as in torch: it has a path and may have a spec, and if one part has `None` where another has
+    a tensor, the error names that path. Everything else is a leaf, including other subclasses of list and dict.
 
-    Raises `DepthError` for a tree that holds itself, or has more than 1,000 levels.
+    Raises `DepthError` for a tree that contains itself or has more than 1,000 levels.
     """
     return flatten_named(tree, "")
 
 
 def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
-    """Do as `flatten`, for a tree that errors call by this name; several names are those of a tuple's items."""
+    """`flatten`, with a name for the tree in errors; several names are those of a tuple's items."""
     try:
         leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
     except RecursionError as error:
-        # A node's own code may also recurse without end.
+        # If no cycle is found, a node's own code recursed: raise its error.
         raise _find_endless(tree, roots) or error from None
     if _register_nodes(leaves):
         return flatten_named(tree, *roots)
@@ -74,7 +73,7 @@ def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
-    """Put leaves together into the tree that `flatten` took apart; the inverse of `flatten`.
+    """Build a tree from a treedef and leaves: the inverse of `flatten`.
 
     >>> unflatten(flatten((0, {"x": 0}))[1], ["one", "two"])
     ('one', {'x': 'two'})
@@ -83,10 +82,10 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
 
 
 def flatten_like(treedef: TreeDef, types: list[type], tree: Tree) -> list[Any] | None:
-    """The leaves of a tree with the structure of another, whose leaves have these `types`; None if it is not sure.
+    """The leaves of a tree that has the structure `treedef` and leaves of these `types`; None if it may not.
 
-    Several times faster than `flatten`, which asks of each leaf whether it is one: here its type must be that of
-    the leaf in the same place.
+    Several times faster than `flatten`, which must test whether each leaf is a node; here comparing types is
+    enough.
     """
     try:
         found = treedef.flatten_up_to(tree)
@@ -96,7 +95,7 @@ def flatten_like(treedef: TreeDef, types: list[type], tree: Tree) -> list[Any] |
 
 
 def paths(tree: Tree) -> list[str]:
-    """Tell how Python reaches each leaf of a tree, in the order of `flatten`.
+    """The path of each leaf as a Python expression, in the order of `flatten`.
 
     >>> paths(({"ids": 1}, [2, (3,)]))
     ["[0]['ids']", '[1][0]', '[1][1][0]']
@@ -105,22 +104,22 @@ def paths(tree: Tree) -> list[str]:
 
 
 def paths_of(treedef: TreeDef, root: str) -> list[str]:
-    """Tell how Python reaches each leaf from a variable called `root`."""
+    """The path of each leaf, starting from a variable named `root`."""
     return [accessor.codify(root) for accessor in treedef.accessors()]
 
 
 def paths_below(treedef: TreeDef, roots: Sequence[str]) -> list[str]:
-    """Tell how Python reaches each leaf of a tuple from the variables that hold its items."""
+    """The path of each leaf of a tuple, starting from one variable per item, named by `roots`."""
     return [accessor[1:].codify(roots[int(accessor[0].entry)]) for accessor in treedef.accessors()]
 
 
 def leaf_count(treedef: TreeDef, child: int) -> int:
-    """The number of leaves below one child of the root."""
+    """The number of leaves in one child of the root."""
     return treedef.child(child).num_leaves
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Build the tree that has `function(leaf)` where this one has a leaf.
+    """A copy of the tree with each leaf replaced by `function(leaf)`.
 
     >>> map_leaves(lambda number: number + 1, {"a": [1, 2]})
     {'a': [2, 3]}
@@ -130,7 +129,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def leaf(cls: _Class) -> _Class:
-    """Mark a class, usually a dataclass, whose instances are never taken apart; usable as a decorator.
+    """Mark a class, usually a dataclass, as a leaf: its instances are not flattened. Usable as a decorator.
 
     >>> @leaf
     ... @dataclasses.dataclass
@@ -147,7 +146,10 @@ def leaf(cls: _Class) -> _Class:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Children:
-    """One level of a tree: the names of a node's children (a position, a key or a field), and the children."""
+    """The children of one node.
+
+    `names`: a position, key or field each. `steps`: how Python reaches each, such as `['x']` or `.x`.
+    """
 
     names: tuple[Any, ...]
     steps: tuple[str, ...]
@@ -156,8 +158,8 @@ class Children:
 
 
 def children(tree: Tree) -> Children | None:
-    """Open one level of a tree; None if it is a leaf."""
-    # The first that is asked about is the root; by its identity it would be opened again where it holds itself.
+    """The children of a node; None for a leaf."""
+    # optree asks about the root first. Comparing with `is` instead would fail on a tree that contains itself.
     answers = itertools.chain([False], itertools.repeat(True))
     values, treedef = optree.tree_flatten(
         tree, is_leaf=lambda _: next(answers), none_is_leaf=True, namespace=_NAMESPACE
@@ -170,16 +172,16 @@ def children(tree: Tree) -> Children | None:
 
 
 def rebuild(opened: Children, values: Iterable[Any]) -> Tree:
-    """Build a node like the opened one, with other children."""
+    """Build a node like `opened`, with other children."""
     return opened.treedef.unflatten(values)
 
 
-# --- Trees that have no end --------------------------------------------------------------------------------------
+# --- Cycles and depth -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Level:
-    """A node on the way down, the step from the one above, and the children still to be looked at."""
+    """A node on the current path, the step from its parent, and the children not visited yet."""
 
     node: Any
     step: str
@@ -187,9 +189,9 @@ class _Level:
 
 
 def _find_endless(tree: Tree, roots: Sequence[str]) -> DepthError | None:
-    """The error for the first node that is its own ancestor, or too deep; None if there is none.
+    """The error for the first node that is its own ancestor or too deep; None if no node is.
 
-    In the order of `flatten`, and without recursion.
+    Depth first, in the order of `flatten`, without recursion.
     """
     way = [_level(tree, "")]
     while way:
@@ -201,12 +203,12 @@ def _find_endless(tree: Tree, roots: Sequence[str]) -> DepthError | None:
         way.append(_level(node, step))
         if True in above:
             start = _written(way[: above.index(True) + 1], roots) or "the whole tree"
-            return DepthError(_written(way, roots), f"must not be {start} again, which holds it; break the cycle")
+            return DepthError(_written(way, roots), f"must not be {start}, which contains it; break the cycle")
         if len(way) > optree.MAX_RECURSION_DEPTH:
             return DepthError(
                 f"{_written(way[:_SHOWN_LEVELS], roots)}...",
                 f"a tree must not have more than {optree.MAX_RECURSION_DEPTH} levels, but this one has more; "
-                "hand on a list of its nodes, or mark their class with rp_batch.leaf",
+                "pass a list of its nodes, or mark their class with rp_batch.leaf",
             )
     return None
 
@@ -217,7 +219,7 @@ def _level(node: Any, step: str) -> _Level:
 
 
 def _written(way: Sequence[_Level], roots: Sequence[str]) -> str:
-    """How Python reaches the last of these nodes."""
+    """The path of the last of these nodes."""
     steps = [level.step for level in way[1:]]
     if len(roots) > 1 and steps:
         names = {f"[{index}]": name for index, name in enumerate(roots)}
@@ -229,7 +231,7 @@ def _written(way: Sequence[_Level], roots: Sequence[str]) -> str:
 
 
 def _register_nodes(leaves: Iterable[Any]) -> bool:
-    """Register those of the leaves' types that are nodes after all; tell whether there were any."""
+    """Register leaf types that should be nodes; whether there were any."""
     fresh = [cls for cls in set(map(type, leaves)) if _is_node_type(cls)]
     for cls in fresh:
         _register(cls)
@@ -243,7 +245,7 @@ def _is_node_type(cls: type) -> bool:
 
 
 def _is_plain_dataclass(cls: type) -> bool:
-    # A class with a `__new__` of its own (tensors, enums, exceptions, builtins) cannot be rebuilt from its fields.
+    # A class with its own `__new__` (tensors, enums, exceptions, builtins) cannot be rebuilt from its fields.
     if not dataclasses.is_dataclass(cls) or cls.__new__ is not object.__new__:
         return False
     return not issubclass(cls, torch.nn.Module)
@@ -257,7 +259,7 @@ def _register(cls: type) -> None:
 
 
 class _Step(optree.PyTreeEntry):
-    """A step of a path whose entry is one of torch's keys, which know how they are written."""
+    """A step of a path whose entry is a torch pytree key; `str(key)` is its Python text."""
 
     def __call__(self, obj: Any) -> Any:
         return self.entry.get(obj)
@@ -268,7 +270,7 @@ class _Step(optree.PyTreeEntry):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Unnamed:
-    """The key of a child that its registration gives no name; written so that nobody takes it for Python."""
+    """The key of a child whose registration gives no name; its text is deliberately not valid Python."""
 
     index: int
 
@@ -281,7 +283,7 @@ class _Unnamed:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Frame:
-    """A node less its children: what rebuilds it, and the data that this needs."""
+    """A node without its children: a function that rebuilds it, and the context for that function."""
 
     rebuild: Callable[[Iterable[Any], Any], Any]
     context: Any
@@ -300,7 +302,7 @@ def _close(frame: _Frame, values: Iterable[Any]) -> Any:
 
 
 def _open(node: object) -> tuple[list[Any], _Frame, list[Any]]:
-    # torch's registry is asked each time: a dataclass may have been registered after its first use here.
+    # Look in torch's registry each time: a dataclass may be registered after its first use here.
     registered = torch_pytree.SUPPORTED_NODES.get(type(node))
     if registered is None:
         return _open_dataclass(node)
@@ -321,7 +323,7 @@ def _torch_keys(node: Any, values: list[Any], registered: torch_pytree.NodeDef) 
 
 
 def _attributes_by_identity(node: Any) -> dict[int, deque[str]]:
-    """The names of a node's attributes, in order, by the identity of their value: several if it stands twice."""
+    """A node's attribute names, in order, by the `id` of their value; several names if attributes share it."""
     attributes: dict[str, Any] = getattr(node, "__dict__", {})
     names: dict[int, deque[str]] = defaultdict(deque)
     for name, value in attributes.items():
@@ -336,7 +338,7 @@ def _open_dataclass(node: Any) -> tuple[list[Any], _Frame, list[Any]]:
 
 
 def _beside_fields(node: object, fields: tuple[str, ...]) -> dict[str, Any]:
-    """What the instance holds beside its fields, less cached properties: they would be stale in a part."""
+    """The attributes of an instance that are not fields. Cached properties are left out: stale in a part."""
     cls = type(node)
     attributes: dict[str, Any] = getattr(node, "__dict__", {})
     beside = {name: value for name, value in attributes.items() if name not in fields}
@@ -344,7 +346,7 @@ def _beside_fields(node: object, fields: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _close_dataclass(values: Iterable[Any], context: Any) -> Any:
-    # Not through `__init__`: it may convert or refuse, and a node must come back as it was.
+    # Skip `__init__`: it may convert or reject values, and the node must be restored unchanged.
     cls, names, beside = context
     node = object.__new__(cls)
     for name, value in zip(names, values, strict=True):

@@ -1,4 +1,4 @@
-"""Hugging Face models as rows of layers."""
+"""Convert Hugging Face language models to `nn.Sequential` rows of layers."""
 
 from rp_presets.carry import Carry
 from rp_presets.errors import UnsupportedModel

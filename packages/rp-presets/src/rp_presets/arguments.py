@@ -1,4 +1,4 @@
-"""Which arguments of a causal language model's forward a row of layers cannot serve."""
+"""Refuse forward arguments that a row of layers does not support, such as `use_cache=True`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_CACHE = "a row of layers keeps no key-value cache"
 _LOGITS_ONLY = "a row of layers returns logits only"
 _NO_LOSS = "a row of layers computes no loss; give labels to the loss function (rp_presets.causal_lm_loss)"
 
-# Argument of forward -> the values that ask for nothing, and why every other value is refused.
+# Argument of forward -> the values that request nothing, and why any other value is refused.
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
         "past_key_values": ((None,), _NO_CACHE),
@@ -29,7 +29,7 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
 
 
 def refuse_unserved(arguments: Mapping[str, object]) -> None:
-    """Raise if one of the arguments asks for what a row of layers cannot do.
+    """Raise if an argument requests something that a row of layers does not support.
 
     >>> refuse_unserved({"use_cache": False, "labels": None})
     >>> refuse_unserved({"use_cache": True})
@@ -37,12 +37,12 @@ def refuse_unserved(arguments: Mapping[str, object]) -> None:
     ValueError: use_cache must be None or False, but is True: a row of layers keeps no key-value cache
 
     Raises:
-        ValueError: a known argument has a value that cannot be served.
+        ValueError: a known argument has an unsupported value.
         TypeError: an argument is not one of a causal language model's forward.
     """
     for name, value in arguments.items():
         if name not in _REFUSED:
-            raise TypeError(f"forward got {name!r}, an argument that a row of layers does not know; leave it out")
+            raise TypeError(f"forward got an unknown argument, {name!r}; omit it")
         idle, reason = _REFUSED[name]
         if not _is_one_of(value, idle):
             wanted = " or ".join(map(repr, idle))
@@ -50,7 +50,7 @@ def refuse_unserved(arguments: Mapping[str, object]) -> None:
 
 
 def _is_one_of(value: object, idle: tuple[object, ...]) -> bool:
-    # A tensor compares elementwise: its `in` has no single answer.
+    # A tensor compares elementwise, so `in` raises for it.
     return not isinstance(value, Tensor) and value in idle
 
 

@@ -1,4 +1,4 @@
-"""What one layer of a language model hands to the next."""
+"""The tuple of tensors that each layer passes to the next."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Carry(NamedTuple):
-    """The hidden states, with all that every decoder layer reads beside them.
+    """The hidden states, and the tensors that all decoder layers read.
 
-    Only `hidden_states` changes on the way; `advance` passes every other tensor on as the same object, by which
-    an engine can tell that it need not be copied back from a device.
+    Only `hidden_states` changes between layers; `advance` passes all other tensors on as the same objects, so that
+    an engine can see that they need not be copied back from a device.
 
     >>> import torch
     >>> table = torch.ones(1, 3, 2)
@@ -22,12 +22,12 @@ class Carry(NamedTuple):
 
     Shapes:
         hidden_states: (batch, positions, hidden).
-        position_embeddings: cosine and sine, each (batch, positions, head), or (1, positions, head) where all
+        position_embeddings: cosine and sine, each (batch, positions, head), or (1, positions, head) if all
             sequences have the same positions.
-        position_ids: (batch, positions) or (1, positions) as the caller gave them; None where the positions
-            count from 0, which spares the attention kernels a look for packed sequences.
+        position_ids: (batch, positions) or (1, positions) as the caller gave them; None if the positions count
+            from 0, so that the attention kernels need not check for packed sequences.
         masks: by layer type; (batch, 1, positions, positions) or, for flash attention, (batch, positions).
-            None where the attention kernel needs no mask.
+            None if the attention kernel needs no mask.
     """
 
     hidden_states: Tensor
@@ -36,6 +36,6 @@ class Carry(NamedTuple):
     masks: dict[str, Tensor | None]
 
     def advance(self, hidden_states: Tensor) -> Carry:
-        """The same carry, with the hidden states that a layer made."""
-        # Not `_replace`: compiled by torch 2.11, it returns an empty tuple.
+        """A copy with other hidden states; all other tensors are the same objects."""
+        # `_replace` returns an empty tuple when compiled by torch 2.11.
         return Carry(hidden_states, self.position_embeddings, self.position_ids, self.masks)

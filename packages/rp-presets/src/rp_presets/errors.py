@@ -1,8 +1,8 @@
-"""The error of a model that no preset can convert."""
+"""The error raised for a model without a preset."""
 
 
 class UnsupportedModel(NotImplementedError):
-    """No preset makes a row of layers from this model.
+    """No preset can convert this model.
 
     The message names the model type, the class of the model, and the types and classes that are supported.
 

@@ -1,4 +1,4 @@
-"""The next-token loss of a causal language model, without a whole copy of the logits in fp32."""
+"""Next-token loss of a causal language model that never converts all logits to fp32 at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class HasLogits(Protocol):
 
     @property
     def logits(self) -> Tensor | None:
-        """(batch, positions, vocabulary), or None if the model made none."""
+        """(batch, positions, vocabulary), or None if the model returned none."""
         ...
 
 
@@ -30,7 +30,7 @@ def causal_lm_loss(
     ignore_index: int = -100,
     chunk_positions: int = 256,
 ) -> Tensor:
-    """Cross entropy of the next tokens.
+    """Next-token cross entropy.
 
     >>> import torch
     >>> tokens = torch.tensor([[3, 1, 2], [1, 0, -100]])
@@ -38,25 +38,26 @@ def causal_lm_loss(
     >>> causal_lm_loss(logits, tokens, reduction="sum") / 3  # three tokens are predicted, each 1 in 4
     tensor(1.3863, grad_fn=<DivBackward0>)
 
-    By default labels are the input tokens, as transformers takes them: position t is scored against the label of
-    t + 1, the last position of a sequence against none. With `aligned` they are shifted already: position t is
-    scored against its own label.
+    By default the labels are the input tokens, as in transformers: position t is scored against the label at
+    t + 1, and the last position of a sequence is not scored. With `aligned` the labels are already shifted:
+    position t is scored against the label at t.
 
-    The reduction has no default, since both are right in different places. "mean" divides by the labels counted in
-    *these* logits: with microbatches of unlike counts, the mean of those means is not the mean over all tokens.
-    For that, take "sum" and divide by the count of the whole batch. As with torch, the mean over no label is NaN.
+    The reduction has no default, since either may be wrong. "mean" divides by the number of labels counted in
+    *these* logits: if microbatches differ in that, the mean of their means is not the mean over all tokens. For
+    the latter, use "sum" and divide by the number of labels in the whole batch. As in torch, the mean over no
+    labels is NaN.
 
     Shapes:
         outputs: (..., positions, vocabulary), floating point; or an object with such `logits`.
-        labels: (..., positions), integers; `ignore_index` where nothing is to be predicted.
+        labels: (..., positions), integers; positions with `ignore_index` are not scored.
         returns: a scalar, fp32 (fp64 for fp64 logits).
 
-    Memory: fp32 is used for `chunk_positions` positions at a time, a buffer of `chunk_positions * vocabulary * 4`
-    bytes in forward, two in backward, which makes the gradient of the logits in their own dtype.
+    Memory: `chunk_positions` positions at a time are computed in fp32. That takes one buffer of
+    `chunk_positions * vocabulary * 4` bytes in forward and two in backward. The gradient has the logits' dtype.
 
     Raises:
         TypeError: logits are missing or not floating point, or labels are not integers.
-        ValueError: shapes do not match, or reduction or chunk_positions is none of the values allowed.
+        ValueError: shapes do not match, or reduction or chunk_positions is not an allowed value.
     """
     _check_options(reduction, chunk_positions)
     logits = _logits_of(outputs)
@@ -70,7 +71,7 @@ def causal_lm_loss(
 
 
 class _Context(Protocol):
-    """What `_SumOfChunks` keeps between forward and backward."""
+    """The autograd context of `_SumOfChunks`."""
 
     chunk_positions: int
     saved_tensors: tuple[Tensor, ...]
@@ -81,12 +82,12 @@ class _Context(Protocol):
 class _SumOfChunks(torch.autograd.Function):
     """Sum of `-log_softmax(logits)[target]` over counted positions; its gradient is `softmax - one_hot`.
 
-    Both are made by one kernel that reads the logits in their own dtype and computes in the wider one.
+    Each is one kernel call, which reads the logits in their own dtype and computes in the wider one.
     """
 
     @staticmethod
     def forward(ctx: _Context, logits: Tensor, targets: Tensor, counted: Tensor, chunk_positions: int) -> Tensor:
-        # A target that is not counted may be any number, but gather wants an index.
+        # An ignored target may be any number, but gather needs a valid index.
         targets = targets.where(counted, 0)[:, None]
         ctx.save_for_backward(logits, targets, counted[:, None])
         ctx.chunk_positions = chunk_positions
@@ -127,14 +128,16 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _next(labels: Tensor, ignore_index: int) -> Tensor:
-    # Shifting labels, not logits, leaves the logits in one piece: no copy of them is made.
+    # Shift the labels, not the logits: a slice of the logits would have to be copied.
     return functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
 def _logits_of(outputs: HasLogits | Tensor) -> Tensor:
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
-        raise TypeError(f"outputs must be logits or an object with logits, but is a {type(outputs).__name__}")
+        raise TypeError(
+            f"outputs must be a tensor of logits or an object with logits, but is a {type(outputs).__name__}"
+        )
     return logits
 
 

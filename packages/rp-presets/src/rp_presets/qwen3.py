@@ -1,5 +1,5 @@
-"""Dense Qwen3 as a row: an embedding, the decoder layers, a head."""
-# transformers keeps the attention of a config in an underscored attribute, and types its functions by half:
+"""The preset for dense Qwen3: an embedding layer, the decoder layers and a head."""
+# The attention implementation is a private attribute of transformers' configs, and its functions are partly typed:
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rp_presets.carry import Carry
 
 
 class _Config(Protocol):
-    """What the row reads of a `Qwen3Config`."""
+    """The fields of `Qwen3Config` that the layers read."""
 
     num_hidden_layers: int
     layer_types: list[str]
@@ -27,29 +27,29 @@ class _Config(Protocol):
 
 
 def to_row(model: nn.Module) -> nn.Sequential | None:
-    """The model's own modules as a row of layers; None for any other class, or one with a forward of its own.
+    """A row of layers that holds the model's own modules; None for another class or an overridden forward.
 
     Raises:
-        ValueError: the model has a setting that the row could not keep.
+        ValueError: the model has a setting that the row does not support.
     """
     if not isinstance(model, Qwen3ForCausalLM) or type(model).forward is not Qwen3ForCausalLM.forward:
         return None
     _refuse_settings(model)
     row = nn.Sequential(Embed(model.model), *_blocks(model.model), Head(model.model.norm, model.lm_head))
-    # Of the new modules only: the model's own may be in mixed modes.
+    # Set only the new modules: the model's own may have different training flags.
     for module in (row, *row):
         module.training = model.training
     return row
 
 
 class Embed(nn.Module):
-    """The first layer: token embeddings, and all that the decoder layers share.
+    """The first layer: token embeddings, and the rotary tables and masks that the decoder layers share.
 
     Shapes:
-        input_ids: (batch, positions) int64, or instead inputs_embeds: (batch, positions, hidden).
-        attention_mask: (batch, positions), nonzero where a token counts; or a mask that needs no more work: one
-            of four dimensions, or a dict of those by layer type.
-        position_ids: (batch, positions) or (1, positions) int64; counted from 0 if not given.
+        input_ids: (batch, positions) int64; or instead inputs_embeds: (batch, positions, hidden).
+        attention_mask: (batch, positions), zero for padding; or a mask of four dimensions, used as it is; or a
+            dict of such masks by layer type.
+        position_ids: (batch, positions) or (1, positions) int64; from 0 on if not given.
     """
 
     def __init__(self, model: Qwen3Model) -> None:
@@ -70,11 +70,11 @@ class Embed(nn.Module):
         logits_to_keep: int = 0,
         **others: object,
     ) -> Carry:
-        """Take the arguments of `Qwen3ForCausalLM.forward`, in its order.
+        """Run with the arguments of `Qwen3ForCausalLM.forward`, in the same order.
 
         Raises:
-            ValueError: not exactly one of input_ids and inputs_embeds was given, or an argument asks for a cache,
-                a loss, part of the logits, or outputs besides the logits.
+            ValueError: not exactly one of input_ids and inputs_embeds was given, or an argument requests a cache,
+                a loss, part of the logits, or outputs other than logits.
             TypeError: an argument is unknown.
         """
         refuse_unserved(
@@ -100,7 +100,7 @@ class Embed(nn.Module):
         if inputs_embeds is not None and input_ids is None:
             return inputs_embeds
         found = "neither" if input_ids is None else "both"
-        raise ValueError(f"forward takes exactly one of input_ids and inputs_embeds, but got {found}")
+        raise ValueError(f"forward takes exactly one of input_ids and inputs_embeds, but got {found}; give one")
 
     def _rotary_tables(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         if position_ids is None:
@@ -127,7 +127,7 @@ class Embed(nn.Module):
         }
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Embed:
-        # The frequencies of the rotary tables are no weights: casting the row to 16 bits must not round them.
+        # Rotary frequencies must stay in fp32 when the row is cast to 16 bits: rounding changes the angles.
         before = dict(self.rotary_emb.named_buffers())
         super()._apply(fn, recurse)
         for name, after in list(self.rotary_emb.named_buffers()):
@@ -145,7 +145,7 @@ class Block(nn.Module):
         self.layer_type = layer_type
 
     def forward(self, carry: Carry) -> Carry:
-        """Run the layer on the hidden states, and hand all else on as it came."""
+        """Run the layer on the hidden states; pass the other tensors on unchanged."""
         hidden_states: Tensor = self.layer(
             carry.hidden_states,
             attention_mask=carry.masks[self.layer_type],
@@ -164,7 +164,7 @@ class Head(nn.Module):
         self.lm_head = lm_head
 
     def forward(self, carry: Carry) -> CausalLMOutputWithPast:
-        """Return the model's own kind of output, with logits (batch, positions, vocabulary) and nothing else."""
+        """Return the model's output class with only the logits set: (batch, positions, vocabulary)."""
         return CausalLMOutputWithPast(logits=self.lm_head(self.norm(carry.hidden_states)))
 
 
@@ -183,10 +183,10 @@ def _mask_of(layer_type: str) -> Callable[..., Tensor | None]:
 
 
 def _stateless(rotary: nn.Module) -> nn.Module:
-    """The rotary module itself, or a copy to throw away where its forward would write to it.
+    """The rotary module, or a temporary copy if its forward writes to it.
 
-    The dynamic and long kinds of transformers remember the longest sequence seen, which layers that run in
-    several threads must not: so each call starts from what the model holds.
+    The dynamic and longrope kinds store the longest sequence seen. Layers run in several threads, so each call
+    starts from the model's own state.
     """
     kind: str = rotary.rope_type  # pyright: ignore[reportAssignmentType] - a plain attribute of a module
     if "dynamic" not in kind and kind != "longrope":
@@ -198,7 +198,7 @@ def _refuse_settings(model: Qwen3ForCausalLM) -> None:
     config = cast(_Config, model.config)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
-            "gradient checkpointing must be off, but is on: what runs a row of layers recomputes them by itself; "
+            "gradient checkpointing must be off, but is on: the engine that runs the layers recomputes them; "
             "call model.gradient_checkpointing_disable() first"
         )
     if config._attn_implementation == "flex_attention":
@@ -208,5 +208,5 @@ def _refuse_settings(model: Qwen3ForCausalLM) -> None:
         )
     if getattr(config, "is_causal", None) is False:
         raise ValueError(
-            "config.is_causal must not be False, but is: a row of layers attends to earlier tokens only"
+            "config.is_causal must not be False, but is: a row of layers supports causal attention only"
         )

@@ -1,4 +1,4 @@
-"""Finds the preset of a model's type."""
+"""Look up the preset for a model and convert it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rp_presets.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class _Preset:
-    """The class of model that a family takes, and its conversion: None for a model of another class."""
+    """The model class of a family, and its conversion, which returns None for other classes."""
 
     model_class: str
     convert: Callable[[nn.Module], nn.Sequential | None]
 
 
 def _qwen3(model: nn.Module) -> nn.Sequential | None:
-    # Late, since a family imports transformers.
+    # Import late: the module imports transformers.
     from rp_presets import qwen3
 
     return qwen3.to_row(model)
@@ -39,7 +39,7 @@ def supported() -> tuple[str, ...]:
 
 
 def to_sequential(model: nn.Module) -> nn.Sequential:
-    """Make a row of layers that computes what the model computes, from the model's own modules.
+    """Convert a model to a row of layers that holds the model's own modules and computes the same outputs.
 
     >>> from transformers import Qwen3Config, Qwen3ForCausalLM
     >>> config = Qwen3Config(
@@ -53,14 +53,14 @@ def to_sequential(model: nn.Module) -> nn.Sequential:
     >>> row[0].embed_tokens is model.model.embed_tokens
     True
 
-    The first layer takes the arguments of the model's forward, every other one what the layer before returned;
-    the last returns the model's output object, with the logits of all positions: (batch, positions, vocabulary).
-    No parameter is copied: training the row trains the model, and tied weights stay tied.
+    The first layer takes the arguments of the model's forward; every other layer takes the result of the layer
+    before; the last returns the model's output object, with the logits of all positions: (batch, positions,
+    vocabulary). No parameter is copied: training the row trains the model, and tied weights stay tied.
 
     Raises:
         TypeError: the model is not a torch module.
-        UnsupportedModel: the model type has no preset, or the model is not of the class its preset takes.
-        ValueError: the model has a setting that the row could not keep; the message says what to do.
+        UnsupportedModel: the model type has no preset, or the model has another class than its preset takes.
+        ValueError: the model has a setting that the row does not support; the message says what to do.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}")

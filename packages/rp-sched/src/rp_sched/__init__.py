@@ -1,4 +1,4 @@
-"""Plan pipelines: costs in, plan and task list out. Standard library only."""
+"""Plan and simulate pipeline schedules: from layer costs to a plan and its tasks. Standard library only."""
 
 from rp_sched.errors import Infeasible, InvalidCost, InvalidOrder, InvalidPlan, InvalidTask, SchedError
 from rp_sched.planners.adaptive import Search

@@ -1,4 +1,4 @@
-"""`python -m rp_sched`."""
+"""Entry point of `python -m rp_sched`."""
 
 from rp_sched.cli import main
 

@@ -1,4 +1,4 @@
-"""The command line: `plan`, `simulate` and `compare`."""
+"""The command line `rp-sched` with its commands `plan`, `simulate` and `compare`."""
 
 import argparse
 import json
@@ -24,12 +24,12 @@ from rp_sched.simulation.timeline import Timeline
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-# Calls that are played to show how they follow each other.
+# Calls that `plan` simulates for its chart and traces.
 STEADY_CALLS = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status. Mistakes are one line on stderr and status 2; 130 after Ctrl-C."""
+    """Run the command line; return the exit status: 2 after an error, one line on stderr; 130 after Ctrl-C."""
     try:
         options = _parser().parse_args(arguments)
         _print(options.run(options))
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> None:
-    """Print at once; if that fails, nothing is left that Python would write at its end and fail again."""
+    """Print and flush. If that fails, discard stdout, so that Python does not fail again flushing at exit."""
     try:
         print(text, flush=True)  # noqa: T201 (a command line prints)
     except OSError:
@@ -55,18 +55,18 @@ def _complain(message: str, status: int) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are raised, to be one line."""
+    """An argument parser that raises errors instead of printing usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rp-sched", description="Plan pipelines: costs in, plan and task list out.")
+    parser = _Parser(prog="rp-sched", description="Plan and simulate pipeline schedules from layer costs.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     _add_plan(_command(commands.add_parser, "plan", "print the best plan, its times and its tasks", _plan))
-    _add_simulate(_command(commands.add_parser, "simulate", "play a schedule or a list of tasks", _simulate))
-    _command(commands.add_parser, "compare", "a table over all schedules", _compare)
+    _add_simulate(_command(commands.add_parser, "simulate", "simulate a schedule or a list of tasks", _simulate))
+    _command(commands.add_parser, "compare", "print a table of all schedules", _compare)
     return parser
 
 
@@ -77,10 +77,10 @@ def _command(
     command.set_defaults(run=run)
     command.add_argument("costs", type=Path, help="JSON file with layers and limits")
     command.add_argument(
-        "--devices", type=_count("--devices", bounds.DEVICES), required=True, help="how many devices"
+        "--devices", type=_count("--devices", bounds.DEVICES), required=True, help="number of devices"
     )
     command.add_argument(
-        "--microbatches", type=_count("--microbatches", bounds.MICROBATCHES), required=True, help="how many a call"
+        "--microbatches", type=_count("--microbatches", bounds.MICROBATCHES), required=True, help="number per call"
     )
     command.add_argument("--mode", choices=get_args(Mode), default="fused", help="default: fused")
     return command
@@ -88,27 +88,31 @@ def _command(
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("--strategy", choices=get_args(Strategy), default="adaptive", help="default: adaptive")
-    command.add_argument("--min-stages", type=int, help="roundrobin: at least so many stages")
-    command.add_argument("--upper-threshold", type=float, help="roundrobin: longest stage over slowest layer")
-    command.add_argument("--model-memory-limit", type=float, help="roundrobin: GB of a device for two stages")
+    command.add_argument("--min-stages", type=int, help="roundrobin: least number of stages")
+    command.add_argument(
+        "--upper-threshold", type=float, help="roundrobin: longest stage divided by slowest layer"
+    )
+    command.add_argument(
+        "--model-memory-limit", type=float, help="roundrobin: device memory for two stages, in GB"
+    )
     _add_pictures(command)
 
 
 def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--schedule", choices=NAMES, default="adaptive", help="default: adaptive")
-    command.add_argument("--tasks", type=Path, help="file with a task a line, like F[0:7] m0:4 @2")
+    command.add_argument("--tasks", type=Path, help="file with one task per line, like F[0:7] m0:4 @2")
     command.add_argument(
-        "--calls", type=_count("--calls", bounds.CALLS), default=1, help="calls in a row; default: 1"
+        "--calls", type=_count("--calls", bounds.CALLS), default=1, help="number of successive calls; default: 1"
     )
     _add_pictures(command)
 
 
 def _add_pictures(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--width", type=_count("--width", bounds.COLUMNS), default=100, help="of the chart, in characters"
+        "--width", type=_count("--width", bounds.COLUMNS), default=100, help="width of the chart, in characters"
     )
     command.add_argument("--trace", type=Path, help="write a trace for Chrome or Perfetto")
-    command.add_argument("--svg", type=Path, help="write a picture")
+    command.add_argument("--svg", type=Path, help="write an SVG chart")
 
 
 def _count(name: str, bound: bounds.Bound) -> Callable[[str], int]:

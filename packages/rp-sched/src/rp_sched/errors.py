@@ -1,16 +1,16 @@
-"""What rp_sched raises.
+"""The exceptions that rp_sched raises.
 
 SchedError (a ValueError)
-  ├── InvalidCost    a cost or limit that cannot be
-  ├── InvalidPlan    a plan that does not cover the model, or the microbatches, exactly once
-  ├── InvalidTask    a task that cannot be, or a text that is not one
-  ├── InvalidOrder   a task list that runs something twice, never, or before what it needs
-  └── Infeasible     no plan fits in the limits
+  ├── InvalidCost    an invalid cost or limit
+  ├── InvalidPlan    a plan that does not cover all layers, or all microbatches, exactly once
+  ├── InvalidTask    an invalid task, or text that is not a task
+  ├── InvalidOrder   a task list that runs a layer twice, never, or before its inputs exist
+  └── Infeasible     no plan is within the limits
 """
 
 
 class SchedError(ValueError):
-    """Any mistake in costs, plans and task lists; each kind has a class of its own."""
+    """Base class of all errors in costs, plans and task lists."""
 
 
 class InvalidCost(SchedError):
@@ -26,17 +26,17 @@ class InvalidTask(SchedError):
 
 
 class InvalidOrder(SchedError):
-    """A task list would run something twice, never, or before what it needs; the message names the task."""
+    """A task list would run a layer twice, never, or before its inputs exist; the message names the task."""
 
 
 class Infeasible(SchedError):
-    """No plan fits: one layer is larger than a device, or the model than the host.
+    """No plan is within the limits: a layer is too large for a device, or the model for the host.
 
     >>> error = Infeasible(3, 900, 800)
     >>> error.layer, error.need_bytes, error.limit_bytes
     (3, 900, 800)
 
-    `layer` is None where the host is too small.
+    `layer` is None if host memory is too small.
     """
 
     def __init__(self, layer: int | None, need_bytes: int, limit_bytes: int) -> None:
@@ -49,9 +49,9 @@ class Infeasible(SchedError):
         if self.layer is None:
             return (
                 f"the model needs {self.need_bytes} bytes on the host, but Limits.host_memory_bytes is "
-                f"{self.limit_bytes}; take fewer or smaller microbatches or raise the limit"
+                f"{self.limit_bytes}; use fewer or smaller microbatches or raise the limit"
             )
         return (
             f"layer {self.layer} needs {self.need_bytes} bytes on a device, but Limits.device_memory_bytes is "
-            f"{self.limit_bytes}; split the layer, take smaller microbatches or raise the limit"
+            f"{self.limit_bytes}; split the layer, use smaller microbatches or raise the limit"
         )

@@ -1,1 +1,1 @@
-"""Merging the parts of a tree: how they line up, and how their values become one."""
+"""Merging: aligning the parts of a tree and combining their leaves."""

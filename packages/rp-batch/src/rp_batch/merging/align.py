@@ -1,4 +1,4 @@
-"""Whether the parts of a tree have one structure, and what in one is at the place of what in another."""
+"""Match the leaves of several parts that have the same tree structure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["aligned", "matched"]
 
 
 def aligned(first: Any, part: Any, where: str, index: int) -> list[Any]:
-    """The leaves of part `index` in the order of the first part's; dicts may differ in order, no more."""
+    """The leaves of part `index` in the order of the first part's leaves.
+
+    Raises `MergeError` if the structures differ in more than the order of dict keys.
+    """
     opened = tree.children(first)
     if opened is None and tree.children(part) is None:
         return [part]
@@ -24,16 +27,16 @@ def aligned(first: Any, part: Any, where: str, index: int) -> list[Any]:
 
 
 def matched(opened: tree.Children, first: Any, part: Any, where: str, index: int) -> list[Any]:
-    """The children of part `index` in the order of the first part's, which is opened."""
+    """The children of part `index` in the order of the first part's children, `opened`."""
     other = tree.children(part)
     if other is None or type(first) is not type(part) or set(opened.names) != set(other.names):
         raise _unlike(first, part, where, index)
-    # Dicts differ in their order, which is no difference; others in what they hold beside their children.
+    # A dict's treedef records the key order, which may differ; other nodes must have equal metadata.
     if type(first) not in (dict, OrderedDict, defaultdict) and opened.treedef != other.treedef:
         raise MergeError(
             where,
-            f"the parts must agree in what they hold beside leaves, but the {type(first).__name__} "
-            f"of part {index} differs from that of part 0; make it the same for every microbatch",
+            f"the parts must have equal non-leaf data, but that of the {type(first).__name__} "
+            f"in part {index} differs from part 0; make it the same for every microbatch",
         )
     children = dict(zip(other.names, other.values, strict=True))
     return [children[name] for name in opened.names]
@@ -43,7 +46,7 @@ def _unlike(first: Any, part: Any, where: str, index: int) -> MergeError:
     return MergeError(
         where,
         f"the parts must have one structure, but part 0 has {_kind(first)} and part {index} has {_kind(part)}; "
-        "return one structure for all microbatches, or keep them apart with Parts (merge_output)",
+        "return the same structure for every microbatch, or keep the parts as a list with Parts (merge_output)",
     )
 
 

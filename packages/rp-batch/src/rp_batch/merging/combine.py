@@ -1,4 +1,4 @@
-"""How the values that the parts hold at one leaf become one value."""
+"""Combine the values that the parts have at one leaf by a merge rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rp_batch.spec import Concat, Equal, First, Mean, MergeRule, Parts, Reduce, 
 
 __all__ = ["Misfit", "brief", "combine", "default_rule", "suits"]
 
-# How long a value may be in a message.
+# Longer values are shortened in messages.
 _MESSAGE_ELEMENTS = 8
 _repr = Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -25,11 +25,11 @@ _ELSE = "give another spec (merge_output)"
 
 
 class Misfit(Exception):
-    """Values that a rule cannot merge; never seen by users: who knows the path turns it into a MergeError."""
+    """Values that a rule cannot merge. Internal: `merge`, which knows the path, raises a MergeError from it."""
 
 
 def combine(rule: MergeRule, values: Sequence[Any], weights: Sequence[int]) -> Any:
-    """Merge values, one a part, by a rule; weights are for means."""
+    """Merge `values`, one per part, by `rule`. `weights`: one per part, used by means."""
     match rule:
         case Concat():
             return _concatenate(rule, values)
@@ -53,14 +53,14 @@ _EQUAL = Equal()
 
 
 def default_rule(value: Any) -> MergeRule:
-    """The rule for a leaf about which no spec says anything."""
+    """The rule for a leaf without a spec."""
     if isinstance(value, torch.Tensor):
         return _CONCAT if value.dim() > 0 else _MEAN
     return _EQUAL
 
 
 def suits(rule: MergeRule, value: Any) -> bool:
-    """Whether a rule that was given for a whole node can hold for this leaf."""
+    """Whether a rule given for a whole node applies to this leaf; if not, the leaf gets its default rule."""
     if isinstance(rule, Concat):
         return isinstance(value, torch.Tensor) and value.dim() > 0
     if isinstance(rule, (Sum, Mean)):
@@ -76,13 +76,13 @@ def _concatenate(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
         if _fit(rule, values):
             raise  # for example out of memory
         raise Misfit(
-            f"{rule} wants parts that agree in device and every other dimension, but found {_shapes(values)}; "
-            "give a spec or a function (merge_output), or keep the parts apart with Parts"
+            f"{rule} needs parts with the same device and other dimensions, but found {_shapes(values)}; "
+            "give a spec or a function (merge_output), or keep the parts as a list with Parts"
         ) from error
 
 
 def _alone(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
-    """The one value, uncopied; what two of its kind would not pass, it does not pass either."""
+    """The only value, not copied. It must pass the same checks as several values."""
     _all_tensors(rule, values)
     if not _fit(rule, values):
         raise IndexError(f"there is no dimension {rule.dim}")
@@ -118,9 +118,9 @@ def _mean(rule: Mean, values: Sequence[Any], weights: Sequence[int]) -> Any:
 
 
 def _weighted(values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
-    """The sum of values times weights, in double precision: the order and sizes of the parts leave no trace."""
+    """The weighted sum in double precision, so that the order and sizes of the parts do not change the result."""
     wide = torch.complex128 if values[0].is_complex() else torch.float64
-    # A part of size 0 has no say: its mean is NaN, and 0 times NaN is NaN.
+    # Skip parts of size 0: their mean is NaN, and 0 * NaN is NaN.
     terms = (value.to(wide) * weight for value, weight in zip(values, weights, strict=True) if weight)
     return reduce(operator.add, terms)
 
@@ -141,7 +141,7 @@ def _copied(initial: Any) -> Any:
     return initial.clone() if isinstance(initial, torch.Tensor) else copy.deepcopy(initial)
 
 
-# --- what the values must be ------------------------------------------------------------------------------------
+# --- checks of values ------------------------------------------------------------------------------------------
 
 
 def _is_exact(value: torch.Tensor) -> bool:
@@ -156,7 +156,7 @@ def _all_tensors(rule: MergeRule, values: Sequence[Any]) -> None:
     for index, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
             raise Misfit(
-                f"{rule} wants tensors, but part {index} has {brief(value)}; give another spec (merge_output)"
+                f"{rule} needs tensors, but part {index} has {brief(value)}; give another spec (merge_output)"
             )
 
 
@@ -164,14 +164,14 @@ def _all_alike(rule: MergeRule, values: Sequence[Any]) -> None:
     _all_tensors(rule, values)
     first = values[0]
     if any((value.shape, value.dtype) != (first.shape, first.dtype) for value in values):
-        raise Misfit(f"{rule} wants parts of one shape and dtype, but found {_shapes(values)}; {_ELSE}")
+        raise Misfit(f"{rule} needs parts of the same shape and dtype, but found {_shapes(values)}; {_ELSE}")
 
 
 def _all_numbers(rule: MergeRule, values: Sequence[Any]) -> Sequence[Any]:
     for index, value in enumerate(values):
         if not _is_number(value):
             raise Misfit(
-                f"{rule} wants tensors everywhere, or numbers, but part {index} has {brief(value)}; {_ELSE}"
+                f"{rule} needs tensors in all parts, or numbers, but part {index} has {brief(value)}; {_ELSE}"
             )
     return values
 
@@ -185,14 +185,14 @@ def _shapes(values: Sequence[Any]) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value as a message shows it."""
+    """A short text for a value, for error messages."""
     if isinstance(value, torch.Tensor) and value.numel() > _MESSAGE_ELEMENTS:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return _repr.repr(value)
 
 
 def _first_difference(left: Any, right: Any) -> str:
-    """Where two tensors differ first, if only their values differ and are too many to be shown."""
+    """The first element that differs, for two tensors of the same kind that are too large to show; else empty."""
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return ""
     places = differing(left, right)

@@ -1,4 +1,4 @@
-"""Merging the parts of a tree into one: by default the inverse of splitting."""
+"""Merge the outputs of microbatches into one tree: by default the inverse of splitting."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ def merge(
     >>> merge(parts, sizes=(3, 1))
     (tensor([0., 0., 0., 1.]), tensor(2.))
 
-    By default tensors are concatenated along dimension 0, tensors without dimensions averaged, and everything else
-    must be equal. `spec`: one spec for all, or a tree of specs over the output, or over some of it; or a function
-    that is called with the list of parts and returns the whole. What `infer` found for a split undoes that split.
-    `sizes`: those of the microbatches, weights for averages; by default those that `parts` know, else all one.
-    `name` is what errors call the whole. A single part's tensors are not copied.
+    By default tensors are concatenated along dimension 0, zero-dimensional tensors are averaged, and everything
+    else must be equal. `spec`: one spec for all leaves; a tree of specs over all or part of the output; or a
+    function that takes the list of parts and returns the whole. The spec that `infer` returns for a call undoes
+    the split of that call. `sizes`: the microbatch sizes, the weights of averages; by default `parts.sizes` if
+    `parts` is a `Parts` that has them, else equal weights. `name`: the root of paths in errors. If there is only
+    one part, its tensors are not copied.
     """
     _check_parts(parts, name)
     if specs.is_function(spec):
         return spec(list(parts))
     sizes = _sizes(parts, sizes, name)
-    # Without sizes, and in an empty batch, no part weighs more than another.
+    # Without sizes, or with an empty batch, all parts have equal weight.
     weights = sizes if sizes is not None and sum(sizes) > 0 else (1,) * len(parts)
     return _Merge(sizes, weights).at(spec, list(parts), name)
 
@@ -50,7 +51,7 @@ def _check_parts(parts: object, name: str) -> None:
             name, f"the parts must be a list, one for each microbatch, but are a {type(parts).__name__}"
         )
     if not parts:
-        raise MergeError(name, "wants at least one part, but there is none; merge what the microbatches returned")
+        raise MergeError(name, "must have at least one part, but has none; pass the outputs of the microbatches")
 
 
 def _sizes(parts: Sequence[Any], sizes: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
@@ -64,13 +65,13 @@ def _sizes(parts: Sequence[Any], sizes: Sequence[int] | None, name: str) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """One merge: what is known of all parts."""
+    """One merge: the sizes of the parts, if known, and their weights in averages."""
 
     sizes: tuple[int, ...] | None
     weights: tuple[int, ...]
 
     def at(self, spec: Any, parts: list[Any], where: str) -> Any:
-        """Merge what the parts hold at one place."""
+        """Merge the values that the parts have at one path."""
         rule = specs.merge_rule(spec)
         if rule is Parts:
             return Parts(parts, sizes=self.sizes)
@@ -79,7 +80,7 @@ class _Merge:
         return self._node(spec, parts, where)
 
     def _node(self, spec: Any, parts: list[Any], where: str) -> Any:
-        """Merge by a tree of specs, child by child."""
+        """Merge a node child by child, each by its own spec."""
         opened = tree.children(parts[0])
         if opened is None or tree.children(spec) is None:
             raise specs.unusable(spec, where, merging=True)
@@ -89,7 +90,7 @@ class _Merge:
         return tree.rebuild(opened, [self.at(inner, column, where + step) for inner, column, step in children])
 
     def _whole(self, rule: MergeRule | None, parts: list[Any], where: str) -> Any:
-        """Merge by one rule, or by the default rules, all leaves at once."""
+        """Merge all leaves of a subtree by one rule, or by the default rules."""
         first, treedef = tree.flatten_named(parts[0], where)
         types = list(map(type, first))
         rows = [first]
@@ -101,7 +102,7 @@ class _Merge:
     def _columns(
         self, rules: list[MergeRule], rows: list[list[Any]], treedef: tree.TreeDef, where: str
     ) -> list[Any]:
-        # What stands at two places in every part is one object in the whole, too.
+        # An object that two leaves share in every part is shared in the result as well.
         done: dict[int, tuple[tuple[Any, ...], Any]] = {}
         whole: list[Any] = []
         for index, (rule, column) in enumerate(zip(rules, zip(*rows, strict=True), strict=True)):
@@ -124,7 +125,7 @@ class _Merge:
 
 
 def _rules(rule: MergeRule | None, leaves: list[Any], *, alone: bool) -> list[MergeRule]:
-    """The rule for each leaf. One that was given for a whole node holds for the leaves that it suits."""
+    """The rule for each leaf: `rule` where it suits the leaf, else the default rule."""
     if rule is None:
         return [default_rule(leaf) for leaf in leaves]
     return [rule if alone or suits(rule, leaf) else default_rule(leaf) for leaf in leaves]

@@ -1,1 +1,1 @@
-"""Splitting a tree: what the batch is, and how it is cut."""
+"""Splitting: inferring the batch of a tree and cutting it into parts."""

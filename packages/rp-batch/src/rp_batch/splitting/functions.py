@@ -1,4 +1,4 @@
-"""Users' functions that split: calling them, and refusing what they should not return."""
+"""Call users' split functions and check what they return."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 def split_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parts: int
 ) -> Parts[Call]:
-    """Split the arguments of a call by a function, in as many parts as it likes.
+    """Split the arguments of a call by a function, which chooses the number of parts.
 
     The function returns a list of pairs (args, kwargs), or the pair of lists that torch's own splitter returns.
     """
@@ -25,30 +25,30 @@ def split_call(
     calls = [_call(item, index) for index, item in enumerate(_pairs(returned))]
     if not calls:
         raise _not_calls(f"returned {_brief(returned)}")
-    return Parts(calls, sizes=_said(returned) or _sizes(calls))
+    return Parts(calls, sizes=_declared_sizes(returned) or _inferred_sizes(calls))
 
 
 def split_tree(
     function: Callable[..., Any], value: Any, parts: int, *, sizes: tuple[int, ...] | None, name: str
 ) -> Parts[Any]:
-    """Split a tree by a function, in exactly as many parts as asked for."""
+    """Split a tree by a function, which must return exactly `parts` parts."""
     items = _items(returned := function(value, parts))
     if items is None or len(items) != parts:
         raise SplitError(
             name,
             f"the split function must return a list of {parts} parts, but returned {_brief(returned)}",
         )
-    if sizes is not None and _said(returned) not in (None, sizes):
+    if sizes is not None and _declared_sizes(returned) not in (None, sizes):
         raise SizeError(
             name,
-            f"the split function must return parts of the sizes of the input, {sizes}, but says that they are "
-            f"{_said(returned)}; divide it like the input",
+            f"the split function must return parts of the input's sizes, {sizes}, but its Parts have "
+            f"{_declared_sizes(returned)}; split the label like the input",
         )
-    return Parts(items, sizes=sizes or _said(returned))
+    return Parts(items, sizes=sizes or _declared_sizes(returned))
 
 
-def _said(returned: Any) -> tuple[int, ...] | None:
-    """The sizes that a function gives its parts."""
+def _declared_sizes(returned: Any) -> tuple[int, ...] | None:
+    """The sizes that a function returned with its parts, if any."""
     return cast("Parts[Any]", returned).sizes if isinstance(returned, Parts) else None
 
 
@@ -61,7 +61,7 @@ def _is_kwargs(value: Any) -> bool:
 
 
 def _pairs(returned: Any) -> list[Any]:
-    """The items that should be pairs; torch's two lists become one list of them."""
+    """The items that should be (args, kwargs) pairs. torch's two lists are zipped into pairs."""
     items = _items(returned) or []
     if len(items) != 2 or not isinstance(items[0], list) or not isinstance(items[1], list):
         return items
@@ -88,8 +88,8 @@ def _not_calls(found: str) -> SplitError:
     return SplitError("args", f"the split function must return {wanted}, but {found}")
 
 
-def _sizes(calls: list[Call]) -> tuple[int, ...] | None:
-    """The batch size of every part, if its tensors tell."""
+def _inferred_sizes(calls: list[Call]) -> tuple[int, ...] | None:
+    """The batch size of each part, inferred from its tensors; None if any cannot be inferred."""
     try:
         found = [decide(Subject.call(*call), None, batch_size=None).batch_size for call in calls]
     except SizeError:

@@ -1,4 +1,4 @@
-"""What the batch is: which leaves are split, along what, and why."""
+"""Infer the batch size and the split rule of each leaf."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Inferred", "Why", "infer"]
 
 
 class Why(Enum):
-    """Why a leaf is split, or is not.
+    """Why a leaf is split or replicated.
 
     >>> import torch, rp_batch
     >>> rp_batch.infer((torch.zeros(4), 0.5)).reasons["args[1]"]
@@ -39,10 +39,10 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """How the arguments of a call are split; what `infer` returns.
+    """How the arguments of a call are split: the result of `infer`.
 
-    `spec`: the pair (args, kwargs) with a spec in place of each leaf. `batch_size`: None if nothing has a batch.
-    `reasons`: for the path of each leaf, why its spec is what it is.
+    `spec`: the pair (args, kwargs) with each leaf replaced by its spec. `batch_size`: None if no leaf is split.
+    `reasons`: the reason for each spec, by the path of the leaf.
     """
 
     spec: Any
@@ -57,7 +57,7 @@ def infer(
     spec: Any = None,
     batch_size: int | None = None,
 ) -> Inferred:
-    """Tell how `split` takes the arguments of a call, and why.
+    """Report how `split` would split the arguments of a call, and why.
 
     >>> import torch
     >>> found = infer((), {"ids": torch.zeros(8, 5), "mask": torch.zeros(8, 5), "table": torch.zeros(5, 5)})
@@ -68,9 +68,9 @@ def infer(
     >>> found.reasons["kwargs['table']"].value
     'its leading dimension is not the batch'
 
-    Positional tensors fix the batch size, and must agree. With none, it is the leading dimension that most keyword
-    tensors share. A leading 1 beside a larger batch is a broadcast. What `spec` says, for all leaves or some, and
-    `batch_size` come before both.
+    Positional tensors set the batch size and must agree on it. If there are none, the batch size is the leading
+    dimension that most keyword tensors share. If the batch is larger than 1, a leading dimension of 1 is a
+    broadcast. `batch_size`, and `spec` for the leaves it covers, take precedence over both rules.
     """
     _check_args(args)
     subject = Subject.call(args, dict(kwargs or {}))
@@ -88,9 +88,11 @@ def _check_args(args: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A flattened tree that is to be split; the first `positional` of its leaves must share the batch.
+    """A flattened tree to split.
 
-    `roots`: what the caller calls the tree; two names if it is the pair (args, kwargs).
+    `leading`: the leading dimension of each leaf, None if it has none. `positional`: how many leaves, from the
+    first on, must agree on the batch size. `roots`: the name of the tree in error paths; two names for the pair
+    (args, kwargs).
     """
 
     value: Any
@@ -115,18 +117,18 @@ class Subject:
 
     @staticmethod
     def named(value: Any, name: str) -> Subject:
-        """Any tree; all of its leaves count as positional."""
+        """Any tree. All its leaves count as positional."""
         leaves, treedef = tree.flatten_named(value, name)
         return Subject(value, leaves, list(map(_leading, leaves)), treedef, len(leaves), (name,))
 
     def paths(self) -> list[str]:
-        """The path of every leaf, as the caller would write it."""
+        """The path of each leaf, as the caller would write it in Python."""
         if len(self.roots) == 1:
             return tree.paths_of(self.treedef, self.roots[0])
         return tree.paths_below(self.treedef, self.roots)
 
     def place(self, spec: Any) -> Rules:
-        """Lay a spec over the tree."""
+        """The split rule that a spec gives each leaf; None for the default rule."""
         if spec is None:
             return [None] * len(self.leaves)
         if len(self.roots) == 1:
@@ -136,7 +138,7 @@ class Subject:
 
 
 def _pair(spec: Any) -> tuple[Any, Any]:
-    """Read a spec for the arguments of a call."""
+    """The specs for args and for kwargs that a spec for a call means."""
     if specs.split_rule(spec, "spec") is not None:
         return spec, spec
     items = tuple(cast("Iterable[Any]", spec)) if isinstance(spec, (tuple, list)) else ()
@@ -149,7 +151,7 @@ def _pair(spec: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """How a tree is split: a rule and a reason for each leaf, the batch size, and what is in parts already."""
+    """How a tree is split: a rule and a reason for each leaf, the batch size, and the existing parts."""
 
     rules: list[SplitRule]
     reasons: list[Why]
@@ -159,17 +161,17 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The number and sizes of the parts that some leaves are in already; None where nothing tells."""
+    """The number and sizes of the parts in leaves of type `Parts`; None if unknown."""
 
     count: int | None = None
     sizes: tuple[int, ...] | None = None
 
 
 def decide(subject: Subject, spec: Any, *, batch_size: int | None) -> Decided:
-    """Give every leaf a rule: the spec's, or what the default rules find."""
+    """Choose the rule of each leaf: its spec, or else the default rule."""
     rules = subject.place(spec)
     batch = _Batch(subject, batch_size)
-    apart = _take_apart(subject, rules, batch)
+    apart = _read_parts(subject, rules, batch)
     _measure(subject, rules, batch)
     if batch.size is None:
         _vote(subject, rules, batch)
@@ -178,7 +180,7 @@ def decide(subject: Subject, spec: Any, *, batch_size: int | None) -> Decided:
 
 
 class _Batch:
-    """The batch size of a tree, once something fixes it, and what did."""
+    """The batch size of a tree, once known, and the leaf that set it."""
 
     def __init__(self, subject: Subject, size: int | None) -> None:
         self.subject = subject
@@ -186,7 +188,7 @@ class _Batch:
         self._source: int | None = None
 
     def agree(self, size: int, index: int) -> None:
-        """Let a leaf fix the size, or refuse the leaf if it differs."""
+        """Set the batch size from a leaf, or raise `SizeError` if it is already known to be another."""
         if self.size is None:
             self.size, self._source = size, index
         elif size != self.size:
@@ -197,7 +199,9 @@ class _Batch:
         leaf = self.subject.leaves[index]
         source = "the input" if self._source is None else paths[self._source]
         found = (
-            f"its shape is {tuple(_shape(leaf))}" if isinstance(leaf, torch.Tensor) else f"its parts make {size}"
+            f"its shape is {tuple(_shape(leaf))}"
+            if isinstance(leaf, torch.Tensor)
+            else f"the sizes of its parts add up to {size}"
         )
         return SizeError(
             paths[index],
@@ -206,11 +210,11 @@ class _Batch:
         )
 
 
-# --- what is in parts already -----------------------------------------------------------------------------------
+# --- leaves that are Parts ------------------------------------------------------------------------------------
 
 
-def _take_apart(subject: Subject, rules: Rules, batch: _Batch) -> Apart:
-    """Take what is in parts already: it fixes their number, and their sizes where they are known."""
+def _read_parts(subject: Subject, rules: Rules, batch: _Batch) -> Apart:
+    """Read the number of parts, and their sizes if known, from leaves of type `Parts`."""
     apart = Apart()
     for index, value in enumerate(subject.leaves):
         if isinstance(value, Parts):
@@ -218,7 +222,10 @@ def _take_apart(subject: Subject, rules: Rules, batch: _Batch) -> Apart:
                 rules[index] = Parts
                 apart = _agreed(apart, cast("Parts[Any]", value), subject, index, batch)
         elif rules[index] is Parts:
-            raise SpecError(subject.paths()[index], "Parts wants a value of type Parts; use Split or Replicate")
+            raise SpecError(
+                subject.paths()[index],
+                "must be a value of type Parts for the spec Parts, but is not; use Split or Replicate",
+            )
     return apart
 
 
@@ -229,7 +236,7 @@ def _agreed(apart: Apart, parts: Parts[Any], subject: Subject, index: int, batch
         wanted = "at least one part" if not parts else f"{apart.count} parts of sizes {apart.sizes}"
         raise SizeError(
             subject.paths()[index],
-            f"must hold {wanted}, like what comes before it, but holds {len(parts)} of sizes {sizes}",
+            f"must hold {wanted}, like the Parts before it, but holds {len(parts)} of sizes {sizes}",
         )
     if sizes is not None:
         batch.agree(sum(sizes), index)
@@ -237,7 +244,7 @@ def _agreed(apart: Apart, parts: Parts[Any], subject: Subject, index: int, batch
 
 
 def sizes_of(parts: Parts[Any]) -> tuple[int, ...] | None:
-    """The sizes of parts, as they say themselves or as their tensors show."""
+    """`parts.sizes`, or else the sizes inferred from the tensors; None if they cannot be inferred."""
     if parts.sizes is not None:
         return parts.sizes
     found = [_size_of(part) for part in parts]
@@ -245,18 +252,18 @@ def sizes_of(parts: Parts[Any]) -> tuple[int, ...] | None:
 
 
 def _size_of(part: Any) -> int | None:
-    """The batch size of one part, where its tensors leave no doubt."""
+    """The batch size of one part; None if its tensors are ambiguous."""
     leaves, _ = tree.flatten(part)
     found = {size for size in map(_leading, leaves) if size is not None}
     certain = found - {1} or found
     return certain.pop() if len(certain) == 1 else None
 
 
-# --- what the spec says -----------------------------------------------------------------------------------------
+# --- leaves that the spec splits --------------------------------------------------------------------------------
 
 
 def _measure(subject: Subject, rules: Rules, batch: _Batch) -> None:
-    """Let the leaves that the spec splits fix the batch size."""
+    """Set the batch size from the leaves that the spec splits."""
     for index, rule in enumerate(rules):
         if isinstance(rule, Split):
             batch.agree(_length(subject, rule, index), index)
@@ -281,9 +288,9 @@ def _length(subject: Subject, rule: Split, index: int) -> int:
 
 
 def _vote(subject: Subject, rules: Rules, batch: _Batch) -> None:
-    """Let the tensors that the spec leaves open fix the batch size: the positional ones, else the others."""
+    """Infer the batch size from tensors without a spec: positional ones, or keyword ones if there are none."""
     sizes = {size for rule, size in zip(rules, subject.leading, strict=True) if rule is None} - {None}
-    if len(sizes) == 1:  # all agree, as they mostly do
+    if len(sizes) == 1:  # the common case: all agree
         batch.size = sizes.pop()
         return
     leading = {
@@ -312,8 +319,8 @@ def _most_shared(subject: Subject, leading: Mapping[int, int]) -> int:
     (size, most), *others = votes.most_common(2)
     if others and others[0][1] == most:
         raise _tie(subject, leading, size, others[0][0])
-    # A size may also be the length of a batch of one: (128,) beside ids of shape (1, 128). Ids of shape (8, 8)
-    # beside positions of shape (1, 8) are a batch, unless most tensors have a leading 1.
+    # The size may be a sequence length, with a batch of one: positions (128,) with ids (1, 128). But ids (8, 8)
+    # with positions (1, 8) are a batch of 8, unless most tensors have a leading 1.
     is_square = _is_inside(subject, leading, size, first=size)
     if ones + (not is_square) > most and _is_inside(subject, leading, size, first=1):
         raise _tie(subject, leading, size, 1)
@@ -331,9 +338,9 @@ def _tie(subject: Subject, leading: Mapping[int, int], size: int, other: int) ->
     shape, other_shape = (tuple(_shape(subject.leaves[index])) for index in (first, second))
     return SizeError(
         paths[first],
-        f"the batch size may be {size}, as its shape {shape} has it, or {other}, as {paths[second]} of shape "
-        f"{other_shape} has it, and nothing decides; give a spec (split_input): Split(0) for what has the batch, "
-        "Replicate() for what has not",
+        f"the batch size is ambiguous: {size} from its shape {shape}, or {other} from {paths[second]} of shape "
+        f"{other_shape}; give a spec (split_input): Split(0) for tensors that have the batch dimension, "
+        "Replicate() for the others",
     )
 
 
@@ -342,7 +349,7 @@ _REPLICATE = Replicate()
 
 
 def _judge(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitRule, Why]:
-    """The rule of one leaf, and why."""
+    """The rule for one leaf, and its reason."""
     if rule is not None:
         return rule, Why.APART if rule is Parts else Why.SPEC
     size = batch.subject.leading[index]
@@ -359,7 +366,7 @@ def _judge(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitRule
 
 
 def _leading(value: Any) -> int | None:
-    """The leading dimension of a tensor that has one."""
+    """The leading dimension of a tensor; None for other values and zero-dimensional tensors."""
     if not isinstance(value, torch.Tensor):
         return None
     shape = _shape(value)
@@ -367,7 +374,7 @@ def _leading(value: Any) -> int | None:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor, as far as it has one: a nested tensor of ragged rows has a length only."""
+    """The shape of a tensor. A ragged nested tensor has only a length."""
     try:
         return tensor.shape
     except RuntimeError:

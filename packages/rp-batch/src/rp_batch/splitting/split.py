@@ -1,4 +1,4 @@
-"""Splitting a tree into parts: views of its tensors, the same objects for the rest."""
+"""Split a tree into microbatches: views of tensors, the same objects for other leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def split(
     exact: bool = False,
     name: str | None = None,
 ) -> Parts[Any]:
-    """Split the arguments of a call, or a label that goes with them, into microbatches.
+    """Split the arguments of a call, or the label of a call, into microbatches.
 
     >>> import torch
     >>> halves = split(((torch.arange(5),), {"scale": 2.0}), 2)
@@ -39,13 +39,17 @@ def split(
     >>> split({"y": torch.arange(5)}, 2, sizes=halves.sizes)
     [{'y': tensor([0, 1, 2])}, {'y': tensor([3, 4])}]
 
-    `value`: the pair (args, kwargs), split by the rules of `infer`, or any tree, where all tensors count as
-    positional. `spec`: a tree of specs over the value, or over some of it; or a function that is called with
+    `value`: the pair (args, kwargs), split by the rules of `infer`; or any tree, whose tensors all count as
+    positional. `spec`: a tree of specs over all or part of the value; or a function that takes
     (args, kwargs, parts) or (tree, parts) and returns the list of parts.
+
     If the batch is smaller than `parts`, or nothing is split, there are fewer parts, with the warning
-    `FewerParts`; a value of type `Parts` fixes their number. With `exact` it is an error instead.
-    `batch_size`, or the `sizes` of all parts, are those of the call that a label goes with: it must have them,
-    comes in exactly as many parts, and is never taken for a pair (args, kwargs). `name` is what errors call it.
+    `FewerParts`. A value of type `Parts` sets the number of parts. With `exact`, any number but `parts` raises
+    `SizeError`.
+
+    For a label, give the `batch_size` of its call, or the `sizes` of the call's parts. The label must have them,
+    is split into exactly `parts` parts, and is never taken for a pair (args, kwargs). `name`: the root of paths
+    in errors.
     """
     _check_count(parts)
     if sizes is not None:
@@ -82,7 +86,7 @@ def _check_count(parts: int) -> None:
 
 
 def _agreeing(sizes: Sequence[int], parts: int, batch_size: int | None) -> tuple[tuple[int, ...], int]:
-    """The sizes of the parts and that of the batch, where a caller gives the first and perhaps both."""
+    """Validate `sizes`, and `batch_size` if given: the sizes of the parts and of the batch."""
     read = read_sizes(sizes, parts)
     if batch_size not in (None, sum(read)):
         raise ValueError(f"batch_size must be the sum of sizes {read}, but is {batch_size}; give one of them")
@@ -96,13 +100,13 @@ def _is_call(value: Any) -> bool:
     return type(args) is tuple and type(kwargs) is dict and all(type(key) is str for key in cast("Any", kwargs))
 
 
-# --- the size of every part -------------------------------------------------------------------------------------
+# --- part sizes -----------------------------------------------------------------------------------------------
 
 
 def _choose(
     subject: Subject, decided: Decided, parts: int, sizes: Sequence[int] | None, *, exact: bool
 ) -> tuple[int, ...]:
-    """The sizes of the parts; what is in parts already comes before the number asked for."""
+    """The sizes of the parts. Leaves of type `Parts` take precedence over the number requested."""
     batch_size, apart = decided.batch_size, decided.apart
     wanted = None if sizes is None else tuple(sizes)
     count = _count(batch_size, parts, exact=exact) if apart.count is None else apart.count
@@ -114,7 +118,7 @@ def _choose(
 
 
 def _count(batch_size: int | None, parts: int, *, exact: bool) -> int:
-    """How many parts there will be; a batch is not divided into more parts than it has items."""
+    """The number of parts: no more than the batch has samples."""
     fewer = max(1, min(parts, batch_size or 0))
     if exact and batch_size is None:
         return parts
@@ -129,15 +133,15 @@ def _indivisible(
     of_sizes = "" if wanted is None else f" of sizes {wanted}"
     return SizeError(
         subject.roots[0],
-        f"must come in {parts} parts{of_sizes}, none of them empty, but comes in {len(chosen)} of sizes {chosen}; "
-        "divide it like the input, with a spec or a function (split_label)",
+        f"must split into {parts} parts{of_sizes}, none of them empty, but gives {len(chosen)} of sizes {chosen}; "
+        "split it like the input, with a spec or a function (split_label)",
     )
 
 
 def _warn(batch_size: int | None, parts: int, fewer: int) -> None:
     found = "nothing is split" if batch_size is None else f"the batch size is {batch_size}"
     warnings.warn(
-        f"{parts} parts were asked for, but {found}: there will be {fewer}. Ask for fewer, or give a spec "
+        f"{parts} parts were requested, but {found}: there will be {fewer}. Request fewer, or give a spec "
         "(split_input) if another dimension is the batch",
         FewerParts,
         stacklevel=5,
@@ -148,7 +152,7 @@ def _warn(batch_size: int | None, parts: int, fewer: int) -> None:
 
 
 def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> list[Any]:
-    # A tensor that stands at two places is one tensor in every part, too.
+    # A tensor that two leaves share is shared in every part as well.
     views: dict[tuple[int, int], Sequence[Any]] = {}
     columns: list[Sequence[Any]] = []
     for index, (value, rule) in enumerate(zip(subject.leaves, rules, strict=True)):
@@ -165,18 +169,18 @@ def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> li
 
 
 def _views(subject: Subject, index: int, dim: int, sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
-    # Not tensor_split: its backward makes a full-size gradient for every part, this one a single concatenation.
+    # Unlike tensor_split, whose backward makes a full-size gradient per part, this one concatenates once.
     value: torch.Tensor = subject.leaves[index]
     try:
         return torch.split_with_sizes(value, sizes, dim)
     except (RuntimeError, TypeError) as error:
         raise SplitError(
             subject.paths()[index],
-            f"torch must be able to split it along dimension {dim}, but says of this {type(value).__name__}: "
+            f"torch must be able to split it along dimension {dim}, but cannot split this {type(value).__name__}: "
             f"{_first_line(error)}; replicate it, or give a function as the spec",
         ) from error
 
 
 def _first_line(error: Exception) -> str:
-    # torch adds pages about its registry; they are in the cause.
+    # torch appends pages about its registry; the full text is in the exception's cause.
     return str(error).partition("\n")[0]

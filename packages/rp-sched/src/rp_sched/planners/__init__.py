@@ -1,1 +1,1 @@
-"""Planners: from costs to plans."""
+"""Planners: compute plans from layer costs."""

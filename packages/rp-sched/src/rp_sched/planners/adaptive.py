@@ -1,4 +1,4 @@
-"""The strategy `adaptive`: a search that has an answer from the start, and better ones as it goes on."""
+"""The strategy `adaptive`: an anytime search for the plan with the shortest time per call."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
 from rp_sched.planners.search_space import Space
-from rp_sched.problem.checks import part
+from rp_sched.problem.checks import non_negative
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
@@ -14,14 +14,14 @@ from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import Course
 from rp_sched.simulation.stage_costs import Loads
 
-# In a few hundredths of a second for a hundred layers these find most of what there is to gain.
+# For 100 layers these take a few hundredths of a second and find most of the possible gain.
 QUICK_PLANS = 12
-# Plans for fewer devices are tried until all searches together have simulated so many steps (see `local_search`).
+# Stop trying fewer devices when all searches together have simulated so many steps (see `local_search`).
 ALL_STEPS = 8 * MOST_STEPS
 
 
 class Search:
-    """The search for the plan whose calls follow each other fastest.
+    """An anytime search for the plan with the shortest steady-state time per call.
 
     >>> search = Search([LayerCost(1.0, weight_bytes=1)] * 12, devices=2, microbatches=4, mode="fused")
     >>> before = search.best_ms
@@ -30,15 +30,17 @@ class Search:
     >>> search.best_ms <= before
     True
 
-    `best`: the plan so far, in its `Course`; there is one from the start. `best_ms`: the time of a call in the
-    steady state (see `Course.steady_ms`). Of up to 8 layers, 3 devices and 16 microbatches (of fewer layers, more:
-    `EXACT_SIZE` of `rp_sched.planners.local_search`) nothing is left out of what `rp_sched.planners.search_space`
-    describes, which may take minutes; larger problems get a bounded search, which rarely takes a second. Where
-    that could be better, plans for fewer devices are tried, so one more device never hurts once both are over,
-    unless they are so large that their bound ends them (`ALL_STEPS`). `first`: plans to begin with, which keep the
-    limits, beside the published one. `quick_plans`: how many more are tried at once.
+    `best`: the `Course` of the best plan so far; set from the start. `best_ms`: its steady-state time per call
+    (see `Course.steady_ms`). `first`: plans within the limits to start from, in addition to that of `roundrobin`.
+    `quick_plans`: how many more plans the constructor tries.
 
-    Raises `Infeasible` if no plan keeps the limits, `TypeError` or `ValueError` for arguments that cannot be.
+    Up to 8 layers, 3 devices and 16 microbatches (more microbatches for fewer layers: `EXACT_SIZE` in
+    `rp_sched.planners.local_search`) the search tries every plan in `rp_sched.planners.search_space`, which may
+    take minutes. Larger problems get a bounded search, which rarely takes a second. Plans for fewer devices are
+    tried if their bound allows a better time, so a finished search never gets slower with one more device, unless
+    it reaches `ALL_STEPS`.
+
+    Raises `Infeasible` if no plan is within the limits, `TypeError` or `ValueError` for invalid arguments.
     """
 
     def __init__(
@@ -70,16 +72,16 @@ class Search:
         self._go(quick_plans, float("inf"))
 
     def advance(self, *, budget_ms: float) -> bool:
-        """Look further for about so long; whether there is nothing left to look at.
+        """Search for about `budget_ms`; whether the search is finished.
 
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").advance(budget_ms=1.0)
         True
         """
-        self._go(None, time.perf_counter() + part("budget_ms", budget_ms) / 1e3)
+        self._go(None, time.perf_counter() + non_negative("budget_ms", budget_ms) / 1e3)
         return self.is_done
 
     def finish(self) -> Course:
-        """Look at all there is to look at; the best.
+        """Search to the end; return the best course.
 
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").finish().plan
         Plan(F[0:1])
@@ -88,7 +90,7 @@ class Search:
         return self.best
 
     def others(self, count: int) -> list[Plan]:
-        """The fastest plans that are not the best, for searches that want more than that."""
+        """The fastest plans tried, fastest first, for planners that need alternatives to `best`."""
         return self._first_finder.ranked(count)
 
     def _go(self, plans: int | None, until: float) -> None:
@@ -125,7 +127,7 @@ class Search:
         return Course.unchecked(plan, self._loads, self._mode, self._microbatches)
 
     def _take(self, finder: Finder) -> None:
-        """Take over what a finder found, if it is better; its own last one it may also have made simpler."""
+        """Take a finder's best plan if it is faster, or if it replaced the one taken from the same finder."""
         found, known = finder.best, self._source
         better = finder.best_ms < self.best_ms * (1 - EQUAL)
         if better or (known[0] is finder and known[1] is not found):

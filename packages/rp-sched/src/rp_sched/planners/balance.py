@@ -1,4 +1,4 @@
-"""Spread copies over the gaps between other work."""
+"""Distribute copies evenly over the gaps between other work."""
 
 import heapq
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from rp_sched.problem.checks import whole
 
 
 def balance(sizes: Sequence[int], gaps: int) -> tuple[tuple[int, ...], ...]:
-    """Which copies go into which gap, so that the fullest gap has about as little as can be.
+    """Assign copies to gaps so that the fullest gap has about as few bytes as possible.
 
     >>> balance([7, 5, 4, 3, 1], 2)
     ((0, 3), (1, 2, 4))
 
-    `sizes`: of each copy, in bytes. A gap gets indices of `sizes`, from the lowest up; it may get none. Each copy,
-    the largest first, goes to the gap that has least so far, and the first of these: the fullest gap has at most
-    4/3 - 1/(3 gaps) times what is possible.
+    `sizes`: bytes of each copy. Returns for each gap the indices of its copies in `sizes`, in ascending order; a
+    gap may be empty. Copies are assigned largest first, each to the gap with the fewest bytes so far (the first of
+    several). The fullest gap has at most 4/3 - 1/(3 gaps) times the optimum.
 
-    Raises `TypeError` or `ValueError` for sizes below zero or no gap. Source: R. L. Graham, "Bounds on
+    Raises `TypeError` or `ValueError` for negative sizes or no gaps. Source: R. L. Graham, "Bounds on
     multiprocessing timing anomalies", 1969 (longest processing time first).
     """
     whole("gaps", gaps, least=1, bound=bounds.GAPS)

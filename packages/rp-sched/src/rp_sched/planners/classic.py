@@ -1,8 +1,8 @@
-"""Schedules from papers, as task lists, to compare with.
+"""Schedules from papers (GPipe, 1F1B and others) as task lists, for comparison.
 
-They bind stages to devices. The last stage runs forward and backward in one task, as the engine does; every other
-backward pass recomputes. Stages are given from the first layers up and run one microbatch a task, unless it says
-otherwise; device d has stage d, d + devices, and so on.
+Each stage is bound to a device: device d runs stages d, d + devices, and so on. The last stage runs forward and
+backward in one task, as in the engine; every other backward pass recomputes. Stages are listed from the first
+layer on. A task runs one microbatch unless its schedule's docstring says otherwise.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Schedule = Callable[[Sequence[range], int, int], tuple[Task, ...]]
 
 
 def even_stages(costs: Sequence[LayerCost], stages: int) -> tuple[range, ...]:
-    """All layers as so many stages of about the same time, or as many as there are layers.
+    """Cut all layers into `stages` stages of about equal time, or one stage per layer if there are fewer layers.
 
     >>> even_stages([LayerCost(1.0), LayerCost(1.0), LayerCost(2.0)], 2)
     (range(0, 2), range(2, 3))
@@ -48,7 +48,7 @@ def gpipe(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Tas
 
 
 def looped_bfs(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
-    """Every stage runs all microbatches in a row, one task, before the device goes on to its next stage.
+    """Each stage runs all microbatches in one task before the device starts its next stage.
 
     >>> looped_bfs([range(0, 1), range(1, 2)], 2, 2)
     (F[0:1] m0:2 @0, FB[1:2] m0:2 @1, B[0:1] m0:2 @0)
@@ -60,32 +60,35 @@ def looped_bfs(stages: Sequence[range], devices: int, microbatches: int) -> tupl
 
 
 def one_f_one_b(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
-    """Each device goes forward and backward in turn as soon as it can.
+    """Each device alternates between forward and backward as early as possible.
 
     >>> one_f_one_b([range(0, 1), range(1, 2)], 2, 2)
     (F[0:1] m0:1 @0, FB[1:2] m0:1 @1, F[0:1] m1:2 @0, FB[1:2] m1:2 @1, B[0:1] m0:1 @0, B[0:1] m1:2 @0)
 
-    There must be a device for each stage. Source: Narayanan et al., "PipeDream", 2019, without weight versions.
+    Needs a device for each stage. Source: Narayanan et al., "PipeDream", 2019, without weight versions.
     """
     _check(stages, devices, microbatches)
     if len(stages) > devices:
-        raise ValueError(f"1F1B has one stage a device, but there are {len(stages)} stages for {devices} devices")
+        raise ValueError(
+            f"1F1B needs a device for each stage, but got {len(stages)} stages for {devices} devices; merge stages"
+        )
     return interleaved(stages, len(stages), microbatches)
 
 
 def interleaved(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
-    """1F1B where each device has several stages; the microbatches go through them in groups of `devices`.
+    """1F1B with several stages per device, which run microbatches in groups of `devices`.
 
     >>> len(interleaved([range(layer, layer + 1) for layer in range(4)], 2, 2))
     14
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021. As there, with
-    several stages a device the devices must divide stages and microbatches, or `ValueError` is raised.
+    several stages per device, the stages and the microbatches must be multiples of devices; else raises
+    `ValueError`.
     """
     _check(stages, devices, microbatches)
     if len(stages) != devices and (len(stages) % devices or microbatches % devices):
         raise ValueError(
-            f"with several stages a device, stages and microbatches must be multiples of devices ({devices}), "
+            f"with several stages per device, stages and microbatches must be multiples of devices ({devices}), "
             f"but are {len(stages)} and {microbatches} instead"
         )
     queues = [_in_turn(stages, devices, microbatches, device) for device in range(devices)]
@@ -98,7 +101,7 @@ def _check(stages: Sequence[range], devices: int, microbatches: int) -> None:
     if not stages:
         raise InvalidPlan("stages must have at least one stage, but is empty")
     at_most("twice the stages times microbatches", 2 * len(stages) * microbatches, bounds.TASKS)
-    # A plan of these stages has the gaps, overlaps and empty stages that they have.
+    # Reuse the plan's check for gaps, overlaps and empty stages.
     Plan(tuple(stages)).check(max(stages[-1].stop, 1), "infer")
 
 
@@ -112,7 +115,7 @@ def _bound(stages: Sequence[range], devices: int, batches: Sequence[range]) -> I
 
 
 def _in_turn(stages: Sequence[range], devices: int, microbatches: int, device: int) -> Iterator[Task]:
-    """What a device does: forward tasks first, then one of each in turn, then backward tasks."""
+    """The tasks of a device: warm-up forwards, then forward and backward alternating, then the other backwards."""
     mine = range(device, len(stages), devices)
     forward = list(_visits(mine, devices, microbatches))
     backward = list(_visits(mine[::-1], devices, microbatches))
@@ -128,7 +131,7 @@ def _in_turn(stages: Sequence[range], devices: int, microbatches: int, device: i
 
 
 def _step(stages: Sequence[range], kind: TaskKind, visit: tuple[int, int], device: int) -> Task | None:
-    """A visit as a task. The last stage goes both ways in its forward visit, and has no other one."""
+    """The task of a step. The last stage runs both directions in its forward step and has no backward step."""
     number, microbatch = visit
     if number == len(stages) - 1:
         if kind.runs_backward:
@@ -138,7 +141,7 @@ def _step(stages: Sequence[range], kind: TaskKind, visit: tuple[int, int], devic
 
 
 def _visits(mine: Iterable[int], devices: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """Stage and microbatch of each step in one direction: groups of microbatches, each through all stages."""
+    """(stage, microbatch) of each step in one direction: each group of microbatches runs through all stages."""
     for start in range(0, microbatches, devices):
         for number in mine:
             for microbatch in range(start, min(start + devices, microbatches)):
@@ -146,7 +149,7 @@ def _visits(mine: Iterable[int], devices: int, microbatches: int) -> Iterator[tu
 
 
 def _merged(queues: Sequence[Iterator[Task]]) -> Iterator[Task]:
-    """The devices' queues as one list, each task after what it needs."""
+    """Merge the devices' queues into one list, each task after the tasks it depends on."""
     heads = [next(queue, None) for queue in queues]
     done: set[tuple[str, int, int]] = set()
     while any(head is not None for head in heads):
@@ -157,7 +160,7 @@ def _merged(queues: Sequence[Iterator[Task]]) -> Iterator[Task]:
                 done |= _marks(head)
                 heads[device] = next(queues[device], None)
         if len(done) == before:
-            raise AssertionError(f"the devices wait for each other: {heads}")
+            raise AssertionError(f"deadlock: no device can run its next task: {heads}")
 
 
 def _can_run(task: Task, done: set[tuple[str, int, int]]) -> bool:
@@ -168,7 +171,7 @@ def _can_run(task: Task, done: set[tuple[str, int, int]]) -> bool:
 
 
 def _marks(task: Task) -> set[tuple[str, int, int]]:
-    """What a task leaves: the input of the layer above it, the gradient of the one below."""
+    """What a task produces: the input of the next layer, or the gradient for the layer below."""
     microbatch = task.microbatches.start
     if task.sends_outputs:
         return {("input", task.layers.stop, microbatch)}

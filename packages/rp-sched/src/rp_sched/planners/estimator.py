@@ -1,15 +1,15 @@
-"""How long each layer takes, as far as measurements tell."""
+"""Estimate layer times from measurements."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rp_sched.problem import bounds
-from rp_sched.problem.checks import milliseconds, part, whole
+from rp_sched.problem.checks import milliseconds, non_negative, whole
 from rp_sched.problem.costs import BACKWARD_PER_FORWARD, LayerCost
 
 SMOOTHING = 0.9
-# Only the layers' proportions matter before anything is measured; this keeps the numbers near real ones.
+# Before any measurement only the ratios of layer times matter; this keeps the guesses realistic.
 GUESSED_BYTES_PER_MS = 10e6
 
 
@@ -25,9 +25,9 @@ class Estimator:
     >>> round(estimator.costs(layers)[1].forward_ms, 6)
     4.0
 
-    A layer's first sample of each kind is dropped: it pays for warming up. The others go into an exponential
-    moving average with rate 0.9 that starts from zero and is divided by the weight its samples have (Kingma and
-    Ba, "Adam", section 3). Samples are for one microbatch; give one a layer and call. One thread at a time.
+    A layer's first sample of each kind is dropped, since it includes warm-up. The others go into an exponential
+    moving average with decay 0.9 and the bias correction of Adam (Kingma and Ba, section 3). A sample is the time
+    of one microbatch; add one per layer and call. Not thread-safe.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -35,14 +35,14 @@ class Estimator:
         self._forward = [_Average() for _ in range(count)]
         self._backward = [_Average() for _ in range(count)]
         self._given: tuple[LayerCost, ...] | None = None
-        # How far each time is off the one given, for `moved`. Kept, since that is asked before every call.
+        # The deviation of each time from the one last returned by `costs`; cached, since `moved` runs every call.
         self._forward_off = [0.0] * count
         self._backward_off = [0.0] * count
         self._forward_mean = self._backward_mean = 0.0
 
     @property
     def samples(self) -> int:
-        """How many forward samples every layer has at least, not counting the dropped one.
+        """The smallest number of forward samples of any layer, not counting the dropped one.
 
         >>> Estimator(4).samples
         0
@@ -50,7 +50,7 @@ class Estimator:
         return min(average.samples for average in self._forward)
 
     def add(self, layer: int, *, forward_ms: float | None = None, backward_ms: float | None = None) -> None:
-        """Take measured times of `layer` in; `backward_ms` without recomputation.
+        """Add measured times of `layer`; `backward_ms` without recomputation.
 
         >>> estimator = Estimator(1)
         >>> estimator.add(0, forward_ms=9.0)
@@ -67,13 +67,13 @@ class Estimator:
         self._note_off(layer)
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """`layers` with estimated times in place of their own, to plan with; `moved` compares with them.
+        """`layers` with their times replaced by estimates. `moved` compares with the latest result.
 
         >>> [cost.backward_ms for cost in Estimator(2).costs([LayerCost(0, weight_bytes=10**7)] * 2)]
         [2.0, 2.0]
 
-        A layer without samples is taken to be as fast, byte of weights by byte, as those with samples, and its
-        backward pass twice as long as its forward pass.
+        A layer without samples is assumed to take as long per weight byte as the layers with samples, and twice
+        as long backward as forward.
         """
         if len(layers) != len(self._forward):
             raise ValueError(f"layers must have {len(self._forward)} entries, but has {len(layers)} instead")
@@ -87,7 +87,7 @@ class Estimator:
         return self._given
 
     def moved(self, threshold: float) -> bool:
-        """Whether replanning pays: a time is off the one last given by `costs` by more than `threshold` of it.
+        """Whether replanning pays: a time differs by more than a fraction `threshold` from the latest `costs`.
 
         >>> estimator = Estimator(1)
         >>> estimator.moved(0.1)
@@ -96,9 +96,10 @@ class Estimator:
         >>> estimator.moved(0.1)
         False
 
-        For a layer faster than the mean layer, `threshold` is a part of the mean: small layers are noisy.
+        For layers faster than the mean layer, it is a fraction of the mean, since their times are noisy. True
+        before the first call of `costs`.
         """
-        part("threshold", threshold)
+        non_negative("threshold", threshold)
         if self._given is None:
             return True
         return max(self._forward_off) > threshold or max(self._backward_off) > threshold
@@ -111,7 +112,7 @@ class Estimator:
 
 
 class _Average:
-    """A moving average that starts from zero, beside the weight that its samples have in it."""
+    """An exponential moving average with bias correction that drops its first sample."""
 
     __slots__ = ("_sum", "_warm", "_weight", "samples", "value")
 
@@ -132,7 +133,7 @@ class _Average:
         self.value = self._sum / self._weight
 
     def off(self, before: float, mean: float) -> float:
-        """How far the average is off an earlier value, as a part of it, or of the mean where that is larger."""
+        """The deviation from an earlier value, as a fraction of it, or of `mean` if that is larger."""
         if not self.samples or self.value == before:
             return 0.0
         near = max(before, mean)
@@ -140,7 +141,7 @@ class _Average:
 
 
 def _guessed(sizes: Sequence[int], averages: Sequence[_Average]) -> list[float]:
-    """Times in proportion to sizes, as fast as the layers that were measured."""
+    """Times proportional to sizes, at the rate of the measured layers."""
     measured = [(size, average.value) for size, average in zip(sizes, averages, strict=True) if average.samples]
     measured_ms = sum(ms for _, ms in measured)
     ms_per_byte = measured_ms / sum(size for size, _ in measured) if measured else 1 / GUESSED_BYTES_PER_MS

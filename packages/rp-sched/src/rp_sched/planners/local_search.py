@@ -1,4 +1,4 @@
-"""The fastest plan for a number of devices: how it is looked for."""
+"""Search for the fastest plan that uses a given number of devices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,29 +13,30 @@ from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.simulation.makespan import MOST_CALLS, Course, Pace, pace
 from rp_sched.simulation.stage_costs import Loads
 
-# Up to so many layers and devices every plan is looked at, or known to be no better without a look. There are
-# about 4^layers times microbatches, each played for all microbatches: the square of what must be at most the size.
+# Up to so many layers and devices every plan is simulated, or excluded by its bound. There are about
+# 4^layers * microbatches plans, and simulating one takes time in proportion to microbatches: in all the square of
+# 2^layers * microbatches, which must be at most EXACT_SIZE.
 EXACT_LAYERS = 8
 EXACT_DEVICES = 3
 EXACT_SIZE = 4096
-# How often a microbatch may go through a stage in the simulations of a search that is not exact; where links take
-# time, each counts for several, since it takes as long as several to simulate.
+# Limit on simulated steps (one microbatch in one stage) in a search that is not exact. With links, a step counts
+# as several, since it takes that much longer to simulate.
 MOST_STEPS = 2_000_000
 LINKED_STEPS = 5
-# Where there are more devices than this, the choice of one counts for as many steps as it has sixteens to look at.
+# Above FEW_DEVICES, choosing a device counts as one step per DEVICES_A_STEP devices.
 FEW_DEVICES = 64
 DEVICES_A_STEP = 16
-# A plan of more tasks a call is not tried: they only hold each other up.
+# Plans with more tasks per call are not tried: so many tasks only wait for each other.
 MOST_TASKS = 20_000
-# Calls that are played to compare shapes, and how many of the best shapes are looked around.
+# Calls simulated to compare shapes, and how many of the best shapes have their neighbours tried.
 ROUGH_CALLS = 10
 BEST_SHAPES = 6
-# Plans whose times differ by a smaller part are equal; of these, one with few tasks is taken.
+# Plans whose times differ by a smaller fraction count as equal; of these, the one with fewest tasks wins.
 EQUAL = 1e-9
 
 
 class Finder:
-    """The fastest plan for exactly so many devices, and how far the search for it has come."""
+    """The state of the search for the fastest plan that uses exactly `devices` devices."""
 
     def __init__(
         self, loads: Loads, *, mode: Mode, devices: int, microbatches: int, first: Sequence[Plan]
@@ -53,14 +54,14 @@ class Finder:
 
     @property
     def best(self) -> Course:
-        """The fastest so far. Raises `Infeasible` if the host has no room for any plan."""
+        """The fastest course so far. Raises `Infeasible` if host memory is too small for every plan."""
         if self._best is None:
             leanest, host = self._space.leanest(), self._space.loads.limits.host_memory_bytes
             raise Infeasible(None, self._space.loads.host_bytes(leanest, self._space.microbatches), host or 0)
         return self._best
 
     def run(self) -> Iterator[None]:
-        """Look further, plan by plan."""
+        """Continue the search; yields after each plan."""
         for _ in self._bounded():
             yield
             if self._is_perfect or self.steps > MOST_STEPS:
@@ -73,7 +74,7 @@ class Finder:
             yield from self._exact()
 
     def ranked(self, count: int) -> list[Plan]:
-        """The fastest of the shapes that were tried."""
+        """The plans of the fastest shapes tried, fastest first."""
         shapes = sorted(self._tried, key=self._tried.__getitem__)[:count]
         return [self._space.shaped(shape) for shape in shapes if self._tried[shape] < float("inf")]
 
@@ -91,7 +92,7 @@ class Finder:
         return small and 2**layers * self._space.microbatches <= EXACT_SIZE
 
     def _try(self, plan: Plan, most_calls: int) -> float:
-        """How long a call takes, as far as so many calls tell; infinite if the plan cannot be the best."""
+        """Simulate a plan for at most `most_calls` calls: its time per call, infinite if it cannot be the best."""
         space = self._space
         course = Course.unchecked(plan, space.loads, space.mode, space.microbatches)
         if self._cannot_win(course):
@@ -116,7 +117,7 @@ class Finder:
         return not self._space.loads.fits_host(course.plan, course.microbatches)
 
     def _is_better(self, call_ms: float, course: Course) -> bool:
-        """Whether a course that takes so long is faster than the best, or as fast with fewer tasks."""
+        """Whether a course with this time per call beats the best: faster, or as fast with fewer tasks."""
         if call_ms < self.best_ms * (1 - EQUAL) or self._best is None:
             return True
         return call_ms <= self.best_ms * (1 + EQUAL) and len(course.jobs) < len(self._best.jobs)
@@ -130,7 +131,7 @@ class Finder:
                 yield
 
     def _bounded(self) -> Iterator[None]:
-        """Try shapes of many kinds, then look around the best of them, then move the cuts of the best plan."""
+        """Try the seed shapes, then the neighbours of the best ones, then move cuts of the best plan."""
         for shape in seeds(self._space):
             self._try_shape(shape)
             yield
@@ -145,7 +146,7 @@ class Finder:
         return self._tried[shape]
 
     def _simplify(self) -> Iterator[None]:
-        """Try shapes with fewer tasks than the best plan, which may be as fast."""
+        """Try shapes with fewer tasks than the best plan, until none of them is as fast."""
         before: Course | None = None
         while before is not self.best:
             before = self.best
@@ -154,7 +155,7 @@ class Finder:
                 yield
 
     def _climb(self, shape: Shape) -> Iterator[None]:
-        """Go to the fastest shape nearby until there is none."""
+        """Hill climbing: move to the fastest neighbour while it is faster."""
         while True:
             nearby: list[Shape] = []
             for other in neighbours(self._space, shape):
@@ -167,7 +168,7 @@ class Finder:
             shape = fastest
 
     def _move_cuts(self) -> Iterator[None]:
-        """Move single cuts of the best plan by a layer until that helps no more."""
+        """Move single cuts of the best plan by one layer while that makes it faster."""
         before = float("inf")
         while self.best_ms < before:
             before = self.best_ms
@@ -177,7 +178,7 @@ class Finder:
 
 
 def seeds(space: Space) -> Iterator[Shape]:
-    """Shapes of many kinds, the most promising first."""
+    """A variety of shapes to start from, the most promising first."""
     devices, most = space.devices, space.microbatches
     totals = dict.fromkeys((2 * devices, 3 * devices, 4 * devices, devices, 6 * devices, 3 * devices // 2))
     all_devices = min(devices, most)
@@ -194,13 +195,13 @@ def seeds(space: Space) -> Iterator[Shape]:
 
 
 def _some(starts: Sequence[int]) -> list[int]:
-    """A few starts, far from each other."""
+    """A few starts, spread over all of them."""
     last = len(starts) - 1
     return [starts[at] for at in dict.fromkeys((0, last, last // 2, last // 4, 3 * last // 4))]
 
 
 def _stages(space: Space, start: int, total: int) -> tuple[int, int]:
-    """How many stages up and down, if all stages together are about `total` and take about the same time."""
+    """The numbers of forward and backward stages if about `total` stages take about equal time."""
     loads = space.loads
     up_ms = loads.forward_ms[start]
     down_ms = up_ms + loads.backward_ms[start] if space.mode != "infer" else 0.0
@@ -210,7 +211,7 @@ def _stages(space: Space, start: int, total: int) -> tuple[int, int]:
 
 
 def neighbours(space: Space, shape: Shape) -> Iterator[Shape]:
-    """Shapes that differ in one of their numbers, by a little."""
+    """Shapes that differ slightly from `shape`."""
     start, up, down, division = shape
     parts = max(division)
     near = [
@@ -226,7 +227,7 @@ def neighbours(space: Space, shape: Shape) -> Iterator[Shape]:
 
 
 def simpler(space: Space, plan: Plan) -> Iterator[Shape]:
-    """Shapes with fewer tasks than a plan has; they start and are divided alike, or less."""
+    """Shapes with fewer stages or groups than a plan, with the same start of the fused stage."""
     start = space.loads.num_layers if plan.fused is None else plan.fused.start
     up, down = len(plan.forward), len(plan.backward)
     division = Division(len(plan.forward_groups) or 1, len(plan.groups) or 1, len(plan.backward_groups) or 1)
@@ -240,7 +241,7 @@ def simpler(space: Space, plan: Plan) -> Iterator[Shape]:
 
 
 def moved_cuts(loads: Loads, plan: Plan) -> Iterator[Plan]:
-    """The plans that differ by one cut, by one layer."""
+    """The plans that differ from `plan` by one cut moved by one layer."""
     for name, kind in (("forward", TaskKind.FORWARD), ("backward", TaskKind.BACKWARD)):
         stages: tuple[range, ...] = getattr(plan, name)
         for at, by in product(range(len(stages) - 1), (-1, 1)):

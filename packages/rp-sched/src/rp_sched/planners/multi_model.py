@@ -1,4 +1,4 @@
-"""Plans of several models that share the devices."""
+"""Plan several models that share the devices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import Course, pace
 from rp_sched.simulation.stage_costs import Loads
 
-# How many plans of each model are tried beside its best one.
+# How many plans of each model are tried in addition to its best one.
 OTHERS = 12
 
 
@@ -34,13 +34,13 @@ def plan_together(
     >>> plan_together(small, large, devices=2, microbatches=2, mode="infer")
     (Plan(F[0:2] m0:1 m1:2, first free), Plan(F[0:4] m0:1 m1:2, first free))
 
-    A call of each model is launched when the results of the call before it, of another model, are there. The time
-    of one call of each, in the steady state, is made small by a bounded search: the fastest plans of each model by
-    itself, put together in the fastest way that is found by changing one at a time. It is never slower than the
-    `roundrobin` plans. The limit of the host is for all models together.
+    A call of one model is launched when the results of the call before it, of another model, are available. A
+    bounded search minimises the steady-state time of one call of each: it takes the fastest plans of each model
+    alone and improves the combination by changing one plan at a time. The result is never slower than the
+    `roundrobin` plans. `Limits.host_memory_bytes` applies to all models together.
 
-    With strategy `roundrobin` the stages of all models are made even: none takes longer than the threshold allows
-    beside the slowest layer of all, and `min_stages` counts the stages of all.
+    With strategy `roundrobin` the stages of all models take about equal time: `upper_threshold` refers to the
+    slowest layer of all models, and `min_stages` to the stages of all models.
 
     Raises `Infeasible` as `plan` does.
     """
@@ -75,8 +75,8 @@ def _published(
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Courses to choose from: the best by itself first, then the published one and the one with the least on the
-    host, then others."""
+    """The candidate courses of one model: the fastest alone, that of `roundrobin`, the one with the least host
+    memory, then others."""
 
     courses: tuple[Course, ...]
 
@@ -94,7 +94,7 @@ class _Model:
 
 
 class _Group:
-    """A course for each model, and what is known about them together."""
+    """The search for the fastest combination of one course per model."""
 
     def __init__(self, models: Sequence[_Model], devices: int, microbatches: int, limits: Limits) -> None:
         self._models = models
@@ -115,7 +115,7 @@ class _Group:
             chosen = better
 
     def _starts(self) -> list[tuple[Course, ...]]:
-        """All models' best courses, all models' second ones, and so on; a model with fewer keeps its last one."""
+        """All models' first candidates, all second ones, and so on; shorter lists repeat their last one."""
         most = max(len(model.courses) for model in self._models)
         return [
             tuple(model.courses[min(at, len(model.courses) - 1)] for model in self._models) for at in range(most)

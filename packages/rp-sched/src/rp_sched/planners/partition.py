@@ -1,4 +1,4 @@
-"""Cut a row of layers into contiguous stages."""
+"""Partition a row of layers into contiguous stages."""
 
 import math
 from bisect import bisect_left
@@ -9,21 +9,21 @@ from itertools import accumulate
 from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.simulation.stage_costs import Loads
 
-# Where bisection stops: cuts that differ by less are noise beside any measured time.
+# Where bisection stops: smaller differences are below the noise of any measured time.
 RELATIVE_PRECISION = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What neighbouring layers cost together, as running sums from layer 0.
+    """Prefix sums of layer costs, for the cost of any contiguous stage.
 
     >>> row = Row.of(times_ms=[[1, 2, 3]], state_bytes=[5, 5, 5], resident_bytes=[6, 6, 6])
     >>> row.stage_ms(range(1, 3))
     5.0
 
-    `times_ms`: of each resource that works beside the others (arithmetic, link up, link down); the slowest one
-    counts. `state_bytes`: weights and gradients, or weights alone if those are limited. `resident_bytes`: weights,
-    gradients and kept activations. A stage of several layers has at most the limit of either.
+    `times_ms`: one list per resource that works in parallel (compute, upload, download); the slowest one counts.
+    `state_bytes`: weights and gradients, or only weights if `Limits.ahead_bytes` is given. `resident_bytes`:
+    weights, gradients and kept activations. `state_limit` and `resident_limit` apply to stages of several layers.
     """
 
     times_ms: tuple[tuple[float, ...], ...]
@@ -42,7 +42,7 @@ class Row:
         state_limit: float = math.inf,
         resident_limit: float = math.inf,
     ) -> "Row":
-        """The row of layers with these costs, given layer by layer."""
+        """The prefix sums of costs given per layer."""
         return cls(
             tuple(tuple(accumulate(times, initial=0.0)) for times in times_ms),
             tuple(accumulate(state_bytes, initial=0)),
@@ -64,23 +64,23 @@ class Row:
         return self.stage_ms(range(self.num_layers))
 
     def stage_ms(self, layers: range) -> float:
-        """How long a stage of these layers is busy."""
+        """The time of a stage on its slowest resource."""
         return max(sums[layers.stop] - sums[layers.start] for sums in self.times_ms)
 
     def fits(self, layers: range) -> bool:
-        """Whether memory takes these layers as one stage. A single layer was accepted before, so it fits."""
+        """Whether a stage is within the memory limits. A single layer was checked before, so it always fits."""
         state = self.state_bytes[layers.stop] - self.state_bytes[layers.start]
         resident = self.resident_bytes[layers.stop] - self.resident_bytes[layers.start]
         return len(layers) == 1 or (state <= self.state_limit and resident <= self.resident_limit)
 
 
 def forward_row(loads: Loads, microbatches: int) -> Row:
-    """The layers as forward stages see them: weights arrive, nothing is kept."""
+    """The layers' costs in forward stages: weights are uploaded, no activations are kept."""
     return _row(loads, TaskKind.FORWARD, microbatches)
 
 
 def backward_row(loads: Loads, microbatches: int) -> Row:
-    """The layers as backward and fused stages see them: forward and backward run, gradients leave."""
+    """The layers' costs in backward and fused stages: forward and backward run, gradients are downloaded."""
     return _row(loads, TaskKind.BACKWARD, microbatches)
 
 
@@ -97,13 +97,13 @@ def _row(loads: Loads, kind: TaskKind, microbatches: int) -> Row:
         state_bytes=[load.state_bytes - (load.gradient_bytes if ahead is not None else 0) for load in single],
         resident_bytes=[load.state_bytes + load.kept_bytes for load in single],
         state_limit=next((limit for limit in (stage, ahead) if limit is not None), math.inf),
-        # What the stage fetched ahead may take is not there for the stage that runs.
+        # Memory for the stage fetched ahead is not available to the running stage.
         resident_limit=math.inf if device is None else device - limits.room_ahead_bytes,
     )
 
 
 def reach(row: Row, start: int, end: int, cap_ms: float) -> int:
-    """Where the longest stage from layer `start` stops that fits and takes at most `cap_ms`: one layer or more."""
+    """The end of the longest stage from `start` that fits and takes at most `cap_ms`; at least one layer."""
 
     def too_much(stop: int) -> bool:
         layers = range(start, stop)
@@ -113,7 +113,7 @@ def reach(row: Row, start: int, end: int, cap_ms: float) -> int:
 
 
 def fewest(row: Row, end: int, cap_ms: float) -> int:
-    """How many stages the layers below `end` need if none may take longer than `cap_ms`.
+    """The smallest number of stages for the layers below `end` if none takes longer than `cap_ms`.
 
     >>> fewest(Row.of(times_ms=[[1, 2, 3]], state_bytes=[0, 0, 0], resident_bytes=[0, 0, 0]), 3, 3.0)
     2
@@ -140,21 +140,21 @@ def tail(row: Row, fits: Callable[[range], bool], longest: int, cap_ms: float) -
 def least_cap(count: Callable[[float], int], stages: int, low_ms: float, high_ms: float) -> float:
     """The smallest cap, between `low_ms` and `high_ms`, under which `count(cap)` is at most `stages`.
 
-    `count` must not grow with the cap, and `count(high_ms)` must be at most `stages`.
+    `count` must be non-increasing, and `count(high_ms)` at most `stages`.
     """
     if count(low_ms) <= stages:
         return low_ms
     while high_ms - low_ms > RELATIVE_PRECISION * high_ms:
         middle = (low_ms + high_ms) / 2
         if not low_ms < middle < high_ms:
-            # Between the smallest numbers there are none.
+            # There is no float between the two.
             break
         low_ms, high_ms = (low_ms, middle) if count(middle) <= stages else (middle, high_ms)
     return high_ms
 
 
 def even(row: Row, end: int, stages: int, cap_ms: float) -> tuple[range, ...]:
-    """The layers below `end` as exactly `stages` stages of about the same time, none above `cap_ms`.
+    """Cut the layers below `end` into exactly `stages` stages of about equal time, none above `cap_ms`.
 
     >>> row = Row.of(times_ms=[[1] * 6], state_bytes=[0] * 6, resident_bytes=[0] * 6)
     >>> even(row, 6, 3, 6.0)
@@ -174,7 +174,7 @@ def even(row: Row, end: int, stages: int, cap_ms: float) -> tuple[range, ...]:
 
 
 def _needed(row: Row, end: int, cap_ms: float) -> list[int]:
-    """How many stages the layers from each layer to `end` need."""
+    """For each layer, the smallest number of stages from it to `end`."""
     needed = [0] * (end + 1)
     for start in range(end - 1, -1, -1):
         needed[start] = 1 + needed[reach(row, start, end, cap_ms)]
@@ -182,7 +182,7 @@ def _needed(row: Row, end: int, cap_ms: float) -> list[int]:
 
 
 def _stops(needed: Sequence[int], layers: range, left: int, furthest: int) -> range:
-    """Where the next of `left` stages may stop so that the others can take the rest, a layer each at least."""
+    """Where the next of `left` stages may stop so that the others can cover the rest, at least a layer each."""
     last = min(furthest, layers.stop - (left - 1))
     first = last
     while first - 1 > layers.start and needed[first - 1] <= left - 1:
@@ -191,7 +191,7 @@ def _stops(needed: Sequence[int], layers: range, left: int, furthest: int) -> ra
 
 
 def _nearest(row: Row, layers: range, left: int, stops: range) -> int:
-    """The stop that gives the next stage most nearly its share of the time, then of the layers."""
+    """The stop that brings the next stage closest to its share of the time, then of the layers."""
     share_ms, share = row.stage_ms(layers) / left, len(layers) / left
 
     def miss(stop: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""From costs to a plan."""
+"""`plan`: compute the plan of one model by a named strategy."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,7 +14,7 @@ from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.stage_costs import Loads
 
 Strategy = Literal["adaptive", "roundrobin"]
-"""`adaptive`: the fastest plan that a search finds. `roundrobin`: the published one; `RoundRobin` has knobs."""
+"""`adaptive`: the fastest plan that a search finds. `roundrobin`: the published method; see `RoundRobin`."""
 
 
 def plan(
@@ -26,7 +26,7 @@ def plan(
     limits: Limits = NO_LIMITS,
     strategy: Strategy | RoundRobin = "adaptive",
 ) -> Plan:
-    """How to cut a model whose layers have these costs.
+    """Compute a plan for a model from the costs of its layers.
 
     >>> layers = [LayerCost(1.0, weight_bytes=10)] * 6
     >>> plan(layers, devices=2, microbatches=4, mode="fused")
@@ -34,13 +34,12 @@ def plan(
     >>> plan(layers, devices=2, microbatches=4, mode="fused", limits=Limits(stage_bytes=60), strategy="roundrobin")
     Plan(F[0:2] F[2:5] FB[5:6] B[4:5] B[3:4] B[2:3] B[1:2] B[0:1])
 
-    The plan keeps the limits: stages leave room to fetch the next one (see `Limits`), unless a stage is a single
-    layer, or the whole model on a device that holds it. `adaptive` minimises the time from call to call when calls
-    follow each other, by a simulation (see `Search`, which can be stopped and asked on the way); it is never
-    slower there than `roundrobin`.
+    The plan is within the limits: a stage leaves room to fetch the next one (see `Limits`), unless it is a single
+    layer, or the whole model on a device that holds it. `adaptive` minimises the simulated steady-state time per
+    call and is never slower than `roundrobin` in it (see `Search`, which can be run step by step).
 
-    Raises `Infeasible` if a layer by itself is too large for a device, or the model for the host, and `TypeError`
-    or `ValueError` for arguments that cannot be.
+    Raises `Infeasible` if a single layer is too large for a device, or the model for the host; `TypeError` or
+    `ValueError` for invalid arguments.
     """
     if strategy == "adaptive":
         search = Search(costs, devices=devices, microbatches=microbatches, mode=mode, limits=limits)
@@ -55,7 +54,7 @@ def plan(
 
 
 def published(strategy: object) -> RoundRobin:
-    """The `RoundRobin` that a strategy other than `adaptive` means.
+    """The `RoundRobin` for a strategy other than `adaptive`.
 
     >>> published("roundrobin")
     RoundRobin(min_stages=None, upper_threshold=1.1, model_memory_limit=None)

@@ -1,10 +1,10 @@
-"""A plan that follows the measurements, without ever keeping a call waiting."""
+"""Keep a plan up to date with measured times, searching only in the time the caller gives."""
 
 from collections.abc import Sequence
 
 from rp_sched.planners.adaptive import Search
 from rp_sched.planners.estimator import Estimator
-from rp_sched.problem.checks import part
+from rp_sched.problem.checks import non_negative
 from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.simulation.makespan import Course
@@ -19,12 +19,12 @@ class Replanner:
     >>> replanner.improve(budget_ms=1.0)
     True
 
-    Ask for `course()` before every call: it is the plan in use, at once, unless times have moved by more than
-    `threshold` (see `Estimator.moved`). Then the old plan is timed anew and stays in use until the search, which
-    starts over, finds a better one. The search goes on in `improve`, for as long as it is given: call it while the
-    devices are busy and there is nothing else to do, until it says that it is done.
+    Call `course()` before every call of the model: it returns the plan in use at once. If times have changed by
+    more than a fraction `threshold` (see `Estimator.moved`), it first simulates that plan with the new times and
+    restarts the search, which replaces the plan when it finds a better one. The search runs only in `improve`:
+    call it while the devices are busy and the caller is idle, until it returns True.
 
-    `layers`: the costs, whose times the estimator replaces. Errors are those of `Search`.
+    `layers`: the costs; the estimator replaces their times. Raises what `Search` raises.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Replanner:
         self._microbatches = microbatches
         self._mode: Mode = mode
         self._limits = limits
-        self._threshold = part("threshold", threshold)
+        self._threshold = non_negative("threshold", threshold)
         self._search = Search(
             self.estimator.costs(self._layers),
             devices=devices,
@@ -54,7 +54,7 @@ class Replanner:
         )
 
     def course(self) -> Course:
-        """The plan in use."""
+        """The course of the plan in use. Restarts the search if times have changed."""
         if self.estimator.moved(self._threshold):
             self._search = Search(
                 self.estimator.costs(self._layers),
@@ -68,5 +68,5 @@ class Replanner:
         return self._search.best
 
     def improve(self, *, budget_ms: float) -> bool:
-        """Look for a better plan for about so long; whether there is nothing left to look at."""
+        """Search for about `budget_ms`; whether the search is finished."""
         return self._search.advance(budget_ms=budget_ms)

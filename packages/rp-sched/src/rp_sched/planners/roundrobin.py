@@ -1,4 +1,4 @@
-"""The published way to plan: stages of even time, and devices that take them strictly in turn."""
+"""The strategy `roundrobin`: stages of about equal time, assigned to devices strictly in turn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from functools import partial
 
 from rp_sched.planners.partition import Row, backward_row, even, fewest, forward_row, least_cap, tail
 from rp_sched.problem import bounds
-from rp_sched.problem.checks import part, speed, whole
+from rp_sched.problem.checks import non_negative, speed, whole
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
@@ -17,16 +17,16 @@ BYTES_PER_GB = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobin:
-    """The strategy `roundrobin` with its knobs.
+    """The strategy `roundrobin` and its parameters.
 
     >>> RoundRobin(upper_threshold=1.3).upper_threshold
     1.3
 
     The layers are cut into contiguous stages, once for the forward pass and differently for the backward pass; the
-    last stage does both. No stage takes longer than `upper_threshold` times the slowest layer. There are at least
-    `min_stages` if there are that many layers; as many as devices if not given. `model_memory_limit`, in 10^9
-    bytes: what a device has for weights and gradients, of which a stage takes half at most, since the next one is
-    fetched while it runs; what `Limits` says if not given.
+    last stage does both. No stage takes longer than `upper_threshold` times the slowest layer. `min_stages`: at
+    least so many stages, if there are that many layers; by default the number of devices. `model_memory_limit`, in
+    10^9 bytes: device memory for weights and gradients; a stage uses at most half of it, since the next one is
+    fetched while it runs. By default `Limits` decides.
 
     Source: the execution plans that RoundPipe's user guides describe.
     """
@@ -40,14 +40,14 @@ class RoundRobin:
             whole("min_stages", self.min_stages, least=1)
         if self.model_memory_limit is not None:
             speed("model_memory_limit", self.model_memory_limit, unit="size in GB")
-        if not part("upper_threshold", self.upper_threshold) >= 1:
+        if not non_negative("upper_threshold", self.upper_threshold) >= 1:
             raise ValueError(
                 f"upper_threshold must be at least 1, since a stage has at least one layer, "
                 f"but is {self.upper_threshold!r} instead"
             )
 
     def plan(self, loads: Loads, *, devices: int, microbatches: int, mode: Mode) -> Plan:
-        """The plan for loads that were found feasible."""
+        """The plan for loads that passed `Loads.check_feasible`."""
         loads = self._limited(loads)
         stages = min(self.min_stages or devices, loads.num_layers)
         rows = _Rows.of(loads, microbatches)
@@ -62,7 +62,7 @@ class RoundRobin:
     def together(
         self, models: Sequence[Loads], *, devices: int, microbatches: int, mode: Mode
     ) -> tuple[Plan, ...]:
-        """Plans whose stages, of all models, are as even as one model's: the slowest layer of all counts."""
+        """Plans for several models, with one time limit per stage, set by the slowest layer of all models."""
         rows = [_Rows.of(self._limited(loads), microbatches) for loads in models]
         wanted = self.min_stages or devices
         if mode == "fused":
@@ -87,7 +87,7 @@ class RoundRobin:
     def _limited(self, loads: Loads) -> Loads:
         if self.model_memory_limit is None:
             return loads
-        # No device has more than can be addressed.
+        # Sizes are limited to what a machine can address.
         most = max(1, int(min(self.model_memory_limit * BYTES_PER_GB / 2, bounds.BYTES.most)))
         limits = replace(loads.limits, ahead_bytes=None)
         known = limits.stage_limit_bytes
@@ -96,7 +96,7 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One model's layers, as stages of each kind see them."""
+    """The prefix sums of one model's layers for forward and for backward stages."""
 
     loads: Loads
     forward: Row
@@ -111,12 +111,12 @@ class _Rows:
         return self.loads.num_layers
 
     def fused(self, longest: int, cap_ms: float) -> range:
-        # Its own limits: its weights need not fit into the room ahead.
+        # The fused stage has limits of its own: its weights may exceed `Limits.ahead_bytes`.
         return tail(self.backward, partial(self.loads.fits, TaskKind.FUSED), longest, cap_ms)
 
 
 def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: Sequence[int]) -> list[int]:
-    """How many stages each model gets: what it needs, and the rest of `wanted` where stages are longest."""
+    """The number of stages per model: at least `needs`; the rest of `wanted` go where stages are longest."""
     counts = list(needs)
     while sum(counts) < wanted:
         open_ = [at for at, count in enumerate(counts) if count < most[at]]
@@ -127,7 +127,7 @@ def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: 
 
 
 def _stages(row: Row, wanted: int, high_ms: float) -> tuple[range, ...]:
-    """All layers of the row, from the first up."""
+    """Cut all layers into at least `wanted` stages, from the first layer on."""
     end = row.num_layers
     stages = max(wanted, fewest(row, end, high_ms))
     cap_ms = least_cap(partial(fewest, row, end), stages, row.slowest_layer_ms, high_ms)
@@ -135,7 +135,7 @@ def _stages(row: Row, wanted: int, high_ms: float) -> tuple[range, ...]:
 
 
 def _longest(num_layers: int, wanted: int) -> int:
-    # Each layer below the fused stage gives two stages at most, one up and one down.
+    # Each layer below the fused stage makes at most two stages, one forward and one backward.
     return num_layers - wanted // 2
 
 
@@ -145,7 +145,7 @@ def _count_fused(rows: _Rows, longest: int, cap_ms: float) -> int:
 
 
 def _fused(rows: _Rows, wanted: int, high_ms: float) -> Plan:
-    """Forward stages, a fused last one, and backward stages, all of about the same time."""
+    """The plan of forward stages, a fused last stage and backward stages, all of about equal time."""
     longest = _longest(rows.num_layers, wanted)
     count: Callable[[float], int] = partial(_count_fused, rows, longest)
     stages = max(wanted, count(high_ms))
@@ -158,7 +158,7 @@ def _fused(rows: _Rows, wanted: int, high_ms: float) -> Plan:
 
 
 def _share(forward: Row, backward: Row, end: int, stages: int, cap_ms: float) -> tuple[int, int]:
-    """How many of `stages` go up and how many down: what each needs, and the rest where stages are slower."""
+    """The numbers of forward and backward stages: what each needs, and the rest where stages are slower."""
     up, down = fewest(forward, end, cap_ms), fewest(backward, end, cap_ms)
     up_ms, down_ms = forward.stage_ms(range(end)), backward.stage_ms(range(end))
     while up + down < min(stages, 2 * end):

@@ -1,4 +1,4 @@
-"""The plans among which the strategy `adaptive` chooses."""
+"""The plans that the strategy `adaptive` searches."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ Cut = tuple[range, ...]
 
 
 class Division(NamedTuple):
-    """Into how many tasks the microbatches of a stage are divided."""
+    """The number of tasks per stage, among which its microbatches are divided, for each kind of stage."""
 
     forward: int
     fused: int
@@ -25,7 +25,7 @@ class Division(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A plan but for where exactly it is cut: the first fused layer, numbers of stages, and the division."""
+    """A plan without its exact cuts: the first fused layer, the numbers of stages, and the division."""
 
     start: int
     forward: int
@@ -34,17 +34,17 @@ class Shape(NamedTuple):
 
     @property
     def tasks(self) -> int:
-        """How many a call has, with a fused stage."""
+        """The number of tasks per call, counting a fused stage."""
         division = self.division
         return self.forward * division.forward + division.fused + self.backward * division.backward
 
 
 class Space:
-    """All plans of a model in a mode that keep the limits, the host's apart, for some devices.
+    """All plans of a model in a mode that are within the device limits; host memory is not checked.
 
-    A plan is free in its cuts and in the length of the fused stage. The microbatches are not divided at all, or
-    those of the fused stage, or those of all stages, into the same number of even groups; layers that write
-    buffers are never divided. Each task goes to the device that frees first.
+    Plans differ in their cuts, in the length of the fused stage and in the division of microbatches: none, that of
+    the fused stage, or the same number of even groups in all stages. Stages with layers that write buffers are
+    never divided. Each task goes to the device that becomes free first.
     """
 
     def __init__(self, loads: Loads, *, mode: Mode, devices: int, microbatches: int) -> None:
@@ -52,35 +52,35 @@ class Space:
         self.mode: Mode = mode
         self.devices = devices
         self.microbatches = microbatches
-        # The same shapes come up again and again.
+        # Caches: the same shapes recur.
         self._even: dict[tuple[TaskKind, int, int], Cut] = {}
         self._least: dict[tuple[TaskKind, int], int] = {}
         self._groups: dict[int, Cut] = {}
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where the fused stage may start, the longest first; where the mode has none, the end of the model."""
+        """The possible first layers of the fused stage, ascending; the end of the model if it has none."""
         end = self.loads.num_layers
         if self.mode != "fused":
             return [end]
         return [start for start in range(end) if self.loads.fits(TaskKind.FUSED, range(start, end))]
 
     def divisions(self, start: int) -> list[Division]:
-        """The ways to divide microbatches if the fused stage starts at a layer, the fewest tasks first."""
+        """The possible divisions if the fused stage starts at layer `start`, fewest tasks first."""
         found = [Division(1, 1, 1)]
         for parts in range(2, self.microbatches + 1):
             found += [Division(1, parts, 1), Division(parts, parts, parts)]
         return list(dict.fromkeys(self._possible(start, division) for division in found))
 
     def _possible(self, start: int, division: Division) -> Division:
-        """The division without what the mode or the layers do not have or do not allow."""
+        """The division with 1 for stages that the mode lacks or whose layers may not be divided."""
         below, fused = range(start), range(start, self.loads.num_layers)
         up = division.forward if below and self.loads.may_divide(below) else 1
         both = division.fused if fused and self.loads.may_divide(fused) else 1
         return Division(up, both, up if self.mode != "infer" else 1)
 
     def make(self, start: int, forward: Cut, backward: Cut, division: Division) -> Plan:
-        """The plan with these cuts; `backward` from the first layer up."""
+        """The plan with these cuts; `backward` in ascending order."""
         fused = range(start, self.loads.num_layers)
         groups = self._divided
         return Plan(
@@ -94,7 +94,7 @@ class Space:
         )
 
     def _divided(self, parts: int) -> Cut:
-        """The microbatches in so many groups; none where they are not divided."""
+        """The microbatches in `parts` groups; empty if they are not divided."""
         if parts < 2:
             return ()
         if parts not in self._groups:
@@ -102,7 +102,7 @@ class Space:
         return self._groups[parts]
 
     def shaped(self, shape: Shape) -> Plan:
-        """The plan of a shape: each direction is cut into stages of even time."""
+        """The plan of a shape: each direction is cut into stages of about equal time."""
         start, forward, backward, division = shape
         up = self._cut(TaskKind.FORWARD, start, forward)
         return self.make(start, up, self._cut(TaskKind.BACKWARD, start, backward), division)
@@ -126,7 +126,7 @@ class Space:
         return backward_row(self.loads, self.microbatches)
 
     def nearest(self, shape: Shape) -> Shape | None:
-        """The shape with as many stages as can be, if there are too few or too many; None for no shape."""
+        """The shape with the nearest possible numbers of stages; None if its start or division is impossible."""
         if shape.start not in self.starts or not 1 <= max(shape.division) <= self.microbatches:
             return None
         end = shape.start
@@ -140,14 +140,14 @@ class Space:
         return self._least[kind, end]
 
     def bound_ms(self) -> float:
-        """What no plan of the space goes below: the arithmetic of the longest fused stage, on all devices."""
+        """A lower bound on the time per call: the compute with the least recomputation, divided by devices."""
         loads, start = self.loads, self.starts[0]
         forward_ms, backward_ms = loads.forward_ms[-1], loads.backward_ms[-1]
         again_ms = 0.0 if self.mode == "infer" else backward_ms + loads.forward_ms[start]
         return self.microbatches * (forward_ms + again_ms) / self.devices
 
     def leanest(self) -> Plan:
-        """The plan that leaves the fewest activations on the host."""
+        """The plan that saves the fewest activation bytes on the host."""
         saved, cut = self._leanest_cuts()
         start = min(
             self.starts, key=lambda at: saved[at] + (self.loads.input_bytes[at] if self.mode == "fused" else 0)
@@ -156,7 +156,7 @@ class Space:
         return self.make(start, up, () if self.mode == "infer" else cut[start], Division(1, 1, 1))
 
     def _leanest_cuts(self) -> tuple[list[int], list[Cut]]:
-        """For each end, the backward stages below it whose inputs have the fewest bytes together, and how many."""
+        """For each end: the fewest input bytes of backward stages below it, and the cuts that have them."""
         saved, cut = [0], [cast(Cut, ())]
         for end in range(1, self.loads.num_layers + 1):
             starts = [start for start in range(end) if self.loads.fits(TaskKind.BACKWARD, range(start, end))]
@@ -166,7 +166,7 @@ class Space:
         return saved, cut
 
     def everything(self, start: int) -> Iterator[Plan]:
-        """Every plan whose fused stage starts at a layer."""
+        """Every plan whose fused stage starts at layer `start`."""
         backward = list(self.cuts(TaskKind.BACKWARD, start)) if self.mode != "infer" else [()]
         for division in self.divisions(start):
             for up in self.cuts(TaskKind.FORWARD, start):

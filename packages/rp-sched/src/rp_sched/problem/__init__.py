@@ -1,1 +1,1 @@
-"""The planning problem as data: costs, limits, plans, tasks."""
+"""The planning problem as data: costs, limits, plans and tasks."""

@@ -1,28 +1,28 @@
-"""How large a problem may be, and why: what is larger is refused before any work starts."""
+"""Upper bounds on problem sizes; larger problems are refused before any work starts."""
 
 from typing import NamedTuple
 
 
 class Bound(NamedTuple):
-    """The most that a number may be; `reason` is the end of an error's sentence."""
+    """The largest allowed number. `reason`: a clause for the error message."""
 
     most: int
     reason: str
 
 
 LAYERS = Bound(4096, "since a planner compares all pairs of layers")
-DEVICES = Bound(1024, "since the choice of a device looks at all of them")
-MICROBATCHES = Bound(16_384, "since every plan that is tried is played for all of them")
+DEVICES = Bound(1024, "since choosing a device looks at all of them")
+MICROBATCHES = Bound(16_384, "since every plan that is tried is simulated for all of them")
 # Layers times microbatches: 1,000 layers with 1,024 microbatches; a plan of these takes minutes.
-LAYER_RUNS = Bound(2**20, "since every plan that is tried is played; merge layers or take fewer microbatches")
-# Microbatches that go through stages. A timeline keeps a few hundred bytes of each: some GB.
-STEPS = Bound(10_000_000, "since a timeline holds each of them; play fewer calls")
-TASKS = Bound(10_000_000, "since a list holds each of them; take fewer stages or groups")
-GAPS = Bound(10_000_000, "since the answer has an entry for each")
-CALLS = Bound(1_000_000, "since each is played; the pace of the first hundreds is that of all")
-COLUMNS = Bound(10_000, "since a chart is for the eye")
+LAYER_RUNS = Bound(2**20, "since every plan that is tried is simulated; merge layers or use fewer microbatches")
+# A step is one microbatch in one stage. A timeline stores a few hundred bytes for each: some GB.
+STEPS = Bound(10_000_000, "since a timeline stores each of them; simulate fewer calls")
+TASKS = Bound(10_000_000, "since a list stores each of them; use fewer stages or groups")
+GAPS = Bound(10_000_000, "since the result has an entry for each")
+CALLS = Bound(1_000_000, "since each is simulated; the first hundreds show the steady state")
+COLUMNS = Bound(10_000, "since wider charts cannot be read")
 BYTES = Bound(2**63 - 1, "since no machine addresses more")
-# 30,000 years: sums of times, of all layers, microbatches and calls, stay finite.
+# 30,000 years: sums of times over all layers, microbatches and calls stay finite.
 MOST_MS = 1e15
-# A byte a second: times on the links stay finite.
+# One byte per second: times on the links stay finite.
 LEAST_GB_S = 1e-9

@@ -1,4 +1,4 @@
-"""Refuse arguments that are not the numbers they should be."""
+"""Validate numeric arguments and format values for error messages."""
 
 import math
 import operator
@@ -14,7 +14,7 @@ _DIGITS_PER_BIT = math.log10(2)
 
 
 class _Shortened(reprlib.Repr):
-    """Writes values for errors: a line, whatever they are."""
+    """Formats any value as one short line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,13 +22,13 @@ class _Shortened(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         del level
-        # Python refuses to write integers of some thousand digits.
+        # Python refuses to convert integers with thousands of digits to text.
         bits = x.bit_length()
         return repr(x) if bits <= 64 else f"a number of about {max(1, round(bits * _DIGITS_PER_BIT))} digits"
 
 
 shown = _Shortened().repr
-"""A value as errors show it, in a few words, however large or deep it is.
+"""A short text for a value, for error messages, however large or deeply nested the value is.
 
 >>> shown(7), shown(10**400), shown([[[[[[[[]]]]]]]])
 ('7', 'a number of about 400 digits', '[[[[[[[...]]]]]]]')
@@ -43,7 +43,7 @@ def whole(
     bound: Bound | None = None,
     error: type[ValueError] = ValueError,
 ) -> int:
-    """`value` as an int of at least `least` and, if there is a bound, of no more than that.
+    """`value` as an int of at least `least` and at most `bound`, if given.
 
     >>> whole("devices", 0, least=1)
     Traceback (most recent call last):
@@ -71,7 +71,7 @@ def at_most(name: str, number: int, bound: Bound, *, error: type[ValueError] = V
 
 
 def milliseconds(name: str, value: object) -> float:
-    """`value` as a finite time that is not negative."""
+    """`value` as a finite, non-negative time in ms."""
     number = _real(name, value)
     if not (math.isfinite(number) and number >= 0):
         raise InvalidCost(f"{name} must be a finite time in ms, zero or more, but is {number!r} instead")
@@ -83,7 +83,7 @@ def milliseconds(name: str, value: object) -> float:
 
 
 def speed(name: str, value: object, *, unit: str = "speed in GB/s") -> float:
-    """`value` as a finite speed, or what else has this unit, above zero: at least a byte (1e-9)."""
+    """`value` as a finite number of at least 1e-9 (one byte, in GB); `unit` names the quantity in errors."""
     number = _real(name, value)
     if not (math.isfinite(number) and number > 0):
         raise InvalidCost(f"{name} must be a finite {unit}, above zero, but is {number!r} instead")
@@ -93,17 +93,17 @@ def speed(name: str, value: object, *, unit: str = "speed in GB/s") -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """`value`, which must be True or False."""
+    """`value`, checked to be True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, but is {shown(value)} instead")
     return value
 
 
-def part(name: str, value: object) -> float:
-    """`value` as a part of something: zero or more."""
+def non_negative(name: str, value: object) -> float:
+    """`value` as a non-negative number, such as a fraction."""
     number = _real(name, value)
     if not number >= 0:
-        raise ValueError(f"{name} must be a part, zero or more, but is {number!r} instead")
+        raise ValueError(f"{name} must be a number of at least 0, but is {number!r} instead")
     return number
 
 
@@ -114,4 +114,6 @@ def _real(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise InvalidCost(f"{name} must be a number for a float, but is {shown(value)} instead") from error
+        raise InvalidCost(
+            f"{name} must be a number in the range of a float, but is {shown(value)} instead"
+        ) from error

@@ -1,4 +1,4 @@
-"""What a layer costs, and what the machine allows."""
+"""Costs of a layer, and limits of the machine."""
 
 from dataclasses import dataclass
 
@@ -6,29 +6,29 @@ from rp_sched.errors import InvalidCost
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import flag, milliseconds, speed, whole
 
-# A backward pass multiplies matrices twice where the forward pass does it once: for its inputs, for its weights.
+# For each matrix product of the forward pass the backward pass has two: gradients of inputs and of weights.
 BACKWARD_PER_FORWARD = 2.0
-# Gradients are summed in 32 bits while weights are taken to have 16: twice the bytes (too many for wider weights).
+# Gradients are summed in fp32 and weights are assumed to be 16-bit: twice the bytes (too much for fp32 weights).
 GRADIENT_PER_TRAINABLE = 2
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class LayerCost:
-    """What one layer takes to run one microbatch.
+    """The time and memory of one layer for one microbatch.
 
     >>> LayerCost(7.4, weight_bytes=100).backward_ms
     14.8
     >>> LayerCost(7.4, weight_bytes=100, trainable_bytes=2).gradient_bytes
     4
 
-    `forward_ms`: one forward pass. `backward_ms`: one backward pass without recomputation; twice the forward
-    pass if not given. `weight_bytes`: all parameters and buffers. `trainable_bytes`: those of `weight_bytes` that
-    get a gradient; all if not given. `boundary_bytes`: the activations handed to the next layer. `kept_bytes`:
-    the activations of one microbatch that a device keeps between the layer's forward and its backward pass.
-    `writes_buffers`: running the layer changes its buffers, as batch norm does, so that its microbatches must be
-    neither divided between devices nor reordered.
+    `forward_ms`: one forward pass. `backward_ms`: one backward pass without recomputation; by default twice
+    `forward_ms`. `weight_bytes`: all parameters and buffers. `trainable_bytes`: the part of `weight_bytes` that
+    gets gradients; by default all. `boundary_bytes`: the activations passed to the next layer. `kept_bytes`: the
+    activations that a device keeps between the layer's forward and backward pass. `writes_buffers`: the forward
+    pass changes buffers, as in batch norm, so its microbatches must be neither divided between devices nor
+    reordered.
 
-    Raises `InvalidCost` for a number that cannot be, `TypeError` for what is no number.
+    Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """
 
     forward_ms: float
@@ -53,7 +53,7 @@ class LayerCost:
         forward_ms = milliseconds("forward_ms", forward_ms)
         backward_ms = BACKWARD_PER_FORWARD * forward_ms if backward_ms is None else backward_ms
         trainable_bytes = weight_bytes if trainable_bytes is None else trainable_bytes
-        # The class is frozen, so its own fields are set past its own guard.
+        # A frozen dataclass can set its fields only through object.__setattr__.
         put = object.__setattr__
         put(self, "forward_ms", forward_ms)
         put(self, "backward_ms", milliseconds("backward_ms", backward_ms))
@@ -73,28 +73,29 @@ class LayerCost:
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradients on a device, in 32 bits; the weights are taken to have 16."""
+        """Bytes of fp32 gradients on a device, assuming 16-bit weights."""
         return GRADIENT_PER_TRAINABLE * self.trainable_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What devices, links and host allow; `None` means without limit.
+    """The limits of devices, links and host; `None` means no limit.
 
     >>> Limits(device_memory_bytes=80_000).stage_limit_bytes
     40000
 
-    `device_memory_bytes`: what one device has for weights, gradients and kept activations. `stage_bytes`: the most
-    that the weights and gradients of one stage may take, unless the stage is a single layer; half of the device's
-    memory if not given, since the other half holds the weights fetched ahead. `ahead_bytes`, instead of it: the
-    room for those weights, where gradients wait until the ones before them have left; no stage but the fused one
-    has more weights. `host_memory_bytes`: what the host has for weights, gradients and the activations handed
-    over (see `host_bytes`); optimizer state is not counted.
-    `upload_gb_s`, `download_gb_s`: the link from host to device and back, in 10^9 bytes a second.
-    `shared_links`: all devices share one link each way; else each has its own. `hop_ms`: what handing a
-    microbatch to the next stage takes besides its bytes.
+    `device_memory_bytes`: memory of one device for weights, gradients and kept activations. `stage_bytes`: the
+    most that the weights and gradients of a stage may take, unless it is a single layer; by default half of the
+    device memory, since the other half holds the weights fetched ahead. `ahead_bytes`, instead of `stage_bytes`:
+    the memory for weights fetched ahead, if a stage's gradients wait until those of the stage before have left the
+    device; no stage except the fused one may have more weights. `host_memory_bytes`: host memory for weights,
+    gradients and activations between stages (see `host_bytes`), without optimizer state.
 
-    Raises `InvalidCost` for a number that cannot be, `TypeError` for what is no number.
+    `upload_gb_s`, `download_gb_s`: bandwidth from host to device and back, in 10^9 bytes per second.
+    `shared_links`: all devices share one link per direction; else each has its own. `hop_ms`: the latency of
+    passing a microbatch to the next stage, in addition to the transfer of its bytes.
+
+    Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """
 
     device_memory_bytes: int | None = None
@@ -107,7 +108,7 @@ class Limits:
     hop_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        # The class is frozen, so its own fields are set past its own guard.
+        # A frozen dataclass can set its fields only through object.__setattr__.
         put = object.__setattr__
         for name in ("device_memory_bytes", "stage_bytes", "ahead_bytes", "host_memory_bytes"):
             if getattr(self, name) is not None:
@@ -121,7 +122,9 @@ class Limits:
 
     def _check_stage_bytes(self) -> None:
         if self.stage_bytes is not None and self.ahead_bytes is not None:
-            raise InvalidCost("stage_bytes and ahead_bytes say the same in two ways; give one of them")
+            raise InvalidCost(
+                "stage_bytes and ahead_bytes exclude each other, but both are given; give one of them"
+            )
         if self.stage_bytes is None or self.device_memory_bytes is None:
             return
         if 2 * self.stage_bytes > self.device_memory_bytes:
@@ -132,24 +135,24 @@ class Limits:
 
     @property
     def stage_limit_bytes(self) -> int | None:
-        """What the weights and gradients of a stage of several layers may take; see `ahead_bytes`."""
+        """The most that weights and gradients of a stage of several layers may take; None if not limited so."""
         if self.stage_bytes is not None or self.device_memory_bytes is None or self.ahead_bytes is not None:
             return self.stage_bytes
         return self.device_memory_bytes // 2
 
     @property
     def room_ahead_bytes(self) -> int:
-        """What is not there for a stage of several layers, since the next one is fetched meanwhile."""
+        """Device memory reserved for the next stage's weights while a stage of several layers runs."""
         return self.ahead_bytes if self.ahead_bytes is not None else self.stage_limit_bytes or 0
 
     @property
     def upload_ms_per_byte(self) -> float:
-        """Zero where the link has no limit."""
+        """Zero if the bandwidth is not limited."""
         return 0.0 if self.upload_gb_s is None else 1 / (self.upload_gb_s * 1e6)
 
     @property
     def download_ms_per_byte(self) -> float:
-        """Zero where the link has no limit."""
+        """Zero if the bandwidth is not limited."""
         return 0.0 if self.download_gb_s is None else 1 / (self.download_gb_s * 1e6)
 
 

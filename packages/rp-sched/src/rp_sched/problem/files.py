@@ -1,4 +1,4 @@
-"""Costs and limits in JSON files."""
+"""Read costs and limits from JSON files."""
 
 import json
 from collections.abc import Iterable
@@ -15,21 +15,21 @@ _LAYER = tuple(field.name for field in fields(LayerCost))
 _LIMITS = tuple(field.name for field in fields(Limits))
 
 
-# Far more than the most layers, or tasks, that may be given: a file without an end is refused.
+# Far more than the allowed layers or tasks need: endless files such as pipes are refused.
 MOST_COSTS_BYTES = 16 * 2**20
 MOST_TASKS_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a costs file says."""
+    """The contents of a costs file."""
 
     costs: tuple[LayerCost, ...]
     limits: Limits
 
 
 def read(path: Path) -> Problem:
-    """The costs and limits in a file. Raises `InvalidCost` or `OSError` in one line that names file and field."""
+    """Read a costs file. Raises `InvalidCost`, whose message names file and field in one line, or `OSError`."""
     try:
         return parse(read_text(path, most_bytes=MOST_COSTS_BYTES))
     except (ValueError, TypeError) as error:
@@ -37,7 +37,7 @@ def read(path: Path) -> Problem:
 
 
 def read_text(path: Path, *, most_bytes: int) -> str:
-    """The text of a file or a pipe, of which no more than `most_bytes` are read."""
+    """The text of a file or pipe; raises `ValueError` after reading more than `most_bytes`."""
     with path.open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -46,7 +46,7 @@ def read_text(path: Path, *, most_bytes: int) -> str:
 
 
 def parse(text: str) -> Problem:
-    """The costs and limits in a text.
+    """Read costs and limits from JSON text.
 
     >>> problem = parse('{"layers": [{"forward_ms": 2, "repeat": 3}], "limits": {"hop_ms": 0.5}}')
     >>> len(problem.costs), problem.limits.hop_ms
@@ -55,8 +55,8 @@ def parse(text: str) -> Problem:
     Traceback (most recent call last):
     rp_sched.errors.InvalidCost: layers[0]: repeat must be at least 1, but is 0 instead
 
-    A layer has the fields of `LayerCost` and perhaps `repeat`, for as many equal layers; `limits` has those of
-    `Limits`. Sizes may be written as 7e9.
+    A layer has the fields of `LayerCost`, and optionally `repeat`, the number of equal layers. `limits` has the
+    fields of `Limits`. Sizes may be written as 7e9.
     """
     top = _object("the file", _json(text), {"layers", "limits"})
     if "layers" not in top:
@@ -72,7 +72,7 @@ def parse(text: str) -> Problem:
 
 
 def _json(text: str) -> object:
-    # Infinity and NaN are no JSON, but Python reads them; the fields refuse them by name.
+    # Python's parser accepts Infinity and NaN, which are not JSON; the checks of the fields refuse them.
     try:
         return json.loads(text)
     except ValueError as error:
@@ -101,17 +101,17 @@ def _limits(value: object) -> Limits:
 
 
 def _object(where: str, value: object, names: set[str]) -> dict[str, Any]:
-    # Any: the values' own classes check them.
+    # Any: LayerCost and Limits check the values.
     if not isinstance(value, dict):
         raise InvalidCost(f"{where} must be an object, but is {shown(value)} instead")
     found = cast(dict[str, Any], value)
     for name in found:
         if name not in names:
-            raise InvalidCost(f"{where}: there is no field {shown(name)}; there are {', '.join(sorted(names))}")
+            raise InvalidCost(f"{where}: unknown field {shown(name)}; the fields are {', '.join(sorted(names))}")
     return {name: _number(name, given) for name, given in found.items()}
 
 
 def _number(name: str, value: object) -> object:
-    """Sizes that are written as 7e9 are floats to Python."""
+    """Convert a size written as 7e9, which JSON reads as a float, to an int."""
     is_size = name.endswith("_bytes") and isinstance(value, float) and value.is_integer()
     return int(cast(float, value)) if is_size else value

@@ -1,11 +1,11 @@
-"""The modes of a call: which passes its layers run."""
+"""The modes of a call: forward only, forward with later backward, or both fused."""
 
 from typing import Literal, get_args
 
 from rp_sched.problem.checks import shown
 
 Mode = Literal["infer", "train", "fused"]
-"""`infer`: forward only. `train`: forward, and later backward. `fused`: forward, loss and backward in one call."""
+"""`infer`: forward only. `train`: forward, backward later. `fused`: forward, loss and backward in one call."""
 
 
 def check_mode(mode: object) -> None:

@@ -1,4 +1,4 @@
-"""How a model is cut into stages."""
+"""`Plan`: the stages of a model and the division of their microbatches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from rp_sched.problem.modes import Mode, check_mode
 from rp_sched.problem.task_kinds import TaskKind
 
 Phase = tuple[TaskKind, tuple[range, ...], tuple[range, ...]]
-"""A kind of task, its stages, and the groups into which their microbatches are divided."""
+"""A task kind, its stages, and the groups into which their microbatches are divided."""
 
 _GROUPS = ("groups", "forward_groups", "backward_groups")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """Stages in the order in which they run.
+    """The stages of a model, in the order in which they run.
 
     >>> plan = Plan((range(0, 3),), range(3, 5), (range(2, 3), range(0, 2)))
     >>> plan
@@ -27,14 +27,14 @@ class Plan:
     >>> Plan(fused=range(0, 5), groups=(range(0, 2), range(2, 4)))
     Plan(FB[0:5] m0:2 m2:4)
 
-    `forward`: from the first layers up. `fused`: the last layers, whose forward and backward pass are one task.
-    `backward`: from the last stage down; it may be cut differently from `forward`. A stage of `forward` or
-    `backward` runs all microbatches in a row on one device, unless they are divided into groups: `groups` divides
-    those of the fused stage, `forward_groups` those of every forward stage and `backward_groups` those of every
-    backward stage. Each group is a task of its own, and neighbouring groups go to different devices.
+    `forward`: the forward stages, from the first layer on. `fused`: the last layers, whose forward and backward
+    pass are one task. `backward`: the backward stages, from the last one to the first; they may be cut differently
+    from `forward`. A stage runs all microbatches as one task on one device, unless they are divided into groups of
+    microbatches, each a task of its own: `groups` for the fused stage, `forward_groups` for every forward stage,
+    `backward_groups` for every backward stage.
 
-    `in_turn`: the devices take the tasks in turn; else each task goes to the device that frees first (see
-    `Dealer`). `devices`: how many devices the plan uses at most; all if None.
+    `in_turn`: tasks go to the devices in turn; else each goes to the device that becomes free first (see
+    `Dealer`). `devices`: the most devices that the plan uses; None for all.
     """
 
     forward: tuple[range, ...] = ()
@@ -47,7 +47,7 @@ class Plan:
     devices: int | None = None
 
     def __post_init__(self) -> None:
-        # Lists are welcome, but a plan is a key of caches: it must hash.
+        # Convert lists to tuples: plans are keys of caches and must be hashable.
         for name in ("forward", "backward", *_GROUPS):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             _check_ranges(name, getattr(self, name))
@@ -63,7 +63,7 @@ class Plan:
         return f"Plan({', '.join([' '.join(words), *dealt, *used])})"
 
     def phases(self) -> tuple[Phase, ...]:
-        """For each kind of task, in the order of launch, its stages and its groups of microbatches, if any.
+        """For each task kind, in launch order: its stages and its groups of microbatches, if any.
 
         >>> [(str(kind), stages) for kind, stages, _ in Plan((range(0, 3),), range(3, 5), (range(0, 3),)).phases()]
         [('F', (range(0, 3),)), ('FB', (range(3, 5),)), ('B', (range(0, 3),))]
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def num_layers(self) -> int:
-        """The layer after the last one that any stage runs.
+        """The number of layers that the stages cover: one more than the last layer of any stage.
 
         >>> Plan((range(0, 3),), range(3, 5), (range(0, 3),)).num_layers
         5
@@ -84,13 +84,13 @@ class Plan:
         return max((stage.stop for _, stages, _ in self.phases() for stage in stages), default=0)
 
     def check(self, num_layers: int, mode: Mode) -> None:
-        """Refuse the plan unless it runs each of `num_layers` layers exactly once in every direction `mode` has.
+        """Raise `InvalidPlan` unless each of `num_layers` layers runs exactly once per direction of `mode`.
 
         >>> Plan((range(0, 3), range(4, 5))).check(num_layers=5, mode="infer")
         Traceback (most recent call last):
         rp_sched.errors.InvalidPlan: forward[1] is 4:5, so no stage runs layer 3; start it at 3
 
-        The last layers are `fused` in mode `fused` and only there; mode `infer` has no `backward`.
+        `fused` is required in mode `fused` and forbidden in others; mode `infer` has no `backward`.
         """
         whole("num_layers", num_layers, least=1)
         check_mode(mode)
@@ -100,7 +100,7 @@ class Plan:
             self._check_unfused(num_layers, mode)
 
     def check_microbatches(self, microbatches: int) -> None:
-        """Refuse the plan unless its groups, if it has any, hold each of `microbatches` microbatches exactly once.
+        """Raise `InvalidPlan` unless all groups given hold each of `microbatches` microbatches exactly once.
 
         >>> Plan(fused=range(0, 5), groups=(range(0, 2),)).check_microbatches(4)
         Traceback (most recent call last):
@@ -125,12 +125,14 @@ class Plan:
 
     def _check_unfused(self, num_layers: int, mode: Mode) -> None:
         if self.fused is not None or self.groups:
-            raise InvalidPlan(f"mode {mode!r} has no fused stage and no groups, but the plan is {self!r}")
+            raise InvalidPlan(
+                f"mode {mode!r} has no fused stage and no groups, but the plan is {self!r}; remove them"
+            )
         self._check_forward(num_layers)
         if mode == "train":
             self._check_backward(num_layers)
         elif self.backward or self.backward_groups:
-            raise InvalidPlan(f"mode 'infer' has no backward stages, but the plan is {self!r}")
+            raise InvalidPlan(f"mode 'infer' has no backward stages, but the plan is {self!r}; remove them")
 
     def _check_forward(self, top: int) -> None:
         _check_cover("forward", _labelled("forward", self.forward), top, unit="layer")
@@ -167,7 +169,7 @@ def _labelled(name: str, stages: tuple[range, ...]) -> list[tuple[str, range]]:
 
 
 def _check_cover(name: str, labelled: list[tuple[str, range]], end: int, *, unit: str) -> None:
-    """Refuse spans, given from the lowest up, that do not hold each of `range(end)` once."""
+    """Raise `InvalidPlan` unless spans, in ascending order, hold each number of `range(end)` once."""
     expected = 0
     for label, span in labelled:
         if span.start > expected:
@@ -175,9 +177,9 @@ def _check_cover(name: str, labelled: list[tuple[str, range]], end: int, *, unit
             raise InvalidPlan(f"{label} is {spans.text(span)}, so {where}; start it at {expected}")
         if span.start < expected:
             raise InvalidPlan(
-                f"{label} is {spans.text(span)}, so {unit} {span.start} is there twice; start it at {expected}"
+                f"{label} is {spans.text(span)}, so {unit} {span.start} appears twice; start it at {expected}"
             )
         expected = span.stop
     if expected != end:
-        todo = f"add {expected}:{end}" if expected < end else f"leave out {end}:{expected}"
+        todo = f"add {expected}:{end}" if expected < end else f"remove {end}:{expected}"
         raise InvalidPlan(f"{name} must cover {unit} 0:{end}, but cover 0:{expected} instead; {todo}")

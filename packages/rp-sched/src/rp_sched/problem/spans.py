@@ -1,10 +1,10 @@
-"""Runs of neighbouring layers or microbatches: `range` objects with step 1."""
+"""Contiguous spans of layers or microbatches: format, validate and divide `range` objects."""
 
 from itertools import pairwise
 
 
 def text(span: range) -> str:
-    """How a span is written in tasks, plans and errors.
+    """The text of a span in tasks, plans and errors.
 
     >>> text(range(0, 7))
     '0:7'
@@ -13,7 +13,7 @@ def text(span: range) -> str:
 
 
 def check(name: str, span: object, *, error: type[ValueError]) -> None:
-    """Refuse what is not a range, has gaps, is empty or starts below zero.
+    """Raise unless `span` is a range with step 1, not empty, and starts at 0 or above.
 
     >>> check("layers", range(3, 3), error=ValueError)
     Traceback (most recent call last):
@@ -30,7 +30,7 @@ def check(name: str, span: object, *, error: type[ValueError]) -> None:
 
 
 def divide(count: int, parts: int) -> tuple[range, ...]:
-    """`range(count)` as `parts` neighbouring spans whose lengths differ by one at most.
+    """Divide `range(count)` into `parts` contiguous spans whose lengths differ by at most one.
 
     >>> divide(5, 3)
     (range(0, 2), range(2, 4), range(4, 5))

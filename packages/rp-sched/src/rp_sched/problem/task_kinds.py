@@ -1,4 +1,4 @@
-"""The kinds of tasks, and all that is true of each."""
+"""The kinds of tasks and their properties."""
 
 from enum import StrEnum
 from functools import cached_property
@@ -8,27 +8,27 @@ from rp_sched.problem.modes import Mode
 
 
 class TaskKind(StrEnum):
-    """What a task does with its layers. A kind is also its letters, as they are written.
+    """What a task does with its layers. A kind equals its letters as a string.
 
     >>> TaskKind("FB").computes_loss, TaskKind.FORWARD == "F"
     (True, True)
 
-    `FORWARD`: forward. `BACKWARD`: forward again, then backward. `FUSED`: forward, loss and backward, microbatch
-    by microbatch.
+    `FORWARD`: forward pass. `BACKWARD`: recomputation, then backward pass. `FUSED`: forward pass, loss and
+    backward pass, microbatch by microbatch.
 
-    Code asks a kind a question rather than which kind it is. Each question has an answer for every kind, or the
-    type checker says where one is missing.
+    Code tests these properties instead of comparing kinds, so that a new kind needs no change elsewhere. The type
+    checker reports a property that does not cover every kind.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
     FUSED = "FB"
 
-    # Each answer is computed once: planners ask millions of times.
+    # Cached, since planners read them millions of times.
 
     @cached_property
     def modes(self) -> tuple[Mode, ...]:
-        """The modes whose calls have such tasks."""
+        """The modes whose calls have tasks of this kind."""
         match self:
             case TaskKind.FORWARD:
                 return "infer", "train", "fused"
@@ -41,7 +41,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def runs_forward(self) -> bool:
-        """Whether it is the forward pass of its layers, the one that writes buffers; a recomputation is not."""
+        """Whether it runs the first forward pass of its layers, which writes buffers; recomputation does not."""
         match self:
             case TaskKind.FORWARD | TaskKind.FUSED:
                 return True
@@ -52,7 +52,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether it runs the forward pass again, from what the first one saved."""
+        """Whether it runs the forward pass again, from saved inputs."""
         match self:
             case TaskKind.BACKWARD:
                 return True
@@ -63,7 +63,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def runs_backward(self) -> bool:
-        """Whether it is the backward pass of its layers, for which their inputs are saved."""
+        """Whether it runs the backward pass of its layers."""
         match self:
             case TaskKind.BACKWARD | TaskKind.FUSED:
                 return True
@@ -74,7 +74,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def computes_loss(self) -> bool:
-        """Whether it takes labels and computes the loss, so that it must end with the last layer."""
+        """Whether it takes labels and computes the loss; it must then end with the last layer."""
         match self:
             case TaskKind.FUSED:
                 return True
@@ -85,7 +85,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def saves_inputs(self) -> bool:
-        """Whether it leaves inputs of its layers on the host, for the backward stages that start there."""
+        """Whether it saves inputs of its layers on the host, for the backward stages that start at them."""
         match self:
             case TaskKind.FORWARD:
                 return True
@@ -96,7 +96,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def keeps_activations(self) -> bool:
-        """Whether the device keeps a microbatch's activations from its forward to its backward pass."""
+        """Whether the device keeps a microbatch's activations between its forward and its backward pass."""
         match self:
             case TaskKind.BACKWARD | TaskKind.FUSED:
                 return True
@@ -118,7 +118,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def sends_outputs(self) -> bool:
-        """Whether it hands its last layer's outputs on, to the stage above or to the caller."""
+        """Whether it passes its last layer's outputs to the next stage or to the caller."""
         match self:
             case TaskKind.FORWARD:
                 return True
@@ -129,7 +129,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def takes_gradients(self) -> bool:
-        """Whether it needs the gradients of its last layer's outputs, from the stage above or from the caller."""
+        """Whether it needs gradients of its last layer's outputs, from the next stage or from the caller."""
         match self:
             case TaskKind.BACKWARD:
                 return True
@@ -140,7 +140,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def sends_gradients(self) -> bool:
-        """Whether it hands the gradients of its first layer's inputs on, to the stage below."""
+        """Whether it passes gradients of its first layer's inputs to the stage below."""
         match self:
             case TaskKind.BACKWARD | TaskKind.FUSED:
                 return True
@@ -151,7 +151,7 @@ class TaskKind(StrEnum):
 
     @cached_property
     def may_exceed_room_ahead(self) -> bool:
-        """Whether its weights may take more than the room for weights that are fetched ahead."""
+        """Whether its weights may exceed the memory for weights fetched ahead (`Limits.ahead_bytes`)."""
         match self:
             case TaskKind.FUSED:
                 return True
@@ -162,4 +162,4 @@ class TaskKind(StrEnum):
 
 
 Kind = TaskKind
-"""`TaskKind`, by its first name."""
+"""The former name of `TaskKind`."""

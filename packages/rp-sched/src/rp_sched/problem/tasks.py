@@ -1,4 +1,4 @@
-"""The tasks of a call, in the order of their launch."""
+"""`Task`, the task list of a plan, and the check that a task list can run."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ _WRITTEN = re.compile(rf"({'|'.join(TaskKind)})\[{_NUMBER}:{_NUMBER}\] m{_NUMBER
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Task:
-    """Some neighbouring layers, for some neighbouring microbatches, on one device. `kind` may be its letters.
+    """One unit of work: contiguous layers, run for contiguous microbatches, on one device.
 
     >>> task = Task("F", range(0, 7), range(0, 4), 2)
     >>> task
@@ -26,6 +26,8 @@ class Task:
     True
     >>> task.runs_forward, task.adds_gradients
     (True, False)
+
+    `kind` may be given as its letters. Raises `InvalidTask` for an invalid kind, range or device.
     """
 
     kind: TaskKind
@@ -34,7 +36,7 @@ class Task:
     device: int
 
     def __init__(self, kind: str, layers: range, microbatches: range, device: int) -> None:
-        # The class is frozen, so its own fields are set past its own guard.
+        # A frozen dataclass can set its fields only through object.__setattr__.
         put = object.__setattr__
         put(self, "kind", kind if type(kind) is TaskKind else _kind(kind))
         put(self, "layers", layers)
@@ -49,14 +51,14 @@ class Task:
 
     @classmethod
     def parse(cls, text: str) -> "Task":
-        """The task that `repr` wrote.
+        """The task with this `repr`.
 
         >>> Task.parse("FB[7:9] m2:4 @0").layers
         range(7, 9)
         """
         found = _WRITTEN.fullmatch(text)
         if found is None:
-            raise InvalidTask(f"a task is written like 'F[0:7] m0:4 @2', but the text is {shown(text)}")
+            raise InvalidTask(f"a task must be written like 'F[0:7] m0:4 @2', but the text is {shown(text)}")
         first, last, first_batch, last_batch, device = map(int, found.groups()[1:])
         return cls(found[1], range(first, last), range(first_batch, last_batch), device)
 
@@ -120,14 +122,14 @@ def _kind(letters: object) -> TaskKind:
 
 
 def phases(plan: Plan, microbatches: int) -> Iterator[Phase]:
-    """The phases of a call of a plan, undivided microbatches as one group."""
+    """The phases of a plan, with undivided microbatches as one group."""
     undivided = (range(microbatches),)
     for kind, stages, groups in plan.phases():
         yield kind, stages, groups or undivided
 
 
 def check_tasks(plan: Plan, microbatches: int) -> None:
-    """Refuse a plan with more tasks a call than a list should hold."""
+    """Raise `InvalidPlan` for a plan with more tasks per call than `bounds.TASKS`."""
     count = sum(len(stages) * len(groups) for _, stages, groups in phases(plan, microbatches))
     at_most("the number of tasks", count, bounds.TASKS, error=InvalidPlan)
 
@@ -140,17 +142,17 @@ def _steps(plan: Plan, microbatches: int) -> Iterator[tuple[TaskKind, range, ran
 
 
 def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_device: int = 0) -> tuple[Task, ...]:
-    """The tasks of one call under `plan`, each after all that it needs, given to the devices in turn.
+    """The tasks of one call under `plan`, in launch order, assigned to the devices in turn.
 
     >>> plan = Plan((range(0, 3),), range(3, 5), (range(0, 3),))
     >>> order(plan, mode="fused", devices=2, microbatches=4)
     (F[0:3] m0:4 @0, FB[3:5] m0:4 @1, B[0:3] m0:4 @0)
 
-    `first_device` takes the first task: give the one after the last call's last device, and the turns go round
-    from call to call. A plan that uses fewer devices takes the first ones. For a plan that is not `in_turn` any
-    turns are correct, but those of a `Dealer` are faster.
+    Each task follows the tasks that it depends on. `first_device` gets the first task; to continue the turns from
+    call to call, give the device after that of the last call's last task. A plan that uses fewer devices uses the
+    first ones. For a plan that is not `in_turn` this assignment is correct, but that of a `Dealer` is faster.
 
-    Raises `InvalidPlan` for a plan that does not fit the mode or the microbatches.
+    Raises `InvalidPlan` for a plan that does not suit the mode or the microbatches.
     """
     plan.check(max(plan.num_layers, 1), mode)
     plan.check_microbatches(microbatches)
@@ -166,7 +168,7 @@ def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_devi
 def check_order(
     tasks: Iterable[Task], num_layers: int, microbatches: int, mode: Mode, *, devices: int | None = None
 ) -> None:
-    """Refuse a task list, whoever planned it, that a call could not run as it stands.
+    """Raise `InvalidOrder` for a task list that one call cannot run in this order.
 
     >>> tasks = [Task.parse("FB[0:3] m0:1 @0"), Task.parse("FB[0:3] m1:2 @1")]
     >>> check_order(tasks, num_layers=3, microbatches=2, mode="fused")
@@ -174,10 +176,10 @@ def check_order(
     Traceback (most recent call last):
     rp_sched.errors.InvalidOrder: the list ends, but layer 0 never runs forward for microbatch 0; add a task for it
 
-    Every layer runs forward once for every microbatch, from the first layer up, and, unless `mode` is `infer`,
-    backward once, from the last layer down. In mode `fused` the last layers of every microbatch are those of a
-    task of kind `FB`; in mode `train` no backward task comes before a forward one. Microbatches need not go the
-    same way. With `devices` given, every task's device is one of them.
+    Each layer must run forward once per microbatch, from the first layer to the last, and, unless `mode` is
+    `infer`, backward once, from the last layer to the first. In mode `fused` each microbatch's last layers must
+    run in a task of kind `FB`. In mode `train` all forward tasks must precede the backward tasks. Stages may
+    differ between microbatches. If `devices` is given, task devices must be below it.
     """
     whole("num_layers", num_layers, least=1)
     whole("microbatches", microbatches, least=1, bound=bounds.MICROBATCHES)
@@ -198,15 +200,15 @@ def _check_devices(devices: int, first_device: int) -> None:
 
 def _check_task(where: str, task: object, devices: int | None) -> None:
     if not isinstance(task, Task):
-        raise TypeError(f"{where}: a task list must be made of Task")
+        raise TypeError(f"{where}: must be a Task, but is a {type(task).__name__}")
     if devices is not None and task.device >= devices:
-        raise InvalidOrder(f"{where}: there are {devices} devices; take one below {devices}")
+        raise InvalidOrder(f"{where}: there are {devices} devices; use one below {devices}")
 
 
 class _Progress:
-    """How far each microbatch is after the tasks seen so far.
+    """The progress of each microbatch through the layers, for `check_order`.
 
-    `up[m]`: the layers below it have run forward. `down[m]`: the layers from it on have run backward.
+    `_up[m]`: layers below it have run forward. `_down[m]`: layers from it on have run backward.
     """
 
     def __init__(self, num_layers: int, microbatches: int, mode: Mode) -> None:
@@ -272,7 +274,7 @@ class _Progress:
 
 def _twice(where: str, layer: int, microbatch: int, direction: str) -> InvalidOrder:
     return InvalidOrder(
-        f"{where}: layer {layer} has run {direction} for microbatch {microbatch} before; leave it out here"
+        f"{where}: layer {layer} has run {direction} for microbatch {microbatch} before; remove it here"
     )
 
 

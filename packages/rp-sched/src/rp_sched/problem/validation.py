@@ -1,4 +1,4 @@
-"""Refuse problems that cannot be planned because they are not problems."""
+"""Validate the arguments that planners and simulator share: costs, devices, microbatches, mode."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rp_sched.problem.modes import check_mode
 
 
 def check_problem(costs: Sequence[LayerCost], *, devices: int, microbatches: int, mode: object) -> None:
-    """Raise unless there is a layer, a device, a microbatch and a mode, and not more than `bounds` has.
+    """Raise unless there is at least one layer, device and microbatch, a valid mode, and no bound is exceeded.
 
     >>> check_problem([], devices=1, microbatches=1, mode="infer")
     Traceback (most recent call last):
@@ -23,12 +23,12 @@ def check_problem(costs: Sequence[LayerCost], *, devices: int, microbatches: int
 
 
 def check_steps(steps: int) -> None:
-    """Refuse to play more than a timeline should hold; `steps`: microbatches that stages run, of all calls."""
+    """Raise for more steps than a timeline should hold; a step is one microbatch in one stage."""
     at_most("the number of times that a stage runs a microbatch, in all calls,", steps, bounds.STEPS)
 
 
 def check_costs(costs: Sequence[LayerCost]) -> None:
-    """Raise unless there is a layer, layers only, and not too many."""
+    """Raise unless there is at least one layer, not too many, and each is a `LayerCost`."""
     if not costs:
         raise ValueError("costs must name at least one layer, but is empty")
     at_most("the number of layers", len(costs), bounds.LAYERS)

@@ -1,1 +1,1 @@
-"""Schedules as text, tables and traces."""
+"""Reports on schedules: charts, tables and traces."""

@@ -1,16 +1,16 @@
-"""A table over all schedules."""
+"""`compare`: a table of all schedules for one model and machine."""
 
 from collections.abc import Sequence
 
 from rp_sched.report.schedules import Setting, schedules
 from rp_sched.simulation.timeline import Timeline
 
-# Enough for devices to fall into step; times are means over the second half.
+# Enough calls to reach the steady state; times are means over the second half.
 CALLS = 24
 
 
 def compare(setting: Setting) -> str:
-    """A line for each schedule: one call alone, and calls that follow each other.
+    """A table with a line per schedule: one call alone, and the steady state.
 
     >>> from rp_sched import LayerCost, Limits
     >>> print(compare(Setting(costs=[LayerCost(1.0)], limits=Limits(), devices=1, microbatches=2, mode="infer")))
@@ -18,8 +18,9 @@ def compare(setting: Setting) -> str:
     adaptive                 2          2    1.000    0%      1        0
     roundrobin               2          2    1.000    0%      1        0
 
-    Ideal: no device idle, every layer but the last recomputed. Idle: of all devices, in the calls that follow each
-    other, first to last launch. Peak: of one device. A schedule that cannot run here says why.
+    `/ ideal`: steady time divided by the time without idle devices, if every layer but the last is recomputed.
+    `idle`: the idle share of all devices in the steady state. `peak GB`: the most memory of any device. A schedule
+    that cannot run here has its error instead.
     """
     lines = [_row("schedule", ["alone ms", "steady ms", "/ ideal", "idle", "tasks", "peak GB"])]
     for name in schedules(setting):
@@ -44,7 +45,7 @@ def _cells(setting: Setting, name: str) -> list[str]:
 
 
 def _idle_part(alone: Timeline, steady: Timeline) -> float:
-    """Each call does the work of one alone."""
+    """The idle share of the steady state; each of its calls computes as long as one call alone."""
     possible_ms = steady.call_ms * steady.devices
     return max(0.0, 1 - sum(alone.busy_ms) / possible_ms) if possible_ms else 0.0
 

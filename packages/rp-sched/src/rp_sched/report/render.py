@@ -1,4 +1,4 @@
-"""Pictures of timelines: text and SVG."""
+"""Charts of timelines, as text and SVG."""
 
 from collections.abc import Iterator
 from html import escape
@@ -13,7 +13,7 @@ _ROW, _LEFT, _TOP, _WIDTH = 26, 48, 24, 1200
 
 
 class Look(NamedTuple):
-    """How charts show a kind of task. `letter` has another case, for every other call."""
+    """The look of a task kind in charts. Every other call has `letter` in the other case."""
 
     letter: str
     word: str
@@ -22,7 +22,7 @@ class Look(NamedTuple):
 
 
 def look(kind: TaskKind) -> Look:
-    """How charts show a kind of task.
+    """The look of a task kind in charts.
 
     >>> look(TaskKind.FORWARD).letter, look(TaskKind.FUSED).colour_name
     ('f', 'red')
@@ -39,7 +39,7 @@ def look(kind: TaskKind) -> Look:
 
 
 def gantt(timeline: Timeline, *, width: int = 100) -> str:
-    """A line for each device, from left to right.
+    """A text chart with a line per device and time from left to right.
 
     >>> from rp_sched import LayerCost, Task, simulate
     >>> tasks = [Task.parse("F[0:1] m0:2 @0"), Task.parse("FB[1:2] m0:2 @1"), Task.parse("B[0:1] m0:2 @0")]
@@ -49,8 +49,8 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     device 1  ..XXXXXXXXXXXX......
               0 ms to 10 ms; f forward, b backward, X both, . idle
 
-    A character is the task that takes most of its part of the time; calls alternate between lower and upper case,
-    and x and X.
+    A character shows the task that takes most of its time span. Calls alternate between the given case and the
+    other.
     """
     whole("width", width, least=1, bound=bounds.COLUMNS)
     names = [f"device {device}" for device in range(timeline.devices)]
@@ -74,7 +74,7 @@ def _line(timeline: Timeline, device: int, width: int) -> str:
 
 
 def _pieces(timeline: Timeline, device: int) -> Iterator[tuple[str, float, float]]:
-    """Letter, start and end of what a device did, neighbouring microbatches together."""
+    """(letter, start, end) of a device's work, with adjacent microbatches joined."""
     for span in timeline.spans:
         if span.task.device == device:
             letter = look(span.task.kind).letter
@@ -93,7 +93,7 @@ def _joined(span: Span) -> Iterator[tuple[float, float]]:
 
 
 def svg(timeline: Timeline) -> str:
-    """The same as a picture: a row for each device, a box for each task with its microbatches.
+    """An SVG chart with a row per device and a box per task; a pause between microbatches splits the box.
 
     >>> from rp_sched import LayerCost, Task, simulate
     >>> tasks = [Task.parse("F[0:1] m0:1 @0")]

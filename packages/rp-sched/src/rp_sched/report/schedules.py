@@ -1,4 +1,4 @@
-"""Every schedule by name, to play and to compare."""
+"""All schedules by name, and the setting in which to simulate them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from rp_sched.simulation.makespan import Course
 from rp_sched.simulation.simulate import simulate
 from rp_sched.simulation.timeline import Timeline
 
-# How many stages each device has in the classic schedules that give it several.
+# The number of stages per device in the classic schedules.
 LOOPS = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "looped-bfs": 2}
 NAMES = ("adaptive", "roundrobin", *CLASSIC)
 
@@ -25,7 +25,7 @@ Calls = Sequence[Sequence[Task]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model on a machine, and how it is called."""
+    """A model, a machine, and the mode and microbatches of calls."""
 
     costs: Sequence[LayerCost]
     limits: Limits
@@ -34,7 +34,7 @@ class Setting:
     mode: Mode = "fused"
 
     def course(self, strategy: Strategy | RoundRobin) -> Course:
-        """The plan of a strategy."""
+        """The course of the plan that a strategy makes."""
         found = plan(
             self.costs,
             devices=self.devices,
@@ -46,13 +46,13 @@ class Setting:
         return Course(found, self.costs, mode=self.mode, microbatches=self.microbatches, limits=self.limits)
 
     def dealt(self, course: Course, calls: int) -> Calls:
-        """The tasks of so many calls of a plan."""
+        """The tasks of `calls` calls of a plan, assigned by a new `Dealer`."""
         check_steps(calls * course.steps)
         dealer = Dealer(self.devices)
         return [dealer.deal(course) for _ in range(calls)]
 
     def play(self, calls: Calls) -> Timeline:
-        """What happens."""
+        """Simulate calls."""
         return simulate(
             calls,
             self.costs,
@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def ideal_ms(self) -> float:
-        """No device is ever idle, and if there is a backward, every layer but the last runs forward twice."""
+        """The time per call if no device is idle and, with backward, all layers but the last are recomputed."""
         forward_ms = sum(cost.forward_ms for cost in self.costs)
         if self.mode == "infer":
             return forward_ms * self.microbatches / self.devices
@@ -77,7 +77,7 @@ class Setting:
 
 
 def schedules(setting: Setting) -> Mapping[str, Callable[[int], Calls]]:
-    """For each name what makes the task lists of so many calls.
+    """By name, a function from a number of calls to their task lists.
 
     >>> setting = Setting(costs=[LayerCost(1.0)] * 4, limits=Limits(), devices=2, microbatches=2)
     >>> [len(schedules(setting)[name](1)[0]) for name in ("adaptive", "gpipe", "looped-bfs")]
@@ -90,7 +90,7 @@ def schedules(setting: Setting) -> Mapping[str, Callable[[int], Calls]]:
 
 
 def repeated(tasks: Sequence[Task], calls: int) -> Calls:
-    """The same tasks for so many calls."""
+    """The same tasks for `calls` calls."""
     check_steps(calls * sum(len(task.microbatches) for task in tasks))
     return [tasks] * calls
 

@@ -1,4 +1,4 @@
-"""Timelines in the format of Chrome's and Perfetto's trace viewers."""
+"""Convert timelines to the trace format of Chrome and Perfetto."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _COMPUTE, _WEIGHTS, _IDLE = 0, 1, 2
 
 
 def trace(timeline: Timeline) -> dict[str, list[Event] | str]:
-    """The timeline as JSON data: a process for each device with rows for computing, for weights and for waiting.
+    """The timeline as JSON data: a process per device, with rows for compute, weights and idle time.
 
     >>> from rp_sched import LayerCost, Task, simulate
     >>> tasks = [Task.parse("F[0:1] m0:1 @0")]

@@ -1,1 +1,1 @@
-"""How long a plan takes and how much memory it needs."""
+"""The simulator: time and memory of plans and task lists."""

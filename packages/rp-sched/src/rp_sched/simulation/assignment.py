@@ -1,4 +1,4 @@
-"""Which device runs which task, call after call."""
+"""`Dealer`: assign the tasks of successive calls to devices."""
 
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
@@ -6,12 +6,12 @@ from rp_sched.problem.tasks import Task
 from rp_sched.simulation.clock import Clock
 from rp_sched.simulation.makespan import Course
 
-# Of a few courses, and of all the ways in which their calls can find the devices.
+# Cached calls: enough for a few courses with every state in which their calls find the devices.
 MOST_KEPT = 512
 
 
 class Dealer:
-    """Gives the tasks of call after call to devices.
+    """Assigns the tasks of successive calls to devices.
 
     >>> from rp_sched import LayerCost, Plan
     >>> course = Course(Plan(fused=range(0, 1), in_turn=False), [LayerCost(1.0)], mode="fused", microbatches=2)
@@ -19,9 +19,9 @@ class Dealer:
     >>> dealer.deal(course), dealer.deal(course)
     ((FB[0:1] m0:2 @0,), (FB[0:1] m0:2 @1,))
 
-    Tasks of a plan that is `in_turn` go round the devices; those of other plans go to the device that frees first,
-    by a clock that goes on from call to call, also when courses change. Make one for all models that share the
-    devices; one thread at a time. A call that finds the devices as an earlier one found them is looked up.
+    Tasks of a plan that is `in_turn` go to the devices in turn. Those of other plans go to the device that becomes
+    free first, by a simulated clock that continues from call to call, also when the course changes. Use one dealer
+    for all models that share the devices. Not thread-safe. Assignments are cached by course and device state.
     """
 
     def __init__(self, devices: int) -> None:
@@ -29,8 +29,8 @@ class Dealer:
         self._kept: dict[object, tuple[tuple[Task, ...], Clock]] = {}
 
     def deal(self, course: Course) -> tuple[Task, ...]:
-        """The tasks of the next call, in the order of their launch."""
-        key = (course, self._clock.exactly())
+        """The tasks of the next call, in launch order."""
+        key = (course, self._clock.exact_state())
         if key not in self._kept:
             if len(self._kept) >= MOST_KEPT:
                 self._kept.clear()
@@ -42,6 +42,6 @@ class Dealer:
 def _deal(course: Course, clock: Clock) -> tuple[tuple[Task, ...], Clock]:
     taken = course.play(clock)
     clock.next_call()
-    clock.tidy()
+    clock.round_state()
     dealt = zip(course.jobs, taken, strict=True)
     return tuple(Task(job.kind, job.layers, job.microbatches, device) for job, device in dealt), clock

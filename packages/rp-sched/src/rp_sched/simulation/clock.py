@@ -1,18 +1,20 @@
-"""When devices and links are free, and when a task runs on them.
+"""The simulated clock: when each task runs, and when devices and links become free.
 
-The clock goes in the order of launch, task by task; each time is the latest of the times it has to wait for:
+Tasks are simulated one by one in launch order. Each event happens at the latest of the times it depends on:
 
-- a device runs its tasks in the order of launch, and the microbatches of a task in a row;
-- a stage takes a microbatch one hop, and its bytes down and up again, after the stage before was done with it;
-- a task's weights are fetched while the device runs its last task, into the room of the one before that, as soon
-  as that one's gradients have left; if both do not fit, once the last task's gradients have left;
-- a link carries the tasks in the order of launch: a task's weights, then as many bytes as its activations have
-  (which do not wait for each other: a stream of their own carries them as they come);
-- a call is launched when the losses (or outputs) of the one before are there and the one before that is over,
-  since its weights come from the step after that one. Until then calls overlap.
+- A device runs its tasks in launch order, and the microbatches of a task one after another.
+- A stage may start a microbatch when the stage before has finished it, plus `hop_ms` and the time to download and
+  upload its bytes.
+- A task's weights are fetched while the device runs the task before, in the memory of the task before that, as
+  soon as the latter's gradients have left. If both tasks do not fit, the fetch waits until the gradients of the
+  task before have left.
+- A link serves tasks in launch order: a task's weights, then as many bytes as its activations have. Activations
+  themselves do not wait for the link: they have a stream of their own.
+- A call is launched when the losses (or outputs) of the call before are available and the call before that has
+  ended, since it uses the weights of the step after that one. Otherwise calls overlap.
 
-The order on the links is a simplification, and so is the last rule, which the engine keeps layer by layer: both
-make calls seem slower than they may be.
+Two rules are simplifications that may make calls seem slower than they are: the order on the links, and the last
+rule, which the engine applies layer by layer.
 """
 
 from collections.abc import Sequence
@@ -23,15 +25,16 @@ from typing import NamedTuple
 from rp_sched.problem.costs import Limits
 from rp_sched.simulation.stage_costs import Load
 
-# Times that differ by less, in digits after the point of a millisecond, are the same.
+# Times in ms that are equal to this many decimal places count as equal.
 DIGITS = 6
 
 
 class Ran(NamedTuple):
-    """When a task ran: fetching from `fetch_ms` to `fetched_ms`, each microbatch from its start to its end.
+    """The times of one simulated task.
 
-    `cleared_ms`: the last task's gradients made room for it. `left_ms`: its own gradients have left the device.
-    `over_ms`: so has all that it hands on.
+    `fetch_ms`, `fetched_ms`: start and end of the weights' upload. `cleared_ms`: the gradients of the device's
+    task before no longer take memory that this one needs. `microbatches`: start and end of each. `left_ms`: its
+    gradients have left the device. `over_ms`: so have its outputs.
     """
 
     fetch_ms: float
@@ -48,12 +51,13 @@ class Ran(NamedTuple):
 
 @dataclass(slots=True)
 class Clock:
-    """Where devices and links stand, from the launch of a call on, which is zero. Lists have an entry a device.
+    """The state of devices and links. Times are in ms from the launch of the current call; lists are per device.
 
-    `free`: the device has run its tasks. `up`, `down`: its link has carried its bytes (a shared link is the first
-    device's). `left`, `left_before`: the last task's gradients have left the device, and those of the one before
-    it. `held`, `gradients`: the bytes of the last task. `turn`: the device whose turn it is. `before_ms`: the call
-    before is over. `results_ms`: the losses or outputs of this call are there; `over_ms`: it is over.
+    `free`: the device has run its tasks. `up`, `down`: its links have carried their bytes (a shared link is that
+    of device 0). `left`, `left_before`: the gradients of its last task, and of the task before, have left the
+    device. `held`, `gradients`: bytes in use by its last task, in all and for gradients. `turn`: the next device
+    in turn. `before_ms`: the call before has ended. `results_ms`: losses or outputs of this call are available.
+    `over_ms`: this call has ended.
 
     >>> Clock.idle(2).free
     [0.0, 0.0]
@@ -73,17 +77,17 @@ class Clock:
 
     @classmethod
     def idle(cls, devices: int) -> "Clock":
-        """Devices that have nothing to do."""
+        """The state of idle devices."""
         free, up, down, left, left_before, held, gradients = ([0.0] * devices for _ in range(7))
         return cls(free, up, down, left, left_before, held, gradients)
 
     def copy(self) -> "Clock":
-        """A clock that goes on by itself."""
+        """An independent copy at the launch of a call."""
         free, left, left_before, held, gradients, up, down = map(list, self._lists())
         return Clock(free, up, down, left, left_before, held, gradients, self.turn, self.before_ms)
 
     def next_call(self) -> float:
-        """Go on to the launch of the next call; how long after this one that is."""
+        """Advance to the launch of the next call; return the time since the launch of this one."""
         passed = max(self.results_ms, self.before_ms)
         self.before_ms = _since(self.over_ms, passed)
         for times in (self.free, self.up, self.down, self.left, self.left_before):
@@ -91,34 +95,34 @@ class Clock:
         self.results_ms = self.over_ms = 0.0
         return passed
 
-    def standing(self, *, named: bool) -> tuple[object, ...]:
-        """All that the future depends on; `named` if it matters which device is which."""
+    def rounded_state(self, *, named: bool) -> tuple[object, ...]:
+        """The rounded state, which determines the future. `named`: device numbers matter; else sort devices."""
         devices = [tuple(round(value, DIGITS) for value in device) for device in zip(*self._lists(), strict=True)]
         alike = devices[self.turn :] + devices[: self.turn] if named else sorted(devices)
         return round(self.before_ms, DIGITS), *alike
 
-    def exactly(self) -> tuple[float, ...]:
-        """All that the future depends on, as it is."""
+    def exact_state(self) -> tuple[float, ...]:
+        """The exact state that determines the future."""
         return self.turn, self.before_ms, *chain.from_iterable(self._lists())
 
-    def tidy(self) -> None:
-        """Drop differences that do not matter, so that what is alike becomes equal."""
+    def round_state(self) -> None:
+        """Round the state, so that states that differ by rounding errors become equal."""
         self.before_ms = round(self.before_ms, DIGITS)
         for values in self._lists():
             values[:] = [round(value, DIGITS) for value in values]
 
     def first_free(self, used: int) -> int:
-        """Of the first `used` devices the one that frees first; where several do, it must not matter which."""
+        """The first of `used` devices to become free; of several, chosen by their state, not their number."""
         free = self.free[:used]
         soonest = min(free)
         if free.count(soonest) == 1:
             return free.index(soonest)
         alike = [device for device, ms in enumerate(free) if ms == soonest]
-        standing = list(zip(*self._lists(), strict=True))
-        return min(alike, key=standing.__getitem__)
+        states = list(zip(*self._lists(), strict=True))
+        return min(alike, key=states.__getitem__)
 
     def run(self, load: Load, batch: range, device: int, ready: list[float], limits: Limits) -> Ran:
-        """Run a task; `ready[m]` is when microbatch m may start, and then when the next stage may start it."""
+        """Simulate a task. `ready[m]`: when it may start microbatch m; set to when the next stage may."""
         link = 0 if limits.shared_links else device
         fetch_ms = max(self.up[link], self._room_ms(load, device, limits))
         fetched_ms = fetch_ms + load.weights_ms
@@ -134,13 +138,13 @@ class Clock:
         return Ran(fetch_ms, fetched_ms, cleared_ms, times, left_ms, max(left_ms, sent_ms))
 
     def _room_ms(self, load: Load, device: int, limits: Limits) -> float:
-        """When the weights have room: beside the last task, or after it."""
+        """When the device has memory for the weights: together with its last task, or after it."""
         memory = limits.device_memory_bytes
         beside = memory is None or self.held[device] + load.state_bytes <= memory
         return self.left_before[device] if beside else self.left[device]
 
     def _cleared_ms(self, load: Load, device: int, limits: Limits) -> float:
-        """When the last task's gradients do not take the room of this task's activations any more."""
+        """When the last task's gradients no longer take memory that this task's activations need."""
         memory = limits.device_memory_bytes
         beside = memory is None or self.gradients[device] + load.state_bytes + load.kept_bytes <= memory
         return 0.0 if beside else self.left[device]

@@ -1,4 +1,4 @@
-"""What the host holds while calls run."""
+"""Simulated host memory: weights, gradients and activations between stages."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,11 @@ _Key = tuple[str, int, int]
 
 
 class Host:
-    """Weights, gradients, and what microbatches leave between stages; a call at a time.
+    """Records the use of host memory, call by call.
 
-    An activation is held from the end of the microbatch that made it to the end of the one that needs it last: the
-    backward pass, if one starts at that layer, else the next stage. A gradient is held for the next stage.
+    An activation is held from the end of the microbatch in the stage that produced it to the end of its last use:
+    the backward pass, if a backward stage starts at that layer, else the next stage. A gradient is held until the
+    stage below has used it.
     """
 
     def __init__(self, loads: Loads) -> None:
@@ -24,24 +25,24 @@ class Host:
         self._saved: set[tuple[int, int]] = set()
 
     def next_call(self, tasks: Sequence[Task]) -> None:
-        """A call with these tasks begins."""
+        """Begin a call with these tasks."""
         self._since = {}
         self._saved = {(m, task.layers.start) for task in tasks if task.runs_backward for m in task.microbatches}
         added = [layer for task in tasks if task.adds_gradients for layer in task.layers]
         trainable = self._loads.trainable_bytes[-1] if added else 0
-        # A layer to which several tasks add has its sum in 32 bits.
+        # If several tasks add to a layer's gradients, the sum is fp32.
         divided = len(added) > len(set(added))
         gradients = 2 * trainable if divided else trainable
         self._fixed_bytes = max(self._fixed_bytes, self._loads.weight_bytes[-1] + gradients)
 
     def note(self, task: Task, ends: Sequence[float]) -> None:
-        """A task was done with its microbatches at these times."""
+        """Record a task; `ends`: when each of its microbatches ended."""
         for microbatch, end_ms in zip(task.microbatches, ends, strict=True):
             self._take(task, microbatch, end_ms)
             self._leave(task, microbatch, end_ms)
 
     def peak_bytes(self) -> int:
-        """The most so far."""
+        """The peak so far."""
         return self._fixed_bytes + peak(self._holdings)
 
     def _take(self, task: Task, microbatch: int, end_ms: float) -> None:

@@ -1,4 +1,4 @@
-"""How long the calls of a plan last: one alone, or one after the other."""
+"""`Course`: the simulated time of a plan, for one call alone and in the steady state."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,20 +12,20 @@ from rp_sched.problem.tasks import check_tasks, phases
 from rp_sched.simulation.clock import Clock
 from rp_sched.simulation.stage_costs import Brief, Loads, Piece, saved_layers
 
-# How many calls are played to find their pace. Nearly always the devices come to stand as they stood before much
-# earlier; else the mean of the second half is taken.
+# The most calls simulated for the steady state. Nearly always the devices return to an earlier state much sooner;
+# if not, the mean of the second half is used.
 MOST_CALLS = 64
 
 
 class Course:
-    """A plan and its costs, ready to be timed and dealt.
+    """A plan with its costs, ready to be simulated or assigned to devices.
 
     >>> course = Course(Plan(fused=range(0, 2)), [LayerCost(1.0)] * 2, mode="fused", microbatches=4)
     >>> course.steady_ms(devices=1), course.alone_ms(devices=1)
     (24.0, 24.0)
 
-    Times are those of `rp_sched.clock`. Raises `InvalidPlan` for a plan that does not fit the costs, the mode or
-    the microbatches.
+    The rules of the simulation are in `rp_sched.simulation.clock`. Raises `InvalidPlan` for a plan that does not
+    suit the costs, the mode or the microbatches.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Course:
 
     @classmethod
     def unchecked(cls, plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> "Course":
-        """The course of a plan that is known to be valid; the solvers make thousands."""
+        """The course of a plan known to be valid. Skips the checks, since planners make thousands."""
         course = cls.__new__(cls)
         course._set(plan, loads, mode, microbatches)
         return course
@@ -53,44 +53,44 @@ class Course:
         self._brief = [brief for piece in pieces for brief in piece.brief]
 
     def used(self, devices: int) -> int:
-        """How many of so many devices the plan uses."""
+        """How many of `devices` devices the plan uses."""
         return min(devices, self.plan.devices or devices)
 
     @property
     def steps(self) -> int:
-        """How often a microbatch goes through a stage in one call."""
+        """The number of steps of one call; a step is one microbatch in one stage."""
         return sum(len(job.microbatches) for job in self.jobs)
 
     @property
     def busy_ms(self) -> float:
-        """The arithmetic of one call, of all devices together."""
+        """The compute time of one call, summed over devices."""
         return sum(len(job.microbatches) * job.load.ms for job in self.jobs)
 
     def alone_ms(self, devices: int) -> float:
-        """How long one call takes on idle devices."""
+        """The time of one call on idle devices."""
         clock = Clock.idle(whole("devices", devices, least=1, bound=bounds.DEVICES))
         self.play(clock)
         return max(clock.over_ms, clock.results_ms)
 
     def steady_ms(self, devices: int, *, most_calls: int = MOST_CALLS) -> float:
-        """The time from launch to launch, in the long run, of calls that follow each other.
+        """The steady-state time per call, from launch to launch, of calls that follow each other.
 
-        It is the mean of the calls between two launches at which the devices stand alike, to the nanosecond; if
-        that has not happened within `most_calls`, of the second half of them.
+        It is the mean over the calls between two launches with the same device state, to the nanosecond. If no
+        state recurs within `most_calls`, it is the mean over their second half.
         """
         whole("most_calls", most_calls, least=1, bound=bounds.CALLS)
         return pace([self], devices, most_calls=most_calls).call_ms
 
     def bound_ms(self, devices: int) -> float:
-        """What `steady_ms` does not go below, however devices are chosen.
+        """A lower bound on `steady_ms`, for any assignment to devices.
 
-        As much work as all devices do together, as many bytes as the links carry; and as long from launch to
-        losses, and in two calls to the end, as it takes when every task has a device of its own.
+        It is the largest of: the compute time divided by the devices; the link times divided by the links; the
+        time from launch to losses, and half the time to the end, if every task had a device of its own.
         """
         return max(self.load_bound_ms(devices), self._path_bound_ms())
 
     def load_bound_ms(self, devices: int) -> float:
-        """The part of `bound_ms` that adds up work and bytes."""
+        """The part of `bound_ms` from compute and links."""
         used = self.used(devices)
         links = 1 if self.loads.limits.shared_links else used
         up = sum(job.load.weights_ms + len(job.microbatches) * job.load.inputs_ms for job in self.jobs)
@@ -111,30 +111,30 @@ class Course:
         return max(results, over / 2)
 
     def play(self, clock: Clock) -> list[int]:
-        """Run one call, from the clock's zero on; the device of each job."""
+        """Simulate one call, launched at the clock's zero; return the device of each job."""
         return _play_linked(self, clock) if self.loads.linked else _play(self, self._brief, clock)
 
 
 class Pace(NamedTuple):
-    """How fast calls follow each other, and how many calls were played to find out."""
+    """The steady-state time per call, and the number of calls simulated to measure it."""
 
     call_ms: float
     calls: int
 
 
 def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALLS) -> Pace:
-    """The time of one call of each course, in the long run, if they are called in turn; see `Course.steady_ms`."""
+    """The steady-state time of one call of each course, called in turn; see `Course.steady_ms`."""
     used = [course.used(whole("devices", devices, least=1, bound=bounds.DEVICES)) for course in courses]
     clock = Clock.idle(max(used))
     named = min(used) < max(used) or any(course.plan.in_turn for course in courses)
     seen: dict[object, int] = {}
     launches = [0.0]
     for call in range(most_calls):
-        standing = clock.standing(named=named)
-        if standing in seen:
-            first = seen[standing]
+        state = clock.rounded_state(named=named)
+        if state in seen:
+            first = seen[state]
             return Pace((launches[call] - launches[first]) / (call - first), call)
-        seen[standing] = call
+        seen[state] = call
         launches.append(launches[-1] + sum(_next(course, clock) for course in courses))
     half = most_calls // 2
     return Pace((launches[most_calls] - launches[half]) / (most_calls - half), most_calls)
@@ -149,13 +149,13 @@ def _pieces(plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> Iterator
     saved = saved_layers(plan)
     for kind, stages, groups in phases(plan, microbatches):
         for index, layers in enumerate(stages):
-            # In mode `train` the caller has the outputs before it asks for the backward pass.
+            # In mode `train` the caller has all outputs before it starts the backward pass.
             gate = mode == "train" and kind.runs_backward and index == 0
             yield loads.piece(kind, layers, groups, saved, gate)
 
 
 def _play(course: Course, brief: Sequence[Brief], clock: Clock) -> list[int]:
-    """`_play_linked` where the links take no time: the solvers' innermost loop, so it is written out."""
+    """`_play_linked` for links that take no time. The innermost loop of the planners, hence inlined."""
     free = clock.free
     used = course.used(len(free))
     in_turn, turn = course.plan.in_turn, clock.turn % used
@@ -188,7 +188,7 @@ def _play(course: Course, brief: Sequence[Brief], clock: Clock) -> list[int]:
 
 
 def _play_linked(course: Course, clock: Clock) -> list[int]:
-    """One call whose weights, activations and gradients take time on the links."""
+    """Simulate one call with transfer times of weights, activations and gradients."""
     used = course.used(len(clock.free))
     clock.turn %= used
     ready = [0.0] * course.microbatches

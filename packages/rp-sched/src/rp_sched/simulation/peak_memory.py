@@ -1,13 +1,13 @@
-"""The most bytes that are held at once."""
+"""The peak of overlapping memory allocations."""
 
 from collections.abc import Iterable
 
 Holding = tuple[float, float, int]
-"""From when, until when, how many bytes."""
+"""An allocation: start in ms, end in ms, bytes."""
 
 
 def peak(holdings: Iterable[Holding]) -> int:
-    """The most at any time; what ends when another begins does not count beside it.
+    """The most bytes at any time. An allocation that ends when another starts does not overlap it.
 
     >>> peak([(0.0, 2.0, 5), (1.0, 3.0, 4), (2.0, 4.0, 3)])
     9

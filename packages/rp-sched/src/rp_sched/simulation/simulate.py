@@ -1,4 +1,4 @@
-"""Play task lists against costs and limits."""
+"""`simulate`: run task lists against costs and limits, and record a timeline."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -22,7 +22,7 @@ def simulate(
     mode: Mode,
     limits: Limits = NO_LIMITS,
 ) -> Timeline:
-    """What happens when these calls are made one after the other, each with its list of tasks.
+    """Simulate calls that follow each other, one task list per call.
 
     >>> tasks = [Task.parse("F[0:1] m0:2 @0"), Task.parse("FB[1:2] m0:2 @1"), Task.parse("B[0:1] m0:2 @0")]
     >>> timeline = simulate([tasks], [LayerCost(1.0, 2.0)] * 2, devices=2, microbatches=2, mode="fused")
@@ -31,11 +31,11 @@ def simulate(
     >>> [(idle.device, idle.start_ms, idle.end_ms, idle.reason) for idle in timeline.idle]
     [(1, 0.0, 1.0, 'stage before'), (0, 2.0, 4.0, 'stage before'), (1, 7.0, 10.0, 'end')]
 
-    One list is a call alone; many lists are the steady state, once it is reached. The lists may come from anywhere
-    (`order`, a `Dealer`, the classic schedules, your own) and need not be alike. The rules are those at the top of
-    `rp_sched.clock`. Device memory is not enforced on tasks that do not fit: see `peak_bytes`.
+    One list is a call alone; many lists reach the steady state. The lists may differ and may come from `order`, a
+    `Dealer`, the classic schedules or your own code. The rules are in `rp_sched.simulation.clock`. Tasks that
+    exceed device memory are simulated all the same: check `peak_bytes`.
 
-    Raises `InvalidOrder` for a list that could not run as it stands.
+    Raises `InvalidOrder` for a list that cannot run in its order.
     """
     check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
     if not calls:
@@ -52,7 +52,7 @@ def simulate(
 
 
 class _Player:
-    """A clock, and all that happened on it."""
+    """A clock, and the record of what it simulated."""
 
     def __init__(self, loads: Loads, devices: int, microbatches: int, mode: Mode) -> None:
         self._loads = loads
@@ -65,10 +65,10 @@ class _Player:
         self._launch_ms = 0.0
         self._host = Host(loads)
         self._held: list[list[Holding]] = [[] for _ in range(devices)]
-        # When each device was last busy, and when all is over, from the launch of the first call on.
+        # When each device was last busy, and when everything ended, from the launch of the first call on.
         self._ends = [0.0] * devices
         self._over_ms = 0.0
-        # When each microbatch may start its next stage, and when it was done with its last one.
+        # When each microbatch may start its next stage, and when its last one ended.
         self._ready = [0.0] * microbatches
         self._done = [0.0] * microbatches
 
@@ -100,7 +100,7 @@ class _Player:
         )
 
     def _open_gate(self) -> None:
-        """The caller has all outputs, and asks for the backward pass."""
+        """Let the backward pass start when the caller has all outputs (mode `train`)."""
         self._ready = [self._clock.results_ms] * self._microbatches
         self._done = list(self._ready)
 
@@ -156,7 +156,7 @@ class _Player:
 def _waits(
     free_ms: float, start_ms: float, ready_ms: float, done_ms: float, ran: Ran
 ) -> Iterator[tuple[float, float, Reason]]:
-    """What a device waited for from `free_ms` to `start_ms`; the launch of the call is at zero."""
+    """Why a device was idle from `free_ms` to `start_ms`, in ms from the launch of the call."""
     launched_ms = max(free_ms, 0.0)
     yield free_ms, launched_ms, "launch"
     if start_ms <= launched_ms:

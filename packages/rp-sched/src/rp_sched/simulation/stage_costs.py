@@ -1,4 +1,4 @@
-"""What stages take: time, bytes over the links, memory."""
+"""Costs of stages: compute time, transfer times and memory."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ _Number = TypeVar("_Number", int, float)
 
 
 class Load(NamedTuple):
-    """What a stage takes on a device.
+    """The time and memory of one stage on a device.
 
-    `ms`: one microbatch. `hop_ms`: from a microbatch's end to where the next stage may start it.
-    `results_after_ms`: from the task's end to when the caller has the results it waits for; less than 0 for
-    losses, which come before the backward pass; minus infinity if there are none. `weights_ms`: the link until
-    the weights are there. `inputs_ms`, `outputs_ms`: the links for one microbatch. `gradients_ms`: the link back,
-    once. `state_bytes`: weights and gradients. `gradient_bytes`: the part of these that is left when the weights
-    are not needed any more. `kept_bytes`: the activations of one microbatch.
+    `ms`: compute time of one microbatch. `hop_ms`: from the end of a microbatch to when the next stage may start
+    it. `results_after_ms`: from the end of the task to when the caller has the results that it waits for; negative
+    for losses, which precede the backward pass; minus infinity if there are none. `weights_ms`: upload of the
+    weights. `inputs_ms`, `outputs_ms`: upload and download per microbatch. `gradients_ms`: download of the
+    gradients, once per task. `state_bytes`: weights and gradients. `gradient_bytes`: gradients alone.
+    `kept_bytes`: kept activations of one microbatch.
     """
 
     ms: float
@@ -38,7 +38,7 @@ class Load(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A task before a device is chosen. `gate`: it waits until every microbatch is through the task before it."""
+    """A task without a device. `gate`: it starts only when the caller has the outputs of all microbatches."""
 
     kind: TaskKind
     layers: range
@@ -47,19 +47,19 @@ class Job(NamedTuple):
     load: Load
 
 
-# A job as the innermost loop wants it: gate, first and last microbatch, ms, hop_ms, results_after_ms.
+# A job for the innermost loop: gate, first and last microbatch (exclusive), ms, hop_ms, results_after_ms.
 Brief = tuple[bool, int, int, float, float, float]
 
 
 class Piece(NamedTuple):
-    """The jobs of one stage, twice."""
+    """The jobs of one stage, in full and in brief."""
 
     jobs: tuple[Job, ...]
     brief: tuple[Brief, ...]
 
 
 class Loads:
-    """Loads of the stages of one model, from running sums.
+    """The loads of any stage of one model, computed from prefix sums.
 
     >>> loads = Loads([LayerCost(1.0, 2.0, weight_bytes=5), LayerCost(3.0, 6.0)], Limits(hop_ms=0.5))
     >>> loads.of(TaskKind.FORWARD, range(0, 2)).ms, loads.of(TaskKind.BACKWARD, range(1, 2)).ms
@@ -78,7 +78,7 @@ class Loads:
         self.gradient_bytes = _sums([cost.gradient_bytes for cost in costs])
         self.kept_bytes = _sums([cost.kept_bytes for cost in costs])
         self.ordered = _sums([int(cost.writes_buffers) for cost in costs])
-        # What comes into each layer; the model's own input is not counted, since nobody says how large it is.
+        # The input of each layer. That of the model counts as 0, since its size is not given.
         self.input_bytes = [0, *(cost.boundary_bytes for cost in costs)]
         links = (limits.upload_gb_s, limits.download_gb_s)
         self.linked = any(speed is not None for speed in links)
@@ -93,7 +93,7 @@ class Loads:
         return self.ordered[layers.stop] == self.ordered[layers.start]
 
     def of(self, kind: TaskKind, layers: range, saved: Sequence[int] = ()) -> Load:
-        """The load of a stage. `saved`: the layers whose inputs the backward pass takes from the host."""
+        """The load of a stage. `saved`: the layers whose inputs the backward pass reads from host memory."""
         start, stop = layers.start, layers.stop
         up, down = self.limits.upload_ms_per_byte, self.limits.download_ms_per_byte
         forward_ms, inputs = 0.0, 0
@@ -126,7 +126,7 @@ class Loads:
     def piece(
         self, kind: TaskKind, layers: range, groups: tuple[range, ...], saved: Sequence[int], gate: bool
     ) -> Piece:
-        """The jobs of a stage. Most of them come again and again while a solver tries plans, so they are kept."""
+        """The jobs of a stage; cached, since planners try many plans with the same stages."""
         inside = tuple(layer for layer in saved if layer in layers) if self.linked and kind.saves_inputs else ()
         key = (kind, layers, groups, inside, gate)
         if key not in self._pieces:
@@ -136,10 +136,10 @@ class Loads:
         return self._pieces[key]
 
     def fits(self, kind: TaskKind, layers: range) -> bool:
-        """Whether a device takes these layers as one stage while it fetches the next one.
+        """Whether a device has memory for these layers as one stage while it fetches the next one.
 
-        A single layer needs no room for the next one, which then waits. After the whole model come the weights of
-        the next call.
+        A stage of a single layer needs no memory for the next stage, which then waits. If a stage is the whole
+        model, the next one is the same model in the next call.
         """
         load = self.of(kind, layers)
         device, stage = self.limits.device_memory_bytes, self.limits.stage_limit_bytes
@@ -156,7 +156,7 @@ class Loads:
         return within and (device is None or load.state_bytes + load.kept_bytes + ahead <= device)
 
     def check_feasible(self, mode: Mode) -> None:
-        """Raise `Infeasible` if a layer by itself is too large for a device."""
+        """Raise `Infeasible` if a single layer is too large for a device."""
         device = self.limits.device_memory_bytes
         if device is None:
             return
@@ -168,37 +168,37 @@ class Loads:
                 raise Infeasible(layer, most, device)
 
     def host_bytes(self, plan: Plan, microbatches: int) -> int:
-        """What the host holds under a plan, at most; see `host_bytes`."""
+        """An upper bound on host memory under a plan; see `host_bytes`."""
         adding = [(stages, groups) for kind, stages, groups in plan.phases() if kind.adds_gradients]
         copies = 2 if any(len(groups) > 1 for _, groups in adding) else 1
         gradients = self.trainable_bytes[-1] * copies if any(stages for stages, _ in adding) else 0
         saved = sum(self.input_bytes[layer] for layer in saved_layers(plan))
-        # Besides what it saved, a microbatch has one activation or gradient on its way from stage to stage. The
-        # next call starts before this one ends, so two calls' may be there.
+        # Besides its saved inputs, a microbatch has one activation or gradient in transit between stages. Two
+        # calls may overlap, so count both.
         return self.weight_bytes[-1] + gradients + 2 * microbatches * (saved + max(self.input_bytes))
 
     def fits_host(self, plan: Plan, microbatches: int) -> bool:
-        """Whether the host has room for what the plan leaves there."""
+        """Whether host memory suffices for a plan."""
         host = self.limits.host_memory_bytes
         return host is None or self.host_bytes(plan, microbatches) <= host
 
 
 def host_bytes(plan: Plan, costs: Sequence[LayerCost], *, microbatches: int) -> int:
-    """What the host holds under a plan: weights, gradients and saved activations, without optimizer state.
+    """The host memory that a plan needs: weights, gradients and activations, without optimizer state.
 
     >>> layer = LayerCost(1.0, weight_bytes=100, boundary_bytes=7)
     >>> host_bytes(Plan((range(0, 1),), range(1, 2), (range(0, 1),)), [layer] * 2, microbatches=3)
     484
 
-    Gradients take as many bytes as the weights they belong to, and twice as many where several tasks add to them:
-    those sums have 32 bits. The activations are, of every microbatch of two calls, the inputs of all fused and
-    backward stages and one more on its way.
+    Gradients take as many bytes as the trainable weights, or twice as many if several tasks add to them, since
+    those sums are fp32. Activations are counted for all microbatches of two calls: the inputs of all fused and
+    backward stages, and one more in transit.
     """
     return Loads(costs, Limits()).host_bytes(plan, microbatches)
 
 
 def saved_layers(plan: Plan) -> list[int]:
-    """The layers whose inputs the backward pass takes from the host, where the forward pass leaves them."""
+    """The layers whose inputs the forward pass saves on the host for the backward pass."""
     return [stage.start for kind, stages, _ in plan.phases() if kind.runs_backward for stage in stages]
 
 

@@ -1,4 +1,4 @@
-"""What happened in a simulation."""
+"""`Timeline`: the recorded result of a simulation."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,17 +7,17 @@ from typing import Literal
 from rp_sched.problem.tasks import Task
 
 Reason = Literal["launch", "stage before", "hop", "weights", "memory", "end"]
-"""Why a device is idle. `launch`: the call's tasks are not known yet. `stage before`: the microbatch is still
-there. `hop`: it is on its way. `weights`: they are. `memory`: gradients have not made room yet. `end`: nothing is
-left."""
+"""Why a device is idle. `launch`: the call is not launched yet. `stage before`: the microbatch is still in the
+stage before. `hop`: it is in transit between stages. `weights`: the weights are in transit. `memory`: gradients
+have not left the device yet. `end`: there are no more tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """A task that ran. Times are in ms from the launch of the first call.
 
-    `microbatches`: start and end of each. From `fetch_ms` to `fetched_ms` its weights came; at `left_ms` its
-    gradients had left the device.
+    `microbatches`: start and end of each. `fetch_ms`, `fetched_ms`: start and end of the weights' upload.
+    `left_ms`: its gradients had left the device.
     """
 
     call: int
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A device that waits, and for what."""
+    """A span of time in which a device was idle, and why. Times are in ms from the launch of the first call."""
 
     device: int
     start_ms: float
@@ -49,17 +49,17 @@ class Idle:
 
     @property
     def ms(self) -> float:
-        """How long."""
+        """The length of the span."""
         return self.end_ms - self.start_ms
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What devices did, in the order of launch.
+    """The result of a simulation; `spans` are in launch order.
 
-    `launches`: when each call was launched, in ms from the first. `makespan_ms`: the last task's gradients are on
-    the host, or its results. `busy_ms`, `peak_bytes`: of each device. `host_peak_bytes`: weights, gradients and
-    activations on the host.
+    `launches`: the launch of each call, in ms from the first. `makespan_ms`: when all results and gradients are on
+    the host. `busy_ms`, `peak_bytes`: per device, compute time and most bytes. `host_peak_bytes`: the most bytes
+    of weights, gradients and activations on the host.
     """
 
     spans: tuple[Span, ...]
@@ -72,12 +72,12 @@ class Timeline:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return len(self.busy_ms)
 
     @property
     def call_ms(self) -> float:
-        """The time from launch to launch over the second half of the calls; of a single call, the makespan."""
+        """The mean time from launch to launch over the second half of the calls; for one call, the makespan."""
         last = len(self.launches) - 1
         if last == 0:
             return self.makespan_ms
@@ -86,12 +86,12 @@ class Timeline:
 
     @cached_property
     def idle_ms(self) -> tuple[float, ...]:
-        """Of each device, until the end."""
+        """The idle time of each device within the makespan."""
         return tuple(self.makespan_ms - busy for busy in self.busy_ms)
 
     @cached_property
     def idle_ms_by_reason(self) -> dict[Reason, float]:
-        """Of all devices together."""
+        """The idle time by reason, summed over devices."""
         sums: dict[Reason, float] = {}
         for idle in self.idle:
             sums[idle.reason] = sums.get(idle.reason, 0.0) + idle.ms
