@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from plain import assert_near, batch, gradients, single_layers, square_error, train_call, twin
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, doing_recompute, save_for_recompute, stage
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, doing_recompute, save_for_recompute
+from roundpipe.execution import stage
 from roundpipe.runtime.runtime import Lane
 from roundpipe.settings.run_config import Grain
 from rp_sched import Plan
