@@ -95,7 +95,7 @@ class GradScaler:
         """
         if not self.enabled:
             return outputs
-        # 0-dim on the CPU: torch multiplies tensors on any device by it. Fp32: a scaled 0-dim loss is fp32 as well.
+        # 0-dim on the CPU: torch multiplies tensors on any device by it. Fp32: a scaled 0-dim loss is fp32, too.
         return cast(_Outputs, _scaled(outputs, torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")))
 
     def get_scale(self) -> float:
@@ -181,9 +181,8 @@ class GradScaler:
         the next losses use its result. Without a thread every update is synchronous.
 
         Raises `WrongThread` on the optimizer's thread; `ScalerMisuse` if there was no step since the last update.
-        If the update is asynchronous the thread keeps that exception, as those of other jobs. An exception that the
-        thread keeps is raised here too, after this update is queued: no other update is needed before the next
-        step.
+        If the update is asynchronous, the thread keeps that `ScalerMisuse` like the exceptions of other jobs. An
+        exception that the thread keeps is raised here too, after this update is queued; do not repeat the update.
         """
         if not self.enabled:
             return

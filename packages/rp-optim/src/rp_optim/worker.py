@@ -30,7 +30,9 @@ def on_any_optimizer_thread() -> bool:
 
 
 class OptimizerThread:
-    """Runs jobs one after another on its own thread, in parallel with the devices; starts with the first job.
+    """Runs jobs one after another on its own thread, in parallel with the devices.
+
+    The thread starts with the first job.
 
     Args:
         leave_cores: by how much to lower torch's number of intra-op threads for the jobs, to leave cores to other

@@ -74,7 +74,7 @@ def build_cached(compiler: Compiler, folder: Path) -> Path:
 
 
 def find_cached(compiler: Compiler, folder: Path) -> Path | None:
-    """Find a library that `build_cached` made in `folder`; removes those that others own or that have changed.
+    """Find a library that `build_cached` made in `folder`; removes those that others may change or have changed.
 
     These checks come before loading: loading runs the library's code, and a truncated library kills the process.
     """

@@ -75,9 +75,10 @@ class AdamUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SGDNumbers:
-    """The numbers of an SGD step: ``grad += l2 * param``, ``buffer = keep * buffer + gain * grad``.
+    """The numbers of an SGD step: ``grad += l2 * param``, then ``buffer = keep * buffer + gain * grad``.
 
-    `first`: the buffer has no value yet, and becomes the gradient. `keep`: momentum; `gain`: 1 - dampening.
+    `keep`: momentum; `gain`: 1 - dampening. `first`: the buffer has no value yet, and becomes the gradient. The
+    parameter moves by `rate` times the buffer; with `nesterov`, times ``grad + keep * buffer``.
     """
 
     l2: float

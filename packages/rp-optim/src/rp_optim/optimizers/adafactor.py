@@ -99,8 +99,10 @@ def _update_matrix(group: Group, state: State, parameter: torch.Tensor, spot: Sp
     rate = _rate(group, spot, number)
     row_squares, col_squares = kernel.matrix_squares(spot, shape)
     gain, weight = _gain(group, number), spot.factor**2
-    row = _toward(state, "row_var", parameter, -1, row_squares * (weight / cols), gain).view(shape.batch, rows)
-    col = _toward(state, "col_var", parameter, -2, col_squares * (weight / rows), gain).view(-1)
+    row = _move_factor(state, "row_var", parameter, -1, row_squares * (weight / cols), gain).view(
+        shape.batch, rows
+    )
+    col = _move_factor(state, "col_var", parameter, -2, col_squares * (weight / rows), gain).view(-1)
     eps = _eps(group, parameter)
     relative = row / _means(row).clamp_(min=eps)
     factors = Factors(relative.view(-1), col, eps**2)
@@ -108,7 +110,7 @@ def _update_matrix(group: Group, state: State, parameter: torch.Tensor, spot: Sp
     kernel.matrix_apply(spot, shape, factors, _move(group, spot, rate, squares))
 
 
-def _toward(
+def _move_factor(
     state: State, name: str, parameter: torch.Tensor, dim: int, mean: torch.Tensor, gain: float
 ) -> torch.Tensor:
     """Interpolate the factor `name` of the variance by `gain` toward `mean`; returns the stored values, in fp32.

@@ -103,7 +103,7 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-class _PretendedPins:
+class _SimulatedPins:
     """Counts the bytes that real devices would pin, and refuses beyond a limit."""
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -148,7 +148,7 @@ class CpuBackend:
         self.streams = StreamGroup(strict, count * len(_STREAMS))
         self._host_used = 0
         self._host_peak = 0
-        self._pinned = Pinned(_PretendedPins(pin_limit_bytes))
+        self._pinned = Pinned(_SimulatedPins(pin_limit_bytes))
         self._regions = Regions(self._pinned)
         self._devices = tuple(CpuDevice(self, index) for index in range(count))
 

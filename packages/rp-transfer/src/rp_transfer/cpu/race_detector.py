@@ -55,7 +55,7 @@ class AllocationPoint:
 class Allocation:
     """An allocated address range, and the uses that later ones may conflict with.
 
-    `storage`: for memory that torch allocated, the storage whose end ends it.
+    `storage`: for memory that torch allocated, its storage. `point`: for memory that a stream owns.
     """
 
     start: int

@@ -55,7 +55,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """One CUDA stream, usable from CuPy and torch. Only the device's worker thread enqueues on it."""
+    """One CUDA stream, shared by CuPy and torch. Threads that use it have called `CudaDevice.attach_thread`."""
 
     def __init__(self, name: str, native: Any, torch_device: torch.device) -> None:
         self._name = name

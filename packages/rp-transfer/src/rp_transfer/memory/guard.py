@@ -1,4 +1,4 @@
-"""A reentrant lock whose state finalizers may change without taking it."""
+"""`Guard`: a reentrant lock that finalizers never take; they queue their changes of the guarded state instead."""
 
 from __future__ import annotations
 

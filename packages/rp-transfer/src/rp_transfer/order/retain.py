@@ -1,4 +1,4 @@
-"""A list of tensors kept alive until the device work that uses them has finished."""
+"""`Retainer`: keeps tensors alive until the device work that uses them has finished."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class Operation:
     """One copy, conversion, declared use (`Stream.touch`) or `computing` block on a stream.
 
     `start_s`, `end_s`: seconds on the device's clock since the recording began. `clock`: for each stream, how many
-    operations come before this one in every run, by the waits alone; the entry at `index`, its own stream's, counts
-    this one too.
+    operations come before this one in every run, by the waits alone. `index`: its own stream's place in `clock`,
+    whose entry counts this operation too.
     """
 
     device: int

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-/* Elements in one unit of work. Sums are formed unit by unit, so results do not depend on the division among threads. */
+/* Elements in one unit of work. Sums are formed unit by unit, so results do not depend on the number of threads. */
 #define RPO_UNIT 65536
 
 typedef enum { RPO_FLOAT32 = 0, RPO_BFLOAT16 = 1, RPO_FLOAT16 = 2 } rpo_type;
