@@ -1,4 +1,4 @@
-"""Optimizers that run on the host at the speed of its memory, and the thread that runs them."""
+"""Optimizers for parameters in host memory, and the thread that runs their steps."""
 
 from rp_optim.clip import clip_grad_norm_
 from rp_optim.errors import (

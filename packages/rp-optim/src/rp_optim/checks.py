@@ -1,4 +1,4 @@
-"""What optimizers on the host refuse, in words that say what to do."""
+"""Argument checks of the host optimizers: options, parameters, gradients and state."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from rp_optim.errors import InvalidOption, InvalidParameter
 
-# A step asks this of every tensor, beside threads that launch layers. So it asks attributes, which keep Python's
-# lock; operations, such as ``is_complex()``, let go of it, and others take it. Only ``is_neg()`` has no attribute.
+# A step checks every tensor, while other threads launch layers. So the checks read attributes, which keep the GIL;
+# operations such as ``is_complex()`` release it, and may wait to get it back. Only ``is_neg()`` has no attribute.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 
 def check_option_flags(optimizer: str, options: Mapping[str, Any]) -> None:
-    """Raise for flags that ask for what only devices do."""
+    """Raise `InvalidOption` for flags that only optimizers on devices support."""
     for flag in ("capturable", "differentiable"):
         if options.get(flag):
             raise InvalidOption(
@@ -24,7 +24,7 @@ def check_option_flags(optimizer: str, options: Mapping[str, Any]) -> None:
 
 
 def at_least(optimizer: str, least: float, **options: float | torch.Tensor) -> None:
-    """Raise for numbers below `least`, and for tensors of more than one number."""
+    """Raise `InvalidOption` for numbers below `least` and for tensors of more than one element."""
     for name, value in options.items():
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise InvalidOption(
@@ -35,7 +35,7 @@ def at_least(optimizer: str, least: float, **options: float | torch.Tensor) -> N
 
 
 def check_betas(optimizer: str, betas: Sequence[float | torch.Tensor]) -> None:
-    """Raise unless there are two, each of one number, at least 0 and less than 1."""
+    """Raise `InvalidOption` unless there are two betas, each in [0, 1)."""
     if len(betas) != 2:
         raise InvalidOption(f"{optimizer} needs two betas, but has {len(betas)} instead")
     for index, beta in enumerate(betas):
@@ -45,7 +45,7 @@ def check_betas(optimizer: str, betas: Sequence[float | torch.Tensor]) -> None:
 
 
 def check_numbers(what: str, tensor: torch.Tensor) -> None:
-    """Raise unless `tensor` is dense, on the host and of a dtype that can be computed with."""
+    """Raise `InvalidParameter` unless `tensor` is dense, on the host and of a supported dtype."""
     if tensor.layout != torch.strided:
         raise InvalidParameter(
             f"{what} must be dense (torch.strided), but is {tensor.layout} instead; call to_dense()"
@@ -54,15 +54,17 @@ def check_numbers(what: str, tensor: torch.Tensor) -> None:
         raise InvalidParameter(f"{what} must be on the CPU, but is on {tensor.device} instead; call .cpu()")
     if tensor.dtype not in _DTYPES:
         names = ", ".join(map(str, _DTYPES))
-        raise InvalidParameter(f"{what} must have one of the dtypes {names}, but has {tensor.dtype} instead")
+        raise InvalidParameter(
+            f"{what} must have one of the dtypes {names}, but has {tensor.dtype} instead; cast it"
+        )
 
 
 def check_memory(what: str, tensor: torch.Tensor) -> None:
-    """`check_numbers`, and raise unless the numbers lie in memory as they are, one after another."""
+    """Raise like `check_numbers`, and unless `tensor` is contiguous and no lazy negation or conjugation."""
     _check_order(what, tensor)
-    if _stands_for_others(tensor):
+    if _is_lazy_view(tensor):
         raise InvalidParameter(
-            f"{what} must hold its numbers themselves, but is a view that negates or conjugates them; call "
+            f"{what} must hold its own values, but is a view that negates or conjugates them; call "
             ".resolve_neg().resolve_conj()"
         )
 
@@ -76,28 +78,31 @@ def _check_order(what: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _stands_for_others(tensor: torch.Tensor) -> bool:
+def _is_lazy_view(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its own numbers lie in memory one after another."""
-    return tensor.is_contiguous() and not _stands_for_others(tensor)
+    """Whether the tensor is contiguous and its memory holds its values, not negated or conjugated."""
+    return tensor.is_contiguous() and not _is_lazy_view(tensor)
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """With the numbers that it stands for in memory: views may negate or conjugate them as they are read."""
-    return tensor.resolve_neg().resolve_conj() if _stands_for_others(tensor) else tensor
+    """The tensor itself, or a copy with the values of a view that negates or conjugates lazily."""
+    return tensor.resolve_neg().resolve_conj() if _is_lazy_view(tensor) else tensor
 
 
-def check_beside(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-    """`check_memory`, and raise unless `tensor` has numbers of its parameter's kind, in its shape or flat."""
+def check_matching(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Raise like `check_memory`, and unless `tensor` fits `parameter`: both real or complex, its shape or flat.
+
+    An fp64 tensor fits only an fp64 parameter.
+    """
     check_memory(what, tensor)
     _check_like(what, tensor, parameter)
 
 
-def resolved_beside(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`check_beside` of the `resolved` tensor, which is returned."""
+def resolved_matching(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the `resolved` tensor; raises like `check_matching`."""
     tensor = resolved(tensor)
     _check_order(what, tensor)
     _check_like(what, tensor, parameter)
@@ -121,20 +126,21 @@ def _check_like(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Non
 
 
 def check_state(name: str, tensor: torch.Tensor, shape: Sequence[int], parameter: torch.Tensor) -> None:
-    """Raise unless a state tensor, which may have been loaded, is one for this parameter."""
+    """Raise `InvalidParameter` unless a state tensor, which may have been loaded, fits this parameter."""
     what = f"the state {name!r}"
     check_numbers(what, tensor)
     _check_kind(what, tensor, parameter)
     if tuple(tensor.shape) != tuple(shape):
         raise InvalidParameter(
             f"{what} must have the shape {tuple(shape)} for a parameter of shape {tuple(parameter.shape)}, but "
-            f"has {tuple(tensor.shape)} instead; load the state of this model"
+            f"has {tuple(tensor.shape)} instead; load the state of the same model"
         )
 
 
 def check_counter(step: object) -> None:
-    """Raise for a count of steps that is no tensor: one that is set, not loaded."""
+    """Raise `InvalidParameter` unless the state 'step' is a tensor or None, as loading always makes it."""
     if step is not None and not isinstance(step, torch.Tensor):
         raise InvalidParameter(
-            f"the state 'step' must be a tensor of one number, but is {step!r} instead; load_state_dict makes one"
+            f"the state 'step' must be a tensor of one number, but is {step!r} instead; set a tensor, or use "
+            "load_state_dict, which makes one"
         )

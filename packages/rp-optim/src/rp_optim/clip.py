@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients together."""
+"""Gradient clipping by the total norm."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rp_optim.errors import NonFiniteGradients
 from rp_optim.gradients import gradient_of, scale, squares_of
 from rp_optim.masters import by_arrival
 
-# Elements widened at a time for norms other than the second: so few that torch sums them on one thread, in an
-# order that does not depend on how many there are.
+# Elements per piece for norms other than the 2-norm. Torch sums so few on one thread, so the order of summation
+# does not depend on the number of threads.
 _PIECE = 1 << 14
 
 
@@ -27,10 +27,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients so that their norm, taken together, is at most `max_norm`, and return what it was.
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before scaling.
 
-    Like ``torch.nn.utils.clip_grad_norm_``, but the norm is summed in fp64, in one order for any number of
-    threads. Gradients of linked masters are read as they arrive and are not rewritten: the step multiplies them as
+    Like ``torch.nn.utils.clip_grad_norm_``, but the norm is summed in fp64, in the same order for any number of
+    threads. Gradients of linked masters are read as they arrive and not rewritten: the step multiplies them when
     it reads them. Other gradients are scaled in place. `foreach` is accepted and changes nothing.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -38,8 +38,8 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([weight], max_norm=1.0)
     tensor(5.)
 
-    Returns the norm: 0-dim, fp32, or fp64 if a parameter is.
-    Raises `NonFiniteGradients` if it is not finite and `error_if_nonfinite`.
+    Returns the norm: 0-dim, fp32, or fp64 if a parameter is fp64 or complex128.
+    Raises `NonFiniteGradients` if the norm is not finite and `error_if_nonfinite` is set.
     """
     del foreach
     members = _listed(parameters)
@@ -47,7 +47,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteGradients(
             f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped; leave out "
-            "error_if_nonfinite to scale them all the same"
+            "error_if_nonfinite to scale them nevertheless"
         )
     factor = float(max_norm) / (norm + 1e-6)
     if not factor >= 1:
@@ -62,12 +62,15 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
         return [parameters]
     members = list(parameters)
     if not members and isinstance(parameters, GeneratorType):
-        warnings.warn("the generator of parameters is empty: nothing is clipped", stacklevel=4)
+        warnings.warn(
+            "the generator of parameters is empty, so nothing is clipped; if it was used before, pass a list",
+            stacklevel=4,
+        )
     return members
 
 
 def _norm(members: list[torch.Tensor], norm_type: float) -> float:
-    """Read as the gradients arrive; add up in the order of `members`."""
+    """The total norm. Gradients are read as they arrive, but summed in the order of `members`."""
     places = list(enumerate(members))
     found: dict[int, float | None] = {}
     for here in by_arrival(places, lambda item: item[1]):
@@ -78,7 +81,7 @@ def _norm(members: list[torch.Tensor], norm_type: float) -> float:
 
 
 def _parts(parameters: list[torch.Tensor], norm_type: float) -> list[float | None]:
-    """Each gradient's sum of squares for the second norm, else its norm; None without a gradient."""
+    """Each gradient's sum of squares for the 2-norm, else its norm; None without a gradient."""
     if norm_type == 2:
         return squares_of(parameters)
     return [_part(parameter, norm_type) for parameter in parameters]
@@ -89,14 +92,14 @@ def _part(parameter: torch.Tensor, norm_type: float) -> float | None:
     if gradient is None:
         return None
     norms = [_join(piece, norm_type) for piece in _pieces(gradient.tensor)]
-    # The zeroth counts what is not zero.
+    # The 0-norm counts the nonzero elements.
     return sum(norms) if norm_type == 0 else _join(norms, norm_type) * abs(gradient.factor)
 
 
 def _join(values: list[float] | torch.Tensor, norm_type: float) -> float:
     wide = torch.tensor(values, dtype=torch.float64, device="cpu") if isinstance(values, list) else values
     wide = wide.to(torch.complex128).abs() if wide.is_complex() else wide.double()
-    # Torch's stub leaves a type out.
+    # Torch's stub lacks a type here.
     norm = cast(Callable[..., torch.Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
     return float(norm(wide, norm_type)) if wide.numel() else 0.0
 

@@ -1,43 +1,43 @@
-"""What rp_optim raises.
+"""The errors of rp_optim.
 
 OptimError
-  ├── InvalidParameter   (ValueError)    a parameter, gradient or weight that the optimizers cannot take
-  ├── InvalidOption      (ValueError)    an option out of range, or one that makes no sense on the host
-  ├── InvalidLink        (ValueError)    a master linked to something that does not fit it, or not linked at all
-  ├── NonFiniteGradients (RuntimeError)  clipping was told to refuse gradients that are not finite
-  ├── ScalerMisuse       (RuntimeError)  a gradient scaler used in an order that has no meaning
-  ├── WrongThread        (RuntimeError)  something asked for on a thread that must not ask for it
-  └── KernelUnavailable  (RuntimeError)  the kernel that was asked for does not run here
+  ├── InvalidParameter   (ValueError)    a parameter, gradient, weight or state tensor that is not supported
+  ├── InvalidOption      (ValueError)    an option out of range, or unsupported on the host
+  ├── InvalidLink        (ValueError)    a master that cannot be linked, unlinked or saved as it is
+  ├── NonFiniteGradients (RuntimeError)  the gradients' norm is not finite, and `error_if_nonfinite` was set
+  ├── ScalerMisuse       (RuntimeError)  methods of a gradient scaler called in an invalid order
+  ├── WrongThread        (RuntimeError)  a method called on a thread that must not call it
+  └── KernelUnavailable  (RuntimeError)  the requested kernel does not run on this machine
 """
 
 
 class OptimError(Exception):
-    """Any error that rp_optim raises on its own account; each kind has a class of its own."""
+    """Base class of the errors of rp_optim."""
 
 
 class InvalidParameter(OptimError, ValueError):
-    """A tensor has the wrong dtype, layout, device or shape; the message says which, and what to do."""
+    """A tensor has the wrong dtype, layout, device or shape; the message names it and says what to do."""
 
 
 class InvalidOption(OptimError, ValueError):
-    """An option is out of range, or makes no sense for an optimizer on the host."""
+    """An option is out of range, or unsupported by optimizers on the host."""
 
 
 class InvalidLink(OptimError, ValueError):
-    """A link does not fit its master."""
+    """A master cannot be linked, unlinked or saved in its present state."""
 
 
 class NonFiniteGradients(OptimError, RuntimeError):
-    """The norm of the gradients is NaN or infinite, and the caller asked to be told."""
+    """The norm of the gradients is NaN or infinite, and the caller set `error_if_nonfinite`."""
 
 
 class ScalerMisuse(OptimError, RuntimeError):
-    """`unscale_`, `step` and `update` came in an order that has no meaning."""
+    """`unscale_`, `step` and `update` of a gradient scaler were called in an invalid order."""
 
 
 class WrongThread(OptimError, RuntimeError):
-    """The optimizer's thread was asked for what only another thread may do, or the other way round."""
+    """A method was called on the optimizer's thread that must be called on another one, or vice versa."""
 
 
 class KernelUnavailable(OptimError, RuntimeError):
-    """The kernel that was asked for by name does not run on this machine."""
+    """The kernel requested by name does not run on this machine."""

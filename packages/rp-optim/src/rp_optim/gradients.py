@@ -1,4 +1,4 @@
-"""A parameter's gradient wherever it lies: in ``.grad``, or in the source that its master is linked to."""
+"""Reading and scaling a parameter's gradient, whether it is in ``.grad`` or linked to a master."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rp_optim.checks import resolved_beside
+from rp_optim.checks import resolved_matching
 from rp_optim.kernels.kernel import kernel_for
 from rp_optim.kernels.updates import Spot
 from rp_optim.masters import source_link
@@ -16,16 +16,16 @@ from rp_optim.masters import source_link
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient that is worth ``tensor * factor``."""
+    """A gradient whose value is ``tensor * factor``."""
 
     tensor: torch.Tensor
     factor: float
 
 
 def gradient_of(parameter: torch.Tensor) -> Gradient | None:
-    """The gradient, waited for if it is linked; None if there is none.
+    """Return the gradient, after waiting for it if it is linked; None if there is none.
 
-    Raises `InvalidParameter` for one that the optimizers cannot take.
+    Raises `InvalidParameter` for an unsupported gradient.
     """
     if (link := source_link(parameter)) is not None:
         source = link.source(parameter)
@@ -33,11 +33,11 @@ def gradient_of(parameter: torch.Tensor) -> Gradient | None:
     grad = parameter.grad
     if grad is None:
         return None
-    return Gradient(resolved_beside("a gradient", grad, parameter), 1.0)
+    return Gradient(resolved_matching("a gradient", grad, parameter), 1.0)
 
 
 def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:
-    """The sum of the squares of each gradient in fp64; None without one. A linked one is read once."""
+    """The sum of squares of each gradient, in fp64; None without a gradient. Linked gradients are read once."""
     gradients = [gradient_of(parameter) for parameter in parameters]
     known = [_known_squares(parameter) for parameter in parameters]
     unknown = [i for i, gradient in enumerate(gradients) if gradient is not None and known[i] is None]
@@ -65,11 +65,11 @@ def _squares(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def is_finite(parameter: torch.Tensor) -> bool:
-    """Whether all numbers of the gradient are; True without one."""
+    """Whether all elements of the gradient are finite; True without a gradient."""
     gradient = gradient_of(parameter)
     if gradient is None:
         return True
-    # In fp64 no sum of fp32 squares overflows; a sum over fp64 may, and is looked at number by number then.
+    # A sum of fp32 squares cannot overflow fp64. A sum of fp64 squares can, so then each element is checked.
     (squares,) = squares_of([parameter])
     if squares is None or math.isfinite(squares):
         return math.isfinite(gradient.factor)
@@ -77,7 +77,7 @@ def is_finite(parameter: torch.Tensor) -> bool:
 
 
 def scale(parameter: torch.Tensor, factor: float) -> None:
-    """Multiply the gradient, if there is one: a linked one when it is read, another one in place."""
+    """Multiply the gradient, if there is one: a linked one when it is next read, else in place."""
     if (link := source_link(parameter)) is not None:
         link.factor *= factor
     elif parameter.grad is not None:

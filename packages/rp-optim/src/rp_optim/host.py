@@ -1,4 +1,4 @@
-"""What every optimizer on the host has in common: which parameters it takes, and how a step goes through them."""
+"""`HostOptimizer`, the base class of optimizers on the host: checks parameters, and steps as gradients arrive."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rp_optim.gradients import gradient_of
 from rp_optim.kernels.updates import Spot
 from rp_optim.masters import by_arrival, link_of
 
-# A group's options are what torch keeps there: numbers, flags, tensors and the list of parameters.
+# A parameter group as torch keeps it: numbers, flags, tensors and the list of parameters.
 Group = dict[str, Any]
 State = dict[str, Any]
 Member = tuple[Group, torch.Tensor]
 
-# Elements that are updated in one go. Waking the threads for each parameter took a third of a step on sixteen
-# cores; much more than this would keep gradients that have come waiting for those that have not.
+# Elements that one kernel call updates. With a call for each parameter, waking the threads took a third of a step
+# on sixteen cores. Much larger pieces would delay the first weights of a step.
 _TOGETHER = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A parameter that has a gradient, its group, and where the update happens."""
+    """A parameter that has a gradient, with its group and the tensors of its update."""
 
     group: Group
     parameter: torch.Tensor
@@ -33,16 +33,16 @@ class Taken:
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """A step that updates parameters in the order in which their gradients are there, some at a time."""
+    """An optimizer whose step updates parameters in batches, as their gradients arrive."""
 
-    # Whether the state has the number of steps, which `count_steps` counts.
+    # Whether the state has a "step" tensor, which `count_steps` increments.
     _counts_steps = False
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, as in torch.
+        """Add a group of parameters, as in torch.
 
-        Raises `InvalidParameter` for those that are not on the host, dense, contiguous and floating, and
-        `InvalidOption` for options that the optimizer refuses.
+        Raises `InvalidParameter` for parameters that are not on the host, dense, contiguous and floating-point,
+        and `InvalidOption` for options that the optimizer does not support.
         """
         super().add_param_group(param_group)
         try:
@@ -54,7 +54,7 @@ class HostOptimizer(torch.optim.Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Loaded, unpickled or copied.
+        # Called when the optimizer is loaded, unpickled or copied.
         for group in state["param_groups"]:
             self._check_group(group)
         super().__setstate__(state)
@@ -66,17 +66,17 @@ class HostOptimizer(torch.optim.Optimizer):
         check_memory("a parameter", parameter)
 
     def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
-        """The state tensors that a step of this parameter reads, beside the count of its steps."""
+        """Names and shapes of the state tensors that a step of this parameter reads, except "step"."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch overloads
         """Update every parameter that has a gradient.
 
-        `closure` computes the loss and the gradients again; its result is returned.
+        `closure` recomputes the loss and the gradients; its result is returned.
 
-        Raises `InvalidParameter` for a parameter, gradient, linked weight or state that cannot be taken, before
-        anything is changed; only gradients that are still on their way, and their weights, are looked at later.
+        Raises `InvalidParameter` for an unsupported parameter, gradient or state before any parameter changes.
+        Linked gradients and weights are checked only when they are used, since they may arrive during the step.
         """
         loss = None
         if closure is not None:
@@ -92,7 +92,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _check_member(self, group: Group, parameter: torch.Tensor) -> None:
         link = link_of(parameter)
-        if (link is None or link.counts == "grad") and gradient_of(parameter) is None:
+        if (link is None or link.gradient_in == "grad") and gradient_of(parameter) is None:
             return
         self._check_parameter(parameter)
         state = self.state.get(parameter, {})
@@ -118,7 +118,7 @@ class HostOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set them to zero. Dropping does not look at them first."""
+        """Set the gradients to None, without copying linked ones first; or to zero."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -127,7 +127,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
 
 def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:
-    """Pieces of about `_TOGETHER` elements, none of which has a parameter twice."""
+    """Split into lists of about `_TOGETHER` elements, none with a parameter twice."""
     piece: dict[int, Taken] = {}
     size = 0
     for each in taken:
@@ -141,7 +141,7 @@ def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:
 
 
 def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
-    """Nothing without a gradient."""
+    """Collect the tensors of a parameter's update; None if it has no gradient."""
     gradient = gradient_of(parameter)
     if gradient is None:
         return None
@@ -152,28 +152,28 @@ def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
 
 
 def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A state tensor beside its parameter, contiguous, of its dtype; zeros where there was none."""
+    """The state tensor `name`, contiguous and of the parameter's dtype; zeros if there was none."""
     tensor = state.get(name)
     if tensor is None:
         tensor = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
     elif tensor.dtype == parameter.dtype and is_plain(tensor):
         return tensor
-    # Loaded, perhaps, from an optimizer whose parameter was laid out otherwise.
+    # The state may have been loaded from an optimizer whose parameter had other strides or another dtype.
     state[name] = resolved(tensor.to(parameter.dtype)).contiguous()
     return state[name]
 
 
 def count_steps(states: Sequence[State]) -> list[int]:
-    """Count this step in each state, as the tensor that torch keeps there; returns their numbers, from 1 on."""
+    """Increment "step" in each state, a tensor as in torch; returns the new numbers, from 1 on."""
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     for state in states:
         if state.get("step") is None:
             state["step"] = torch.zeros((), dtype=dtype, device="cpu")
     steps: list[torch.Tensor] = [state["step"] for state in states]
     if len(set(map(id, steps))) < len(steps):
-        # Loaded as one tensor, which each of them counts on.
+        # Several states loaded with one shared tensor: each increments it.
         return [int(step.add_(1)) for step in steps]
-    # All at once: an operation for each would let go of Python's lock as often.
+    # In one call: one operation for each would release the GIL each time.
     torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] - torch's own optimizers use it
     if len({(step.dtype, step.device, step.shape) for step in steps}) > 1:
         return [int(step) for step in steps]

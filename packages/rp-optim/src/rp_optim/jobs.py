@@ -1,8 +1,8 @@
-"""Worker threads, and what becomes of their jobs; Ctrl-C in a thread that asks or waits breaks neither.
+"""Worker threads and the outcomes of their jobs, safe against Ctrl-C in the threads that submit or wait.
 
-Python raises it anywhere in the main thread's code, so also between a condition's lock and the ``with`` that would
-give it back: `threading.Condition`, and all that stands on it, can stay locked for good. Here whoever asks changes
-nothing but by single operations of the interpreter, and whoever waits has a queue of its own.
+Python raises KeyboardInterrupt anywhere in the main thread's code, even between taking a condition's lock and the
+``with`` that would release it. So `threading.Condition`, and all that is built on it, can stay locked forever.
+Here submitters change state only by single operations of the interpreter, and each waiter has its own queue.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Result = TypeVar("_Result")
 
 
 class Outcome(Generic[_Result]):
-    """A job and what becomes of it; it has what is used of a `concurrent.futures.Future`."""
+    """A job and its result or exception; has the methods of `concurrent.futures.Future` that are used here."""
 
     __slots__ = ("_claim", "_error", "_is_done", "_job", "_value", "_waiting")
 
     def __init__(self, job: Callable[[], _Result]) -> None:
         self._job: Callable[[], _Result] | None = job
-        # Whoever gets it settles the outcome: the worker, or who cancels the job.
+        # Never released. The thread that acquires it settles the outcome: the worker, or one that cancels the job.
         self._claim = allocate_lock()
         self._waiting: deque[SimpleQueue[None]] = deque()
         self._is_done = False
@@ -39,7 +39,7 @@ class Outcome(Generic[_Result]):
         self._error: BaseException | None = None
 
     def carry_out(self) -> None:
-        """Run the job here and now, unless it was cancelled or run before."""
+        """Run the job in the calling thread, unless it was cancelled or run before."""
         try:
             if self._claim.acquire(blocking=False) and self._job is not None:
                 try:
@@ -48,11 +48,14 @@ class Outcome(Generic[_Result]):
                     self._error = error
                 self._settle()
         finally:
-            # An error holds the frames that it came through: this one must not hold the error.
+            # The exception's traceback references this frame; without `self` the frame does not reference it back.
             del self
 
     def cancel(self, error: BaseException | None = None) -> bool:
-        """Settle it with `error` unless the job has begun; whether it never will. Not on the main thread."""
+        """Settle the outcome with `error` (default `CancelledError`), unless the job has begun.
+
+        Returns whether the job is cancelled. Not on the main thread, where Ctrl-C could interrupt it halfway.
+        """
         if not self._claim.acquire(blocking=False):
             return type(self._error) is CancelledError
         self._error = error or CancelledError()
@@ -60,22 +63,22 @@ class Outcome(Generic[_Result]):
         return True
 
     def _settle(self) -> None:
-        # Whoever waits may count on it that what the job held is let go of.
+        # Released before waiters wake, so that they can rely on the job's arguments being freed.
         self._job = None
         self._is_done = True
         while self._waiting:
             self._waiting.popleft().put(None)
 
     def done(self) -> bool:
-        """Whether the job is over, or cancelled."""
+        """Whether the job has finished or was cancelled."""
         return self._is_done
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait, so long at most; whether it is done."""
+        """Wait at most `seconds` (None: without limit) for the job; returns whether it is done."""
         return wait_for_any((self,), seconds)
 
     def result(self, timeout: float | None = None) -> _Result:
-        """What the job returned. Raises what it raised, and `TimeoutError`."""
+        """Wait for the job's result. Raises the job's exception, or `TimeoutError` after `timeout` seconds."""
         error = self.exception(timeout)
         try:
             if error is not None:
@@ -85,30 +88,30 @@ class Outcome(Generic[_Result]):
             del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the job raised; None if it returned. Raises `TimeoutError`."""
+        """Wait for the job's exception; None if it returned. Raises `TimeoutError` after `timeout` seconds."""
         if not self.wait(timeout):
-            raise TimeoutError(f"a job was not over after {timeout} s")
+            raise TimeoutError(f"a job should end within {timeout} s, but is still queued or running")
         return self._error
 
     def listen(self, woken: SimpleQueue[None]) -> None:
-        """Have something put there when it is done, if it is not done yet."""
+        """Put an item into `woken` when the outcome is settled later."""
         self._waiting.append(woken)
 
     def forget(self, woken: SimpleQueue[None]) -> None:
-        """The opposite of `listen`."""
+        """Undo `listen`."""
         with suppress(ValueError):
             self._waiting.remove(woken)
 
 
 def wait_for_any(outcomes: Iterable[Outcome[Any]], seconds: float | None = None) -> bool:
-    """Wait until one of them is done, so long at most; whether one is."""
+    """Wait at most `seconds` (None: without limit) until one is done; returns whether one is."""
     chosen = tuple(outcomes)
     if any(outcome.done() for outcome in chosen):
         return True
     woken: SimpleQueue[None] = SimpleQueue()
     for outcome in chosen:
         outcome.listen(woken)
-    # Once more: what was settled before it listened wakes nobody.
+    # Check again: an outcome settled before `listen` puts nothing into the queue.
     if not any(outcome.done() for outcome in chosen):
         with suppress(Empty):
             woken.get(timeout=seconds)
@@ -118,13 +121,13 @@ def wait_for_any(outcomes: Iterable[Outcome[Any]], seconds: float | None = None)
 
 
 def wait_for_all(outcomes: Iterable[Outcome[Any]]) -> None:
-    """Wait until all of them are done."""
+    """Wait until all outcomes are done."""
     for outcome in outcomes:
         outcome.wait()
 
 
 class _Loop:
-    """What a worker's thread knows: nothing of the worker, so that a worker that is dropped ends its thread."""
+    """The state of a worker's thread. Does not reference the `Worker`, whose deletion ends the thread."""
 
     def __init__(self, name: str, prepare: Callable[[], object]) -> None:
         self.jobs: SimpleQueue[Outcome[Any] | None] = SimpleQueue()
@@ -141,14 +144,18 @@ class _Loop:
         self._claim = allocate_lock()
 
     def start(self) -> None:
-        """Start the thread, if it has not begun; from a thread that no interrupt enters: `Thread.start` waits."""
+        """Start the thread, if it has not started.
+
+        `Thread.start` waits on a condition, which Ctrl-C could break. So a raw thread, which no Ctrl-C interrupts,
+        calls it.
+        """
         if self.thread is None:
             try:
                 start_new_thread(self._begin, ())
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"{self.name} cannot start: {error}. Where the main thread has ended already, let it join "
-                    "the threads that train"
+                    f"{self.name} cannot start: {error}. If the main thread has ended already, let it join the "
+                    "training threads first"
                 ) from error
 
     def _begin(self) -> None:
@@ -183,7 +190,7 @@ class _Loop:
         self.over.carry_out()
 
     def finish(self) -> None:
-        """Wait until all jobs are done and the thread has ended; again if that was interrupted."""
+        """Wait until all jobs are done and the thread has ended. May be called again if that was interrupted."""
         if not self.is_wanted or self.process != _PROCESS.number:
             return
         self.jobs.put(None)
@@ -194,13 +201,13 @@ class _Loop:
 
 
 class Worker:
-    """A thread that runs jobs in the order in which they are submitted; it starts with the first one.
+    """A thread that runs jobs in the order of their submission; it starts with the first job.
 
     Args:
-        name: the thread's.
-        prepare: what the thread runs first; what that raises, all jobs raise. It must not hold the worker.
+        name: the thread's name.
+        prepare: called first on the thread; if it raises, all jobs raise that. It must not reference the worker.
 
-    Jobs that are queued as the process ends are run. A worker that nobody holds any more ends its thread.
+    Jobs still queued when the process exits are run. The thread ends when its worker is garbage-collected.
 
     >>> worker = Worker("example")
     >>> worker.submit(max, 1, 2).result()
@@ -215,18 +222,20 @@ class Worker:
     def submit(
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Outcome[_Result]:
-        """Queue a job.
+        """Queue a job; returns its outcome.
 
-        Raises `RuntimeError` once the worker was closed, and in a forked child, which has none of the threads.
+        Raises `RuntimeError` once the worker was closed, and in a forked child, which does not have the thread.
         """
         loop = self._loop
         if loop.process != _PROCESS.number:
             raise RuntimeError(
-                f"{loop.name} stayed in the process that this one was forked from; start processes with "
-                "multiprocessing's 'spawn', or make everything in the child"
+                f"{loop.name} runs only in the process that this one was forked from; start processes with "
+                "multiprocessing's 'spawn', or create models and optimizers in the child"
             )
         if loop.is_closing or loop.is_over:
-            raise RuntimeError("the worker was closed, and takes no jobs any more") from loop.failure
+            raise RuntimeError(
+                f"{loop.name} was closed, or could not start, and takes no jobs; open a new one"
+            ) from loop.failure
         outcome = Outcome(partial(job, *args, **kwargs))
         _LOOPS[loop] = None
         loop.is_wanted = True
@@ -238,11 +247,11 @@ class Worker:
         return outcome
 
     def is_current(self) -> bool:
-        """Whether the calling thread is this one."""
+        """Whether the calling thread is the worker's thread."""
         return threading.get_ident() == self._loop.ident
 
     def close(self) -> None:
-        """Finish the jobs and end the thread. May be called again, as after Ctrl-C."""
+        """Finish the jobs and end the thread. May be called again, for example after Ctrl-C."""
         self._loop.is_closing = True
         self._loop.finish()
 
@@ -252,13 +261,13 @@ def _nothing() -> None:
 
 
 class _Process:
-    """Which process this is, counted from the one that imported this."""
+    """Counts the forks between the process that imported this module and the current one."""
 
     number = 0
 
 
 _PROCESS = _Process()
-# Those whose threads have had work, in the order of their first jobs: later ones may wait for earlier ones.
+# Loops with jobs so far, in the order of their first jobs: jobs of later ones may wait for jobs of earlier ones.
 _LOOPS: dict[_Loop, None] = {}
 
 
@@ -272,6 +281,6 @@ os.register_at_fork(after_in_child=_note_fork)
 
 @atexit.register
 def finish_all() -> None:
-    """Finish all jobs of all workers, and end these: a thread inside torch would abort a process that ends."""
+    """Finish all jobs and end all worker threads at exit: a thread still inside torch would abort the process."""
     for loop in reversed(list(_LOOPS)):
         loop.finish()

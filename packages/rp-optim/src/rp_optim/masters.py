@@ -1,4 +1,4 @@
-"""Masters: parameters in the optimizer's precision whose gradients and weights lie elsewhere, in fewer bits."""
+"""Master weights: parameters in the optimizer's dtype, linked to low-precision gradients and weights elsewhere."""
 
 from __future__ import annotations
 
@@ -9,58 +9,63 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from rp_optim.checks import check_beside, resolved_beside
+from rp_optim.checks import check_matching, resolved_matching
 from rp_optim.errors import InvalidLink
 
 _Item = TypeVar("_Item")
 
 
 class Ready(Protocol):
-    """Whether a gradient may be read; with `wait`, block until it may, and return True."""
+    """Tells whether a gradient may be read."""
 
     def __call__(self, wait: bool, /) -> bool:
-        """Never blocks unless `wait`. May be called again after it was true."""
+        """Whether the gradient may be read. With `wait`, block until it may, and return True.
+
+        May be called again after it has returned True.
+        """
         ...
 
 
 @dataclass(slots=True)
 class Link:
-    """What one master is linked to, and what has become of its gradient since.
+    """The callables that one master is linked to, and the state of its gradient.
 
-    `counts`: the gradient is in the source, times `factor`; or it is the master's own ``.grad``, None included.
+    `gradient_in`: "source" if the gradient is the linked tensor times `factor`; "grad" if it is the master's own
+    ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed.
     """
 
     gradients: Callable[[], torch.Tensor | None]
     weights: Callable[[], torch.Tensor | None]
     ready: Ready
     written: Callable[[], None]
-    counts: Literal["source", "grad"] = "source"
+    gradient_in: Literal["source", "grad"] = "source"
     factor: float = 1.0
     squares: float | None = None
 
     def source(self, master: torch.Tensor) -> torch.Tensor | None:
-        """The low-precision gradient, once it is there."""
+        """Wait for the low-precision gradient, and return it, checked; None if there is none."""
         self.ready(True)
         gradient = self.gradients()
         if gradient is not None:
-            gradient = resolved_beside("the gradient that a master is linked to", gradient, master)
+            gradient = resolved_matching("the gradient that a master is linked to", gradient, master)
         return gradient
 
     def destination(self, master: torch.Tensor) -> torch.Tensor | None:
-        """Where the low-precision weight goes, once it may be written."""
+        """Wait until the low-precision weight may be written, and return it, checked; None if there is none."""
         weight = self.weights()
         if weight is not None:
-            check_beside("the weight that a master is linked to", weight, master)
+            check_matching("the weight that a master is linked to", weight, master)
         return weight
 
 
 class Master(torch.nn.Parameter):
-    """A parameter that can be linked; without a link it is like any other.
+    """A parameter that can be linked to a gradient and a weight elsewhere; unlinked it is an ordinary parameter.
 
-    While it is linked, ``.grad`` is made from the gradient it is linked to, in the master's dtype, the first time
-    that something looks at it, or when a ``backward`` has added to it; that copy is the gradient from then on.
+    While it is linked, the first read of ``.grad``, or a ``backward`` that adds to it, copies the linked gradient
+    into the master's dtype; that copy is the gradient from then on.
 
-    ``torch.save`` keeps a ``torch.nn.Parameter``, which any torch loads; linked ones are refused (`InvalidLink`).
+    ``torch.save`` saves it as a ``torch.nn.Parameter``, which any torch can load. Saving a linked master raises
+    `InvalidLink`.
 
     >>> master = Master(torch.zeros(2))
     >>> link(master, gradients=lambda: torch.ones(2, dtype=torch.bfloat16))
@@ -82,7 +87,7 @@ class Master(torch.nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         _OWN_GRAD.__set__(self, value)
         if self._link is not None:
-            self._link.counts = "grad"
+            self._link.gradient_in = "grad"
 
     @grad.deleter
     def grad(self) -> None:
@@ -90,7 +95,7 @@ class Master(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """As in torch; but a linked master counts as changed: what is written there leaves no trace of its own."""
+        """As in torch, but increments a linked master's version: writes through ``.data`` do not do that."""
         if self._link is not None:
             torch.autograd.graph.increment_version(self)
         return _OWN_DATA.__get__(self)
@@ -104,36 +109,36 @@ class Master(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._link is not None:
             raise InvalidLink(
-                "a linked master cannot be saved: its gradient is elsewhere; unlink it first (outside of a step "
-                "function it is), or save master.detach()"
+                "a linked master cannot be saved: its gradient is elsewhere; unlink it first (masters are linked "
+                "only inside a step function), or save master.detach()"
             )
-        # Torch leaves the types out.
+        # Torch's stub has no types here.
         return super().__reduce_ex__(protocol)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-# Torch's own attributes: descriptors written in C, of no type that could be named here.
+# Torch's own attributes: descriptors written in C, which have no type to name.
 _OWN_GRAD: Any = torch.Tensor.grad
 _OWN_DATA: Any = torch.Tensor.data
 
 
 def own_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What torch itself keeps as the gradient, past any link."""
+    """Torch's own ``.grad``, without copying a linked gradient into it."""
     return _OWN_GRAD.__get__(parameter)
 
 
 def own_data(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's ``.data``; of a linked master without counting it as changed."""
+    """Torch's own ``.data``, without incrementing a linked master's version."""
     return _OWN_DATA.__get__(tensor)
 
 
 def source_link(parameter: torch.Tensor) -> Link | None:
-    """The link of a master whose gradient is in the source alone; None if it is in ``.grad``.
+    """The link of a master whose gradient is the linked tensor; None if it is ``.grad`` or there is no link.
 
-    Autograd adds to torch's own ``.grad``, past the property: what it has put there is joined with the source now,
-    which is waited for.
+    Autograd adds to torch's own ``.grad``, past the property of `Master`. If it has, this waits for the linked
+    gradient, adds both, and makes the sum the ``.grad``.
     """
     link = link_of(parameter)
-    if link is None or link.counts == "grad":
+    if link is None or link.gradient_in == "grad":
         return None
     added = own_grad(parameter)
     if added is None:
@@ -149,12 +154,12 @@ def _copy(source: torch.Tensor, master: torch.Tensor, factor: float) -> torch.Te
     return source.detach().to(master.dtype, copy=True).view(master.shape).mul_(factor)
 
 
-class _Remains(Enum):
+class _Unchanged(Enum):
     UNCHANGED = "unchanged"
 
 
-UNCHANGED = _Remains.UNCHANGED
-"""What `unlink` returns for a gradient that nothing has touched."""
+UNCHANGED = _Unchanged.UNCHANGED
+"""What `unlink` returns for a gradient that is still the linked tensor, unscaled."""
 
 
 def _no_weights() -> None:
@@ -173,22 +178,22 @@ def link(
     ready: Ready = _at_once,
     written: Callable[[], None] = _no_weights,
 ) -> None:
-    """Link a master, until `unlink`, to where its gradient comes from and where its weight goes.
+    """Link a master, until `unlink`, to its low-precision gradient and the low-precision weight made from it.
 
-    All are called on the thread that steps, any number of times.
+    The callables are called on the thread that steps, any number of times.
 
     Args:
         master: a `Master`.
         gradients: returns the gradient, contiguous, on the host, of the master's shape or flat, in any floating
-            dtype; None if there is none. It is read and never written. Asked once `ready`.
-        weights: returns where the updated weight goes, rounded to that tensor's dtype; None if nowhere. It may
-            block until that memory may be written.
-        ready: ``ready(False)`` says whether `gradients` may be asked; ``ready(True)`` blocks until it may. Masters
-            whose gradients come together should share one (or equal ones): it is then asked once for all.
+            dtype; None if there is none. It is read, never written. Called only after `ready` returned True.
+        weights: returns the tensor to write the updated weight into, rounded to its dtype; None to write none. It
+            may block until that tensor may be written.
+        ready: ``ready(False)`` returns whether `gradients` may be called; ``ready(True)`` blocks until it may.
+            Masters whose gradients arrive together should share one (or equal ones), which is then called once.
         written: called each time the weight is complete; not if `weights` returned None.
 
-    A master whose weight was written keeps its version counter. One that was changed without it (no `weights`,
-    or an optimizer of torch's) has a new one: so a counter that moved means a weight that is out of date.
+    A step that writes the weight keeps the master's version counter. An update without a weight (no `weights`, or
+    an optimizer of torch's) increments it. So a changed counter means that the weight is out of date.
 
     >>> master, weight = Master(torch.zeros(2)), torch.zeros(2, dtype=torch.bfloat16)
     >>> link(master, lambda: torch.ones(2, dtype=torch.bfloat16), lambda: weight)
@@ -202,48 +207,49 @@ def link(
     Raises `InvalidLink` if `master` is not a `Master`, is linked already, or has a ``.grad`` of its own.
     """
     if not isinstance(master, Master):
-        raise InvalidLink(f"only an rp_optim.Master can be linked, but this is a {type(master).__name__}; wrap it")
+        raise InvalidLink(
+            f"only an rp_optim.Master can be linked, but this is a {type(master).__name__}; wrap it in Master(...)"
+        )
     if master._link is not None:  # pyright: ignore[reportPrivateUsage]
         raise InvalidLink("the master is linked already; unlink it first")
     if master.grad is not None:
         raise InvalidLink(
-            "the master has a gradient of its own, which the linked one would hide; set .grad to None"
+            "the master has a gradient of its own, which the linked one would hide; set .grad to None first"
         )
     master._link = Link(gradients, weights, ready, written)  # pyright: ignore[reportPrivateUsage]
 
 
-def unlink(master: torch.Tensor) -> torch.Tensor | _Remains | None:
-    """End a link, and tell what its gradient is now.
+def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
+    """End a link, and return the master's gradient.
 
-    Returns `UNCHANGED` if it is still what the source holds; None if it was dropped, as by ``zero_grad``; else a
-    tensor in the master's dtype: what was made of it, by looking at ``.grad`` or by scaling or clipping. The
-    master's own ``.grad`` is None afterwards.
+    Returns `UNCHANGED` if the gradient is still the linked tensor; None if it was dropped, as by ``zero_grad``;
+    else the changed gradient in the master's dtype, after a read of ``.grad``, scaling or clipping. The master's
+    own ``.grad`` is None afterwards.
 
-    Raises `InvalidLink` if there is no link, and what the link's callables raise; the link has ended all the same.
+    Raises `InvalidLink` if there is no link, and what the link's callables raise; the link ends in any case.
     """
     link = link_of(master)
     if link is None:
-        raise InvalidLink("the master is not linked")
+        raise InvalidLink("the master is not linked; link it first")
     try:
         untouched = source_link(master) is not None and link.factor == 1
         return UNCHANGED if untouched else master.grad
     finally:
-        # Deleted, not None: a saved master has no traces of links.
+        # Deleted, not set to None: a saved master must have no extra attributes.
         del master._link  # type: ignore[attr-defined]  # a master: it has a link
         master.grad = None
 
 
 def link_of(parameter: torch.Tensor) -> Link | None:
-    """The link of a master that has one."""
+    """The link of a parameter; None if it is no master or not linked."""
     return parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
 
 
 def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Tensor]) -> Iterator[Sequence[_Item]]:
-    """`items` in their order, except that those whose gradients are not there yet come when they are.
+    """Yield `items` in batches as their gradients arrive, each batch in the order of `items`.
 
-    Yields those that are there together. Equal `Ready`s are asked once for all of their items.
-
-    Gradients arrive from the last layer to the first, so where none is there the last one is waited for.
+    A batch has all items whose gradients have arrived by then. Equal `Ready`s are called once for all their items.
+    If no gradient has arrived, this waits for the last item's: backward goes from the last layer to the first.
     """
     waiting = list(items)
     while waiting:
@@ -259,9 +265,9 @@ def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Ten
 
 def _ready_of(parameter: torch.Tensor) -> Ready:
     link = link_of(parameter)
-    return _at_once if link is None or link.counts == "grad" else link.ready
+    return _at_once if link is None or link.gradient_in == "grad" else link.ready
 
 
 def _key(ready: Ready) -> object:
-    # An object that defines equality alone cannot be looked up by it.
+    # An object that defines __eq__ without __hash__ cannot be a key, so it is compared by identity.
     return id(ready) if getattr(ready, "__hash__", None) is None else ready

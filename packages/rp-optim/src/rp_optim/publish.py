@@ -1,4 +1,4 @@
-"""Masters into the weights that devices read, in one pass over memory."""
+"""Writing masters into the low-precision weights that devices read, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rp_optim.kernels.updates import Kernel, Spot
 
 @torch.no_grad()
 def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
-    """Write each master into its weight, rounded to the weight's dtype: what ``copy_`` does, all in one go.
+    """Write each master into its weight, rounded to the weight's dtype: ``copy_`` for many tensors at once.
 
     >>> weight = torch.empty(2, dtype=torch.bfloat16)
     >>> write_weights([torch.tensor([1.0, 1.001])], [weight])
     >>> weight
     tensor([1., 1.], dtype=torch.bfloat16)
 
-    Shapes: of each weight those of its master; any strides, though only contiguous ones are fast.
+    Shapes: each weight has its master's; any strides, but only contiguous tensors are fast.
 
-    Raises `InvalidParameter` for different shapes, or numbers of tensors.
+    Raises `InvalidParameter` if the shapes or the numbers of tensors differ.
     """
     found: dict[Kernel, list[Spot]] = {}
     for master, weight in _pairs(masters, weights):
@@ -40,7 +40,10 @@ def _pairs(
     masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if [master.shape for master in masters] != [weight.shape for weight in weights]:
-        raise InvalidParameter("write_weights needs one weight for each master, of its shape")
+        raise InvalidParameter(
+            f"write_weights needs one weight for each master, of its shape, but the {len(masters)} masters and "
+            f"{len(weights)} weights differ in number or shape; allocate weights with torch.empty_like(master)"
+        )
     return list(zip(masters, weights, strict=True))
 
 

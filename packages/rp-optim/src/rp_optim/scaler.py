@@ -1,4 +1,4 @@
-"""Scaling losses so that 16-bit gradients do not vanish, with steps that may come later and on another thread."""
+"""`GradScaler`: loss scaling for 16-bit gradients, with steps that may run later on the optimizer's thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Setting = Literal["growth_factor", "backoff_factor", "growth_interval"]
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The scaler after so many updates; `tracker` counts steps without infinities since the scale last moved."""
+    """The scaler's state after `updates` updates. `tracker`: finite steps since the scale last changed."""
 
     updates: int
     scale: float
@@ -38,16 +38,16 @@ class _Stage(Enum):
 
 
 class GradScaler:
-    """``torch.amp.GradScaler`` for optimizers on the host, whose steps may run behind the training loop.
+    """``torch.amp.GradScaler`` for optimizers on the host, whose steps may run later than the training loop.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        thread: the thread that steps run on. Without one everything happens at once, as in torch.
+        thread: the thread that runs the steps. Without one everything runs at once, as in torch.
 
-    With a thread, `scale` belongs to the training loop and its workers, `step` and `unscale_` to the step
-    function, which runs later. Each loss is unscaled with the scale that it was scaled with: an asynchronous
-    `update` takes effect in order with the steps, and the training loop goes on with the result of the update
-    before it, whatever the speed of the machine.
+    With a thread, call `scale` in the training loop and its workers, and `step` and `unscale_` in the step
+    function, which runs later. Each gradient is divided by the scale of its loss: an asynchronous `update` runs in
+    order with the steps, while the training loop continues with the result of the update before it. So results do
+    not depend on the speed of the machine.
 
     >>> scaler = GradScaler(init_scale=8.0)
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -58,7 +58,7 @@ class GradScaler:
     >>> weight.data, scaler.get_scale()
     (tensor([0.]), 8.0)
 
-    Raises `ValueError` for factors and intervals that cannot be.
+    Raises `InvalidOption` (a `ValueError`) for factors and intervals out of range.
     """
 
     def __init__(
@@ -73,35 +73,35 @@ class GradScaler:
     ) -> None:
         self.enabled: Final = enabled
         self._thread = thread
-        # Of the thread that steps.
+        # State of the thread that steps.
         self._own = _Numbers(0, _fp32(init_scale), growth_factor, backoff_factor, growth_interval)
         _check(self._own)
         self._unscale_with = self._own.scale
         self._stages: dict[torch.optim.Optimizer, _Stage] = {}
         self._found: dict[torch.optim.Optimizer, bool] = {}
         self._failed_before = 0
-        # Of the training loop: the update whose result it goes on with, the last one launched, and what it set.
+        # State of the training loop: the update whose result it uses, the last one launched, and what it set.
         self._seen = self._last = _done(self._own)
         self._launched = 0
         self._scale_given: float | None = None
         self._set_here: dict[_Setting, tuple[int, Any]] = {}
 
-    # The loss, on any thread
+    # Scaling the loss, on any thread
 
     def scale(self, outputs: _Outputs) -> _Outputs:
-        """Multiply a tensor, or each in a list, a tuple or an iterable, by the scale.
+        """Multiply a tensor, or each tensor of an iterable, nested ones too, by the scale.
 
         Raises `TypeError` for anything else.
         """
         if not self.enabled:
             return outputs
-        # Fp32 and 0-dim, on the CPU: torch takes it beside a tensor on any device, and its dtype is the result's.
+        # 0-dim on the CPU: torch multiplies tensors on any device by it. Fp32: a scaled 0-dim loss is fp32, too.
         return cast(_Outputs, _scaled(outputs, torch.tensor(self.get_scale(), dtype=torch.float32, device="cpu")))
 
     def get_scale(self) -> float:
-        """The current scale, 1.0 if not enabled.
+        """The current scale; 1.0 if not enabled.
 
-        In a step function, the one that its loss was scaled with; elsewhere, the one that `scale` uses.
+        In a step function: the scale of that step's loss. Elsewhere: the scale that `scale` uses.
         """
         if not self.enabled:
             return 1.0
@@ -112,13 +112,13 @@ class GradScaler:
     # The step, on the thread that steps
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, and look for infinities and NaN in them.
+        """Divide the optimizer's gradients by the scale, and check them for infinities and NaN.
 
-        Gradients of linked masters are read as they arrive and not rewritten. From another thread it is launched
-        on the optimizer's, and waited for.
+        Gradients of linked masters are read as they arrive and not rewritten. Called on another thread than the
+        one that steps, it runs on that thread and waits for it.
 
         Raises `WrongThread` on the thread of another optimizer; `ScalerMisuse` after another `unscale_` or `step`
-        since the last `update`; `InvalidParameter` for fp16 gradients, which would lose what scaling saved.
+        since the last `update`; `InvalidParameter` for fp16 gradients, which would underflow when unscaled.
         """
         if self.enabled:
             self._on_optimizer_thread(lambda: self._unscale(optimizer))
@@ -130,30 +130,33 @@ class GradScaler:
             )
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         _refuse_fp16(parameters)
-        # Of a scale that has shrunk to nothing, infinite, as in torch.
+        # Infinite for a scale that has shrunk to zero, as in torch.
         inverse = _fp32(1 / self._unscale_with) if self._unscale_with else math.inf
         found: list[bool | None] = []
         with torch.no_grad():
             for here in by_arrival(parameters, lambda item: item):
-                squares_of(here)  # of all at once; they are kept
+                squares_of(here)  # In one kernel call; links cache the results for `_unscale_one`.
                 found += [_unscale_one(parameter, inverse) for parameter in here]
         if True in found or False in found:
             self._found[optimizer] = True in found
         self._stages[optimizer] = _Stage.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """`unscale_`, unless that was done, and ``optimizer.step(*args, **kwargs)`` if all gradients are finite.
+        """Unscale, unless done, and call ``optimizer.step(*args, **kwargs)`` if all gradients are finite.
 
-        Returns what the optimizer's step returns. From another thread than the one that steps it is launched
-        there and waited for, and returns None.
+        Returns what the optimizer's step returns; None if it was skipped. Called on another thread than the one
+        that steps, it runs on that thread, waits for it, and returns None.
 
-        Raises `ScalerMisuse` after another `step` since the last `update`, without a gradient, and for a closure.
+        Raises as `unscale_` does; `ScalerMisuse` also after another `step` since the last `update`, without any
+        gradient, and for a closure.
         """
         if not self.enabled:
             plain: Callable[..., Any] = optimizer.step
             return plain(*args, **kwargs)
         if "closure" in kwargs or any(callable(argument) for argument in args):
-            raise ScalerMisuse("a closure computes gradients anew, which nobody would unscale; step without one")
+            raise ScalerMisuse(
+                "a closure recomputes gradients, which would not be unscaled; call step without a closure"
+            )
         return self._on_optimizer_thread(lambda: self._step(optimizer, args, kwargs))
 
     def _step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,22 +167,22 @@ class GradScaler:
         if optimizer not in self._found:
             raise ScalerMisuse("no parameter of this optimizer has a gradient; step after a backward")
         self._stages[optimizer] = _Stage.STEPPED
-        # What a step returns is its optimizer's affair.
+        # The type of a step's result depends on the optimizer.
         step: Callable[..., Any] = optimizer.step
         return None if self._found[optimizer] else step(*args, **kwargs)
 
     # The update, on the calling thread
 
     def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool = True) -> None:
-        """Move the scale: down if a step was skipped, up after enough that were not; or set it to `new_scale`.
+        """Lower the scale if a step was skipped, raise it after enough finite steps, or set it to `new_scale`.
 
-        Call it on the training loop's thread, after the step. An asynchronous one returns at once: the next losses
-        are scaled with the result of the update before, or with `new_scale`. Otherwise it waits for the step and
-        its result counts at once. Without a thread, it always does.
+        Call it in the training loop, after the step. An asynchronous update returns at once: the next losses are
+        scaled with the result of the update before, or with `new_scale`. A synchronous one waits for the step, and
+        the next losses use its result. Without a thread every update is synchronous.
 
-        Raises `WrongThread` on the optimizer's thread; `ScalerMisuse` if no step was taken since the last one,
-        which the thread remembers and raises like other failures there if the update is asynchronous. What the
-        thread remembers is raised here too, once this update is on its way: the next step needs no other one.
+        Raises `WrongThread` on the optimizer's thread; `ScalerMisuse` if there was no step since the last update.
+        If the update is asynchronous, the thread keeps that `ScalerMisuse` like the exceptions of other jobs. An
+        exception that the thread keeps is raised here too, after this update is queued; do not repeat the update.
         """
         if not self.enabled:
             return
@@ -193,10 +196,10 @@ class GradScaler:
             try:
                 self._update_kernel(given, done, is_async=False)
             finally:
-                # Perhaps Ctrl-C came: what is never done would be waited for.
+                # Ctrl-C may have come before `done` was settled; waiting for it would then never end.
                 self._seen = done if done.done() else self._seen
             return
-        # Also where a step has failed: the update of a failed step makes room for the next one.
+        # Queued even if a step has failed: the next step needs the update of the failed one.
         failure = self._thread.take_failure()
         self._thread.queue(self._update_kernel, given, done, is_async=is_async)
         self._seen, self._last = (self._last if is_async else done), done
@@ -212,10 +215,10 @@ class GradScaler:
         try:
             self._own = self._moved(given)
         finally:
-            # Even if there was nothing to go by: the training loop waits for this update.
+            # Also after an error: the training loop waits for this update.
             self._forget_steps()
             self._own = replace(self._own, updates=old.updates + 1)
-            # The losses of the steps from here on were scaled with what the training loop then saw.
+            # The losses of later steps are scaled with what the training loop saw after calling `update`.
             self._unscale_with = given if given is not None else (old if is_async else self._own).scale
             done.carry_out()
 
@@ -226,7 +229,7 @@ class GradScaler:
         if not self._found and self._has_failed():
             return own
         if not self._found:
-            raise ScalerMisuse("update found no step to judge the scale by; call it after step")
+            raise ScalerMisuse("update found no step since the last update; call it after step")
         if True in self._found.values():
             return replace(own, scale=_fp32(own.scale * own.backoff_factor), tracker=0)
         if own.tracker + 1 < own.growth_interval:
@@ -235,7 +238,7 @@ class GradScaler:
         return replace(own, scale=grown if math.isfinite(grown) else own.scale, tracker=0)
 
     def _has_failed(self) -> bool:
-        """Whether a job of the thread has failed since the last update: there may be no step to go by, then."""
+        """Whether a job of the thread has failed since the last update, so that its step may be missing."""
         return self._thread is not None and self._thread.num_failed > self._failed_before
 
     def _forget_steps(self) -> None:
@@ -245,19 +248,19 @@ class GradScaler:
     # Settings, on any thread
 
     def get_growth_factor(self, up_to_date: bool = False) -> float:
-        """What the scale is multiplied by to grow.
+        """The factor by which the scale grows.
 
-        On the training loop's thread: what it has set, or what was known at the previous update; with
-        `up_to_date`, the latest, waiting for the steps that are under way.
+        In the training loop: the value it has set, or that of the update whose result it uses; with `up_to_date`,
+        the latest value, after waiting for all launched steps.
         """
         return float(self._get("growth_factor", up_to_date))
 
     def get_backoff_factor(self, up_to_date: bool = False) -> float:
-        """What the scale is multiplied by after an infinity; see `get_growth_factor`."""
+        """The factor by which the scale is lowered after an infinity or NaN; see `get_growth_factor`."""
         return float(self._get("backoff_factor", up_to_date))
 
     def get_growth_interval(self, up_to_date: bool = False) -> int:
-        """How many steps without an infinity let the scale grow; see `get_growth_factor`."""
+        """The number of finite steps after which the scale grows; see `get_growth_factor`."""
         return int(self._get("growth_interval", up_to_date))
 
     def _get(self, name: _Setting, up_to_date: bool) -> Any:
@@ -271,15 +274,15 @@ class GradScaler:
         return value if set_at >= seen.updates else getattr(seen, name)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set it in order with the steps: those launched before are not concerned."""
+        """Set the growth factor, in order with the steps: those launched before keep the old one."""
         self._set("growth_factor", new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set it in order with the steps: those launched before are not concerned."""
+        """Set the backoff factor, in order with the steps: those launched before keep the old one."""
         self._set("backoff_factor", new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set it in order with the steps: those launched before are not concerned."""
+        """Set the growth interval, in order with the steps: those launched before keep the old one."""
         self._set("growth_interval", new_interval)
 
     def _set(self, name: _Setting, value: Any) -> None:
@@ -294,15 +297,15 @@ class GradScaler:
         self._own = replace(self._own, **{name: value})
 
     def is_enabled(self) -> bool:
-        """Whether losses are scaled at all."""
+        """Whether losses are scaled."""
         return self.enabled
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's scaler saves, under the same names; each loads the other's. Empty if not enabled.
+        """The state under the names of torch's scaler; each loads the other's. Empty if not enabled.
 
-        Waits for the steps that are under way.
+        Waits for all launched steps.
         """
         if not self.enabled:
             return {}
@@ -317,9 +320,9 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a saved state, after the steps that are under way. Nothing if not enabled.
+        """Load a saved state, after waiting for all launched steps. Does nothing if not enabled.
 
-        Raises `ScalerMisuse` for the state of a scaler that was not enabled.
+        Raises `ScalerMisuse` for the empty state of a scaler that was not enabled.
         """
         if not self.enabled:
             return
@@ -356,8 +359,8 @@ class GradScaler:
             return self._noted(job)
         if on_any_optimizer_thread():
             raise WrongThread(
-                "a gradient scaler was used on an optimizer's thread that is not its own, where it could not tell "
-                "which scale a loss was scaled with; make it with GradScaler(thread=...), the thread of its steps"
+                "a gradient scaler was used on an optimizer's thread that is not its own, so it cannot know the "
+                "scale of the step's loss; make it with GradScaler(thread=...), the thread of its steps"
             )
         if self._thread is not None:
             self._thread.submit(job).result()
@@ -368,7 +371,7 @@ class GradScaler:
         try:
             return job()
         except BaseException:
-            # For `_has_failed`, even if the step function swallows it.
+            # Makes `_has_failed` return True even if the step function swallows the exception.
             self._failed_before = -1
             raise
 
@@ -417,13 +420,13 @@ def _refuse_fp16(parameters: Iterable[torch.Tensor]) -> None:
         grad = own_grad(parameter)
         if grad is not None and grad.dtype == torch.float16:
             raise InvalidParameter(
-                "an fp16 gradient would lose in unscaling what scaling saved; train fp32 masters (optim_dtype), "
-                "or keep fp32 weights under autocast"
+                "an fp16 gradient would lose its small values when unscaled; train fp32 masters (optim_dtype), or "
+                "keep fp32 weights under autocast"
             )
 
 
 def _unscale_one(parameter: torch.Tensor, inverse: float) -> bool | None:
-    """Whether the gradient has an infinity or NaN; None if there is no gradient."""
+    """Unscale the gradient; returns whether it has an infinity or NaN, None if there is no gradient."""
     if gradient_of(parameter) is None:
         return None
     found = not is_finite(parameter)

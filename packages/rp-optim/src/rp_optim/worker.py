@@ -1,4 +1,4 @@
-"""The one thread on which optimizer steps run, in the order in which they were asked for."""
+"""`OptimizerThread`: the thread that runs optimizer steps, in the order of their launch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ _here = _Here()
 
 
 def on_any_optimizer_thread() -> bool:
-    """Whether the calling thread is that of any `OptimizerThread`."""
+    """Whether the calling thread is the thread of any `OptimizerThread`."""
     return _here.is_optimizer
 
 
 class OptimizerThread:
-    """Runs jobs one after another beside the devices' work; its thread starts with the first job.
+    """Runs jobs one after another on its own thread, in parallel with the devices.
+
+    The thread starts with the first job.
 
     Args:
-        leave_cores: how many of torch's threads not to compute with, since others need the cores: the workers of
-            CPU devices, for example. At least one is left.
+        leave_cores: by how much to lower torch's number of intra-op threads for the jobs, to leave cores to other
+            threads, such as the workers of CPU devices. At least one thread remains.
 
-    `num_failed` counts the jobs that have raised; it is written by the thread alone.
+    `num_failed`: the number of jobs that raised, except those of `queue`; written only by the thread.
 
     >>> thread = OptimizerThread()
     >>> thread.submit(max, 1, 2).result()
@@ -56,7 +58,7 @@ class OptimizerThread:
     def submit(
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Outcome[_Result]:
-        """Queue a job. What it returns or raises is in the outcome, and is not remembered here."""
+        """Queue a job. Its result or exception is only in the returned outcome, not kept by this object."""
         return self._worker.submit(self._counted, job, args, kwargs)
 
     def _counted(self, job: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
@@ -69,15 +71,15 @@ class OptimizerThread:
     def launch_optim_kernel(
         self, fn: Callable[_Arguments, object], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> None:
-        """Queue a job and return at once. The first failure is remembered; jobs behind it still run.
+        """Queue a job and return at once. The first exception of a job is kept; later jobs still run.
 
-        Raises the remembered failure, itself, once; the job is not queued then.
+        Raises the kept exception, if there is one, and forgets it; the job is then not queued.
         """
         self._raise_failure()
         self.queue(self._counted, fn, args, kwargs)
 
     def queue(self, fn: Callable[_Arguments, object], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        """`launch_optim_kernel` for a job that runs whatever is remembered, and that `num_failed` leaves out."""
+        """Queue a job like `launch_optim_kernel`, but raise nothing here and leave it out of `num_failed`."""
         self._worker.submit(self._run, fn, args, kwargs)
 
     def _run(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,7 +90,7 @@ class OptimizerThread:
                 self._failure = self._failure or error
 
     def take_failure(self) -> BaseException | None:
-        """The remembered failure, which is forgotten; None if there is none."""
+        """Return the kept exception and forget it; None if there is none."""
         with self._failing:
             failure, self._failure = self._failure, None
         return failure
@@ -98,10 +100,10 @@ class OptimizerThread:
             raise failure
 
     def synchronize_optim(self) -> None:
-        """Wait until everything that was queued is done.
+        """Wait until all queued jobs are done.
 
-        Raises the remembered failure, itself, once; `WrongThread` on the optimizer's thread, which would wait for
-        itself.
+        Raises the kept exception, if there is one, and forgets it; `WrongThread` on the optimizer's thread, which
+        would wait for itself.
         """
         if self.on_optim_stream():
             raise WrongThread("the optimizer's thread cannot wait for itself; synchronize from the training loop")
@@ -109,7 +111,7 @@ class OptimizerThread:
         self._raise_failure()
 
     def on_optim_stream(self) -> bool:
-        """Whether the calling thread is this one.
+        """Whether the calling thread is this optimizer thread.
 
         >>> thread = OptimizerThread()
         >>> thread.on_optim_stream(), thread.submit(thread.on_optim_stream).result()
@@ -132,13 +134,13 @@ def _nothing() -> None:
 
 
 def _start(num_threads: int) -> None:
-    # Torch gives a new thread the count that any thread set last. This one takes its own, whatever a device's
-    # worker has set, and does not leave it to threads that start later. Asked first: the first question of a
-    # thread would undo what was set before it.
+    # Torch gives a new thread the number of intra-op threads that any thread set last. This thread sets its own
+    # number, whatever a device's worker has set, and then restores the other one for threads that start later. The
+    # number is read first, since a thread's first read would undo an earlier set.
     others = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     setter = threading.Thread(target=torch.set_num_threads, args=(others,))
-    # At the interpreter's end, while the last jobs run, no thread can start: none that would take this count.
+    # At interpreter shutdown no thread can start. Then none can take over this number either.
     with suppress(RuntimeError):
         setter.start()
         setter.join()

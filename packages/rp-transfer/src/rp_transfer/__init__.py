@@ -1,6 +1,6 @@
 """Devices, streams, events, pinned host memory and the order of access to it.
 
-Importing this opens nothing: no device, stream, thread or context.
+Importing it opens nothing: no device, stream, thread or context.
 
 >>> backend = open_backend("cpu:2")
 >>> [device.name for device in backend.devices]

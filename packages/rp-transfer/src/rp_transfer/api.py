@@ -1,7 +1,7 @@
-"""The seam between the engine and a kind of device: what a backend must provide.
+"""The protocols that a device backend implements: `Backend`, `Device`, `Stream` and `Event`.
 
-A backend owns devices; a device owns five streams. Streams run their work in order, and independently of each
-other unless one waits for an event of another. `rp_transfer.testing` checks that a backend keeps these promises.
+A backend owns devices; a device owns five streams. Each stream runs its work in order, and independently of other
+streams unless it waits for an event of theirs. `rp_transfer.testing` checks that a backend keeps these promises.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class HostUse:
-    """Host memory that a backend gave, and all that it pinned, in bytes.
+    """Host memory allocated and pinned by a backend, in bytes.
 
-    `used_bytes` were given (idle buffers for later calls included), at most `peak_bytes` at once; `pinned_bytes`
-    of the machine's `total_bytes` are locked for the devices, registered storages included, in whole pages.
+    `used_bytes`: allocated now, including idle pooled buffers; `peak_bytes`: their maximum. `pinned_bytes`: pinned
+    now, in whole pages, including registered storages. `total_bytes`: the machine's memory.
 
     >>> HostUse(used_bytes=100, peak_bytes=200, pinned_bytes=4096, total_bytes=1 << 20).pinned_bytes
     4096
@@ -49,7 +49,7 @@ class HostUse:
 
 @runtime_checkable
 class Event(Protocol):
-    """A point in a stream's work. Any thread may ask for it."""
+    """A point in a stream's work. Any thread may query it or wait for it."""
 
     def query(self) -> bool:
         """Whether the work before the event has finished. Never blocks."""
@@ -60,15 +60,15 @@ class Event(Protocol):
         ...
 
     def seconds_since(self, earlier: Event) -> float:
-        """Time from `earlier` to this event, on the device's clock; both recorded as timed, and over.
+        """Seconds from `earlier` to this event on the device's clock; both timed, and both finished.
 
-        Raises `ValueError` where one of them was not timed.
+        Raises `ValueError` if one of them was not recorded with ``timed=True``.
         """
         ...
 
 
 class Stream(Protocol):
-    """A queue of work on one device, run in order. Any thread may put work on it; each call is whole."""
+    """A queue of work on one device, run in order. Any thread may enqueue; each call is atomic."""
 
     @property
     def name(self) -> str:
@@ -76,29 +76,29 @@ class Stream(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Work put on this stream from now on starts after `event`. Does not block the calling thread."""
+        """Make all later work of this stream start after `event`. Does not block the calling thread."""
         ...
 
     def record(self, *, timed: bool = False) -> Event:
-        """An event after all the work put on this stream so far; a `timed` one knows when that was over."""
+        """Record an event after all work enqueued so far; a `timed` one also stores when that work finished."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a move of raw bytes: same dtype and element count, both contiguous.
+        """Enqueue a copy of raw bytes: same dtype and element count, both contiguous.
 
-        The move is invisible to autograd and to torch's modes. It does not keep the tensors alive: whoever
-        queues it retains both until an event recorded after it has finished.
+        The copy is invisible to autograd and to torch's modes. It does not keep the tensors alive: the caller
+        retains both until an event recorded after the copy has finished.
         """
         ...
 
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a conversion to the destination's dtype, between tensors of this device, as `copy` otherwise."""
+        """Enqueue a conversion to the destination's dtype, between tensors of this device; else like `copy`."""
         ...
 
     def touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
     ) -> None:
-        """Declare that work now put on this stream by other means (torch operations) uses these tensors.
+        """Declare that torch operations now enqueued on this stream use these tensors.
 
         Backends that check order raise `Unordered` here; others do nothing.
         """
@@ -106,7 +106,7 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """One accelerator, or one virtual one."""
+    """One accelerator, real or virtual."""
 
     @property
     def name(self) -> str:
@@ -115,12 +115,12 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors of this device live for torch."""
+        """The torch device of this device's tensors."""
         ...
 
     @property
     def compute(self) -> Stream:
-        """The stream that torch operations run on inside `computing`."""
+        """The stream of torch operations inside `computing`."""
         ...
 
     @property
@@ -144,22 +144,22 @@ class Device(Protocol):
         ...
 
     def attach_thread(self) -> None:
-        """Make this device current for the calling thread. A worker thread calls it once, before any work."""
+        """Make this device current for the calling thread. A worker thread calls this once, before any work."""
         ...
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within it, torch operations of the calling thread run on `compute`."""
+        """A context in which torch operations of the calling thread run on `compute`."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stream: Stream) -> torch.Tensor:
-        """Device memory that `stream` owns: it is free for other use of `stream` as soon as the tensor is gone.
+        """Allocate device memory owned by `stream`: once the tensor is freed, `stream` may reuse its memory.
 
-        So other streams' uses must be waited for by `stream`, or be known to have finished, before that.
+        So before the tensor is freed, uses on other streams must have finished, or `stream` must wait for them.
         """
         ...
 
     def generator(self) -> torch.Generator:
-        """The default random generator of operations on this device."""
+        """The default random generator of torch operations on this device."""
         ...
 
     def memory(self) -> MemoryUse:
@@ -167,54 +167,54 @@ class Device(Protocol):
         ...
 
     def reset_peak_memory(self) -> None:
-        """Forget the peak seen so far."""
+        """Set the peak to the bytes in use."""
         ...
 
     def synchronize(self) -> None:
-        """Block until everything put on the five streams has finished."""
+        """Block until all work on the five streams has finished."""
         ...
 
 
 class Backend(Protocol):
-    """Devices of one kind, and host memory that they copy from and to at full speed."""
+    """Devices of one kind, and pinned host memory for copies from and to them."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices, in the order in which they were asked for."""
+        """The devices, in the requested order."""
         ...
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
-        """Host memory for asynchronous copies, to the byte; plain memory where none can be pinned.
+        """Allocate pinned host memory of exactly this size; unpinned memory where pinning is refused.
 
-        `short_lived` memory may come from a pool of buffers of the same size and goes back to it.
+        `short_lived` memory may come from a pool of buffers, and returns to it when freed.
         """
         ...
 
     def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """One block of host memory, (numel,), for each layout; small ones share pages."""
+        """Allocate one block of host memory, (numel,), for each layout; small blocks share pages."""
         ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether devices copy from and to this host tensor at full speed, without the calling thread."""
+        """Whether copies from and to this host tensor are asynchronous and at full speed."""
         ...
 
     def host_touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
     ) -> None:
-        """Declare that the calling thread itself now uses these host tensors; checked like `Stream.touch`."""
+        """Declare that the calling thread now uses these host tensors; checked like `Stream.touch`."""
         ...
 
     def register(self, tensors: Iterable[torch.Tensor]) -> object:
-        """Pin the storages that these tensors have already, for as long as the returned object lives.
+        """Pin the tensors' existing storages in place, for as long as the returned object lives.
 
-        That object keeps the storages. What cannot be pinned stays as it is; `is_pinned` tells.
+        That object keeps the storages alive. Where pinning is refused they stay unpinned: see `is_pinned`.
         """
         ...
 
     def host_memory(self) -> HostUse:
-        """Host memory taken through this backend, and all there is."""
+        """Bytes of host memory allocated and pinned through this backend, and the machine's total."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Work not waited for is dropped. May be called twice."""
+        """Release streams and pooled memory. Work not waited for may be dropped. May be called twice."""
         ...

@@ -1,4 +1,4 @@
-"""What both backends refuse of a copy or a conversion."""
+"""Argument checks of copies and conversions, shared by the backends."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import torch
 
 
 def check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise `ValueError` unless both are plain contiguous memory of one dtype and size."""
+    """Raise `ValueError` unless both tensors are plain contiguous memory of one dtype and element count."""
     if destination.dtype != source.dtype or destination.numel() != source.numel():
         raise ValueError(
             f"a copy moves bytes between tensors of one dtype and size, but the destination is "
-            f"{destination.dtype} {tuple(destination.shape)} and the source {source.dtype} {tuple(source.shape)}"
+            f"{destination.dtype} {tuple(destination.shape)} and the source {source.dtype} {tuple(source.shape)}; "
+            "cast or slice one of them first"
         )
     _check_plain(destination, source)
 
 
 def check_cast(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise `ValueError` unless both are plain contiguous memory of one size on one device."""
+    """Raise `ValueError` unless both tensors are plain contiguous memory of one element count on one device."""
     if destination.device != source.device or destination.numel() != source.numel():
         raise ValueError(
             f"a conversion needs tensors of one size on one device, but the destination is "

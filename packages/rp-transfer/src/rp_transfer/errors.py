@@ -1,14 +1,14 @@
-"""Every error this package raises on purpose.
+"""The errors and warnings of rp_transfer.
 
 ::
 
     TransferError (RuntimeError)
-    ├── Unordered            memory was touched before the work that owns it was waited for
+    ├── Unordered            two uses of the same memory conflict, and no wait orders them
     ├── Closed               the backend was closed
-    ├── BackendUnavailable   the devices asked for cannot be opened here
-    └── PinningRefused       the system does not let memory be pinned; caught here, and memory is used as it is
-    PinningWarning (RuntimeWarning)  said once where that happens
-    DeviceStringError (ValueError)   a device string nobody can read
+    ├── BackendUnavailable   the requested devices cannot be opened on this machine
+    └── PinningRefused       the system refused to pin memory; handled inside this package
+    PinningWarning (RuntimeWarning)  issued once per backend when pinning is refused
+    DeviceStringError (ValueError)   a malformed device string
     NotConforming (AssertionError)   a backend broke a promise; raised by `rp_transfer.testing`
 """
 
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 
 class TransferError(RuntimeError):
-    """Base of the errors that devices and copies raise."""
+    """Base class of the errors that devices and copies raise."""
 
 
 class Unordered(TransferError):
-    """Two uses of one memory have no order: a wait between their streams is missing."""
+    """Two conflicting uses of the same memory have no order: a wait between their streams is missing."""
 
 
 class Closed(TransferError):
@@ -28,20 +28,23 @@ class Closed(TransferError):
 
 
 class BackendUnavailable(TransferError):
-    """The devices asked for cannot be opened on this machine; the message says what to do."""
+    """The requested devices cannot be opened on this machine; the message says what to do."""
 
 
 class PinningRefused(TransferError):
-    """Memory cannot be pinned: a limit of the system, or memory of a kind that never can."""
+    """The system refused to pin memory: over its limit, or of a kind that cannot be pinned.
+
+    Caught inside this package: the memory is then used unpinned, and a `PinningWarning` is issued.
+    """
 
 
 class PinningWarning(RuntimeWarning):
-    """Copies are slower than they could be, because memory could not be pinned."""
+    """Host memory could not be pinned, so copies from and to it are slower."""
 
 
 class DeviceStringError(ValueError):
-    """A device string such as ``cuda:0,2`` or ``cpu:4`` was expected."""
+    """A device string is malformed; valid ones read like ``cuda:0,2`` or ``cpu:4``."""
 
 
 class NotConforming(AssertionError):
-    """A backend does not do what `rp_transfer.api` promises; the message holds what shows it again."""
+    """A backend breaks a promise of `rp_transfer.api`; the message has the seed or promise that reproduces it."""

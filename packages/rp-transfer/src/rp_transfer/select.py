@@ -1,4 +1,4 @@
-"""Choosing devices from a string such as ``cuda:0,2`` or ``cpu:4``."""
+"""Opening the backend that a device string such as ``cuda:0,2`` or ``cpu:4`` names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SYNTAX = re.compile(r"(?P<kind>cpu|cuda)(:(?P<which>\d+(,\d+)*))?")
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """What a device string asks for: `indices` are CUDA indices; `count` is the number of CPU devices."""
+    """A parsed device string. `indices`: CUDA indices, None for all visible; `count`: number of CPU devices."""
 
     kind: str
     indices: tuple[int, ...] | None = None
@@ -26,7 +26,7 @@ class DeviceChoice:
 
 
 def parse_devices(text: str) -> DeviceChoice:
-    """Read ``cuda`` (all visible), ``cuda:0,2``, ``cpu`` or ``cpu:4``.
+    """Parse ``cuda`` (all visible), ``cuda:0,2``, ``cpu`` or ``cpu:4``.
 
     >>> parse_devices("cuda:0,2").indices
     (0, 2)
@@ -57,7 +57,7 @@ def _cpu_choice(text: str, numbers: tuple[int, ...]) -> DeviceChoice:
 
 
 def default_devices() -> str:
-    """What ``ROUNDPIPE_DEVICES`` says, else all CUDA devices, else one CPU device."""
+    """The value of ``ROUNDPIPE_DEVICES`` if it is set, else ``cuda`` if torch sees CUDA, else ``cpu``."""
     return os.environ.get(VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -65,10 +65,11 @@ def open_backend(devices: str | None = None, *, strict: bool = True) -> Backend:
     """Open the devices that a string names, or the default ones.
 
     Args:
-        devices: see `parse_devices`; None asks the environment variable ``ROUNDPIPE_DEVICES``, then the machine.
+        devices: see `parse_devices`. None takes the environment variable ``ROUNDPIPE_DEVICES``; if that is unset,
+            all CUDA devices, or one CPU device without CUDA.
         strict: whether CPU devices poison memory and check the order of its uses.
 
-    Raises `DeviceStringError` for a string nobody can read, `BackendUnavailable` for devices that are not here.
+    Raises `DeviceStringError` for a malformed string, `BackendUnavailable` for devices that cannot be opened here.
 
     >>> backend = open_backend("cpu:2")
     >>> backend.devices[1].name
@@ -85,13 +86,16 @@ def _open_cuda(indices: tuple[int, ...] | None) -> Backend:
     if not torch.cuda.is_available():
         raise BackendUnavailable(
             "CUDA devices were asked for, but torch sees none here (no NVIDIA driver, or a torch built without "
-            "CUDA); ask for 'cpu' devices or install the driver"
+            "CUDA); ask for 'cpu' devices, or install the driver and a torch built for CUDA"
         )
     visible = torch.cuda.device_count()
     wanted = tuple(range(visible)) if indices is None else indices
     missing = [index for index in wanted if index >= visible]
     if missing:
-        raise BackendUnavailable(f"cuda:{missing[0]} was asked for, but {visible} CUDA devices are visible")
+        raise BackendUnavailable(
+            f"cuda:{missing[0]} was asked for, but {visible} CUDA devices are visible; "
+            f"choose indices below {visible}"
+        )
     try:
         from rp_transfer.cuda.backend import CudaBackend
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""What a step does to one tensor: as data, as compiled kernels, and as torch operations."""
+"""The optimizers' updates of tensors: as data, as compiled kernels, and as torch operations."""

@@ -1,6 +1,6 @@
-"""Compiling the kernels in ``csrc``: the same few commands when a wheel is made and on first use.
+"""Compiling the kernels in ``csrc``, both when a wheel is built and on first use.
 
-The standard library alone: the wheel's build hook loads this file by its path.
+Uses only the standard library, since the wheel's build hook loads this file by its path.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 
-# No contraction and no reassociation: all variants give the same bits. Nothing here links start files that would
-# change the process's floating-point mode.
+# Without contraction and reassociation all variants give the same bits. No flag (such as -ffast-math) links start
+# files that change the process's floating-point mode.
 _FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -38,21 +38,21 @@ _SECONDS = 300
 
 
 class BuildFailed(Exception):
-    """There is no compiler, or it did not take the sources; the message has what it said."""
+    """There is no compiler, or compilation failed; the message quotes the compiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A C compiler: the command that runs it, and its version in its own words."""
+    """A C compiler: its command, and the output of ``--version``."""
 
     command: tuple[str, ...]
     version: str
 
 
 def find_compiler() -> Compiler | None:
-    """``$CC``, else the first of cc, gcc and clang that runs; None if there is none.
+    """Find ``$CC`` if it is set, else the first of cc, gcc and clang that runs; None if none does.
 
-    Raises `BuildFailed` if ``CC`` is no command of a compiler that runs.
+    Raises `BuildFailed` if ``CC`` is set but does not run.
     """
     if asked := os.environ.get("CC"):
         return _named_compiler(asked)
@@ -63,7 +63,7 @@ def _named_compiler(asked: str) -> Compiler:
     try:
         found = _first_that_runs(shlex.split(asked))
     except ValueError as error:
-        raise BuildFailed(f"CC must be a command, but is {asked!r}: {error}") from error
+        raise BuildFailed(f"CC must be a command, but is {asked!r}: {error}; correct it, or unset it") from error
     if found is None:
         raise BuildFailed(f"CC must name a C compiler that runs, but is {asked!r}; correct it, or unset it")
     return found
@@ -99,7 +99,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def source_hash() -> str:
-    """What the sources and the way they are compiled amount to, in 16 hexadecimal digits."""
+    """A hash of the sources and compiler flags, in 16 hexadecimal digits."""
     found = hashlib.sha256(repr((_FLAGS, variants())).encode())
     for path in sorted(SOURCES.iterdir()):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -107,15 +107,15 @@ def source_hash() -> str:
 
 
 def cache_key(compiler: Compiler) -> str:
-    """Sources, architecture, system and compiler in one name; what differs in any of them is another library."""
+    """A hash of sources, architecture, system and compiler: libraries that differ in any have different keys."""
     parts = (source_hash(), platform.machine(), platform.system(), *platform.libc_ver(), *compiler.command)
     return hashlib.sha256("\0".join((*parts, compiler.version)).encode()).hexdigest()[:24]
 
 
 def build(compiler: Compiler, library: Path) -> None:
-    """Compile the kernels into `library`, which appears whole or not at all.
+    """Compile the kernels into the file `library`, which appears complete or not at all.
 
-    With OpenMP if the compiler has it. Several processes may do this at once: each works in a folder of its own.
+    Uses OpenMP if the compiler has it. Several processes may do this at once: each works in its own folder.
 
     Raises `BuildFailed`, and `OSError` if the folder of `library` cannot be written.
     """
@@ -125,7 +125,7 @@ def build(compiler: Compiler, library: Path) -> None:
 
 @contextmanager
 def compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
-    """A library in a folder of its own inside `parent`, for as long as the block runs.
+    """Compile a library in a temporary folder inside `parent`, which is removed when the context ends.
 
     Raises as `build` does.
     """
@@ -135,9 +135,9 @@ def compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
             made = _compile(compiler, room, ("-fopenmp",))
         except BuildFailed:
             made = _compile(compiler, room, ())
-        # The linker asks the umask, which may let a group write.
+        # The linker applies the umask, which may allow the group to write.
         made.chmod(0o755)
-        # On the disk before it has its name: after a crash there is no half of it.
+        # Flushed to disk before it is renamed: after a crash no partial file has the final name.
         with made.open("rb+") as file:
             os.fsync(file.fileno())
         yield made

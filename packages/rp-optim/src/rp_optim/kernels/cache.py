@@ -1,4 +1,4 @@
-"""The folder that keeps compiled kernels: nobody else may write to it, and each file is what its name says."""
+"""The cache folder of compiled kernels: only this user may write to it, and file names contain content hashes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from rp_optim.kernels.build import Compiler, cache_key, compiled
 
 
 def cache_folder() -> Path:
-    """``RP_OPTIM_CACHE``, else ``rp-optim`` in the user's cache; it is made, and free of links.
+    """Create the cache folder and return its path without symbolic links.
 
-    Raises `OSError` if there is none, or if others may write to it or replace it.
+    It is ``RP_OPTIM_CACHE``, else ``rp-optim`` in ``XDG_CACHE_HOME``, else in ``~/.cache``.
+
+    Raises `OSError` if it cannot be created, or if other users may write to it or replace it.
     """
     folder = _named_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,29 +34,36 @@ def _named_folder() -> Path:
         return shared / "rp-optim"
     home = os.environ.get("HOME", os.path.expanduser("~"))
     if not os.path.isabs(home):
-        raise OSError(f"there is no home folder to cache the kernels in: HOME must be absolute, but is {home!r}")
+        raise OSError(
+            f"there is no home folder to cache the kernels in: HOME must be absolute, but is {home!r}; "
+            "correct it, or set RP_OPTIM_CACHE"
+        )
     return Path(home, ".cache", "rp-optim")
 
 
 def check_trusted(path: Path) -> None:
-    """Raise `PermissionError` if users other than this one and root may change or replace what is at `path`.
+    """Raise `PermissionError` if users other than this one and root may change or replace the file at `path`.
 
-    `path` is absolute and free of links. As sshd does for keys: owners and modes of the path and of all folders
-    above. Others may write to a folder above if it is sticky, such as ``/tmp``: what is ours stays in it.
+    `path`: absolute, without symbolic links. As sshd does for keys, this checks owner and mode of the path and of
+    all folders above it. A folder above may be writable by others if it is sticky, such as ``/tmp``: others cannot
+    replace our files there.
 
     >>> check_trusted(Path("/"))
     """
     for place in (path, *path.parents):
         found = place.lstat()
         if found.st_uid not in (0, os.geteuid()):
-            raise PermissionError(f"{place} must belong to this user or root, but belongs to user {found.st_uid}")
+            raise PermissionError(
+                f"{place} must belong to this user or root, but belongs to user {found.st_uid}; choose another "
+                "folder with RP_OPTIM_CACHE"
+            )
         sticky = place != path and found.st_mode & stat.S_ISVTX
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
             raise PermissionError(f"{place} must not be writable by others; run chmod go-w on it")
 
 
 def build_cached(compiler: Compiler, folder: Path) -> Path:
-    """Compile the kernels into `folder`, under a name that says what is in the file; returns its path.
+    """Compile the kernels into `folder`, under a name with the cache key and the content hash; returns the path.
 
     Raises as `build` does.
     """
@@ -65,10 +74,9 @@ def build_cached(compiler: Compiler, folder: Path) -> Path:
 
 
 def find_cached(compiler: Compiler, folder: Path) -> Path | None:
-    """What `build_cached` left in `folder`, if it is ours and still what its name says; what is not is removed.
+    """Find a library that `build_cached` made in `folder`; removes those that others may change or have changed.
 
-    Looked at before it is loaded: loading a stranger's library runs it, and reading a mapped library past its end
-    kills the process.
+    These checks come before loading: loading runs the library's code, and a truncated library kills the process.
     """
     for library in sorted(folder.glob(f"kernels-{cache_key(compiler)}-*.so")):
         with suppress(PermissionError):

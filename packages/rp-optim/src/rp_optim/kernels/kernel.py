@@ -1,4 +1,4 @@
-"""Which kernel is in use: found, compiled or replaced by torch's operations once, and said once."""
+"""Choosing the kernel: loads or compiles the native library on first use; else torch's operations run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TORCH = TorchKernel()
 
 
 class Kernels:
-    """The kernels that run in this process, searched for on first use, and the one in use.
+    """The kernels that can run in this process, found on first use, and the one in use.
 
     >>> Kernels().current().name in Kernels().all()
     True
@@ -38,20 +38,20 @@ class Kernels:
         self._current: Kernel | None = None
 
     def all(self) -> dict[str, Kernel]:
-        """All of them by name, the fastest first, torch's last."""
+        """All kernels by name, the fastest first, torch's last."""
         with self._lock:
             if self._all is None:
                 self._all = {**_native_kernels(), _TORCH.name: _TORCH}
             return self._all
 
     def current(self) -> Kernel:
-        """The one in use: ``RP_OPTIM_KERNEL`` by name if that is set, else the fastest."""
+        """The kernel in use: at first the one that ``RP_OPTIM_KERNEL`` names if that is set, else the fastest."""
         if self._current is None:
             return self.use(os.environ.get("RP_OPTIM_KERNEL") or next(iter(self.all())))
         return self._current
 
     def use(self, name: str) -> Kernel:
-        """Take the kernel `name` from now on."""
+        """Use the kernel `name` from now on. Raises `KernelUnavailable` if it does not run here."""
         found = self.all()
         if name not in found:
             raise KernelUnavailable(f"the kernel must be one of {', '.join(found)} here, but is {name!r} instead")
@@ -68,7 +68,7 @@ def current_kernel() -> Kernel:
 
 
 def kernel_in_use() -> str:
-    """The kernel that steps run: ``avx512``, ``avx2``, ``neon`` or ``scalar``; ``torch`` without a compiler.
+    """The name of the kernel in use: ``avx512``, ``avx2``, ``neon`` or ``scalar``; ``torch`` without a compiler.
 
     >>> kernel_in_use() in available_kernels()
     True
@@ -79,7 +79,7 @@ def kernel_in_use() -> str:
 
 
 def available_kernels() -> tuple[str, ...]:
-    """The names of all kernels that run here, the fastest first.
+    """The names of all kernels that run on this machine, the fastest first.
 
     >>> available_kernels()[-1]
     'torch'
@@ -88,7 +88,7 @@ def available_kernels() -> tuple[str, ...]:
 
 
 def use_kernel(name: str) -> None:
-    """Take another kernel from now on, in the whole process: for tests and measurements.
+    """Use another kernel from now on, in the whole process; for tests and measurements.
 
     >>> before = kernel_in_use()
     >>> use_kernel("torch")
@@ -96,18 +96,18 @@ def use_kernel(name: str) -> None:
     'torch'
     >>> use_kernel(before)
 
-    Raises `KernelUnavailable`.
+    Raises `KernelUnavailable` if it does not run on this machine.
     """
     _kernels.use(name)
 
 
 def kernel_for(spot: Spot) -> Kernel:
-    """The kernel in use, or torch's operations for fp64, which the compiled kernels do not know."""
+    """The kernel in use, or torch's operations for fp64, which the compiled kernels do not support."""
     return current_kernel() if spot.dtypes() <= NATIVE_DTYPES else _TORCH
 
 
 def by_kernel(updates: Iterable[_Update]) -> Iterable[tuple[Kernel, list[_Update]]]:
-    """The updates that each kernel makes."""
+    """Group updates by the kernel that runs them."""
     found: dict[int, tuple[Kernel, list[_Update]]] = {}
     for update in updates:
         kernel = kernel_for(update.spot)
@@ -128,7 +128,7 @@ def _native_kernels() -> dict[str, NativeKernel]:
 
 
 def _find_library() -> tuple[Library, str]:
-    """The wheel's library, else the cached one, else a new one; and where it came from."""
+    """The wheel's library, else the cached one, else a new one; and its origin, for the log."""
     try:
         return Library(_IN_WHEEL, source_hash()), "built into the wheel"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The compiled kernels behind ctypes, which releases the interpreter's lock while they run."""
+"""Calls of the compiled kernels through ctypes, which releases the GIL while they run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rp_optim.kernels.updates import (
     Spot,
 )
 
-# A complex number is two real ones.
+# Complex numbers are passed as pairs of real ones.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.complex64: 0}
 NATIVE_DTYPES = frozenset(_TYPES)
 
 _AMSGRAD, _MOMENTUM, _FIRST, _NESTEROV, _STREAM = 1, 2, 4, 8, 16
 
-# Fewer weights than this may still be in cache when they are read next.
+# Elements from which on weights are written around the cache. Fewer may still be cached when they are read next.
 _STREAM_FROM = 1 << 16
 
 _int64, _double, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -74,7 +74,7 @@ def _array(tensor: torch.Tensor | None) -> _Array:
 
 
 def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | Move) -> dict[str, float]:
-    # Not dataclasses.asdict: it copies deeply, which took a third of the time of a small parameter.
+    # Not dataclasses.asdict, whose deep copies took a third of the time of a small parameter's update.
     return {name: getattr(numbers, name) for name in numbers.__dataclass_fields__}
 
 
@@ -130,9 +130,9 @@ def _gains(numbers: AdamNumbers | LionNumbers) -> dict[str, float]:
 
 
 class Library:
-    """The shared library.
+    """The shared library of compiled kernels.
 
-    Raises `OSError` if it cannot be loaded, or was compiled from other sources than `source_hash`.
+    Raises `OSError` if it cannot be loaded, or was compiled from sources with another hash than `source_hash`.
     """
 
     def __init__(self, path: Path, source_hash: str) -> None:
@@ -151,11 +151,11 @@ class Library:
 
     @property
     def openmp(self) -> bool:
-        """Whether it divides its work among threads."""
+        """Whether the library was compiled with OpenMP, and so divides work among threads."""
         return bool(self._library.rpo_has_openmp())
 
     def variants(self) -> dict[str, int]:
-        """Number of each variant that this processor can run, the fastest first."""
+        """The name and number of each variant that this processor can run, the fastest first."""
         return {name: number for number, name in enumerate(self._names()) if name}
 
     def _names(self) -> Iterator[str]:
@@ -165,9 +165,9 @@ class Library:
             number += 1
 
     def call(self, name: str, variant: int, jobs: Sequence[_Job]) -> list[float]:
-        """Run some jobs of one kind; returns what each of them summed.
+        """Run jobs of one kind; returns each job's sum (zero for kinds without one).
 
-        Raises `MemoryError`.
+        Raises `MemoryError` if there is no memory for partial sums.
         """
         row = (_Job * len(jobs))(*jobs)
         if any(job.count for job in jobs) and self._library[f"rpo_{name}"](variant, row, _int64(len(jobs))) != 0:
@@ -237,12 +237,12 @@ class NativeKernel:
         """See `Kernel.to_weight`."""
         self._call("to_weight", *map(_job, spots))
 
-    # For benchmarks alone: what the memory allows
+    # For benchmarks only: the speed that memory bandwidth allows
 
     def rewrite(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
-        """Read, change and write Adam's arrays in place, 32 bytes a parameter."""
+        """Read, change and write all of Adam's arrays in place: 32 bytes a parameter."""
         self._call("rewrite", *(_job(spot, moments) for spot, *moments in arrays))
 
     def traffic(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
-        """Move what Adam moves, 28 bytes a parameter, with next to no arithmetic."""
+        """Read and write what an Adam step does, 28 bytes a parameter, with almost no arithmetic."""
         self._call("traffic", *(_job(spot, moments) for spot, *moments in arrays))

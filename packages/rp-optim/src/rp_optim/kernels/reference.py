@@ -1,6 +1,6 @@
-"""The kernels' arithmetic in torch: what they are checked against, and what runs where they cannot.
+"""The kernels' arithmetic in torch operations: the reference for their tests, and the fallback.
 
-That is: without a compiler, and for fp64. A piece at a time, so that no full copy in fp32 is made.
+The fallback runs without a compiler, and for fp64. It works in pieces, so that no full copy in fp32 is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rp_optim.kernels.updates import (
     flat,
 )
 
-# Elements worked on at a time: a few of these stay in cache.
+# Elements worked on at a time: a few tensors of this size fit the cache.
 _PIECE = 1 << 18
 _ROW = 1 << 12
 
@@ -34,7 +34,7 @@ def _wide(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(spot: Spot) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Where each piece lies, its parameter and its gradient, both wide, the gradient times its factor."""
+    """For each piece: its slice, its parameter and its gradient times the factor, both as by `_wide`."""
     for begin in range(0, spot.grad.numel(), _PIECE):
         place = slice(begin, min(begin + _PIECE, spot.grad.numel()))
         yield place, _wide(spot.param[place], spot.param), _wide(spot.grad[place], spot.param).mul_(spot.factor)
@@ -47,18 +47,18 @@ def _write(spot: Spot, place: slice, value: torch.Tensor) -> None:
 
 
 def _lerp(start: torch.Tensor, end: torch.Tensor, gain: float) -> torch.Tensor:
-    # From the nearer end, like torch.lerp; that one may fuse the multiply-add.
+    # Starts from the nearer end, as torch.lerp does. Not torch.lerp itself, which may use a fused multiply-add.
     return start + (end - start) * gain if gain < 0.5 else end - (end - start) * (1 - gain)
 
 
 def _total(values: torch.Tensor) -> torch.Tensor:
-    # Rows first: torch divides one long sum among threads, and its result would depend on how many there are.
+    # Rows first: torch divides one long sum among its threads, so the result would depend on their number.
     whole = values.numel() // _ROW * _ROW
     return values[:whole].view(-1, _ROW).sum(-1).sum() + values[whole:].sum()
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:
-    """Over the last of three dimensions; like `_total` where that leaves one number."""
+    """Sums over the last of three dimensions; by `_total` if there is only one sum."""
     alone = values.shape[0] * values.shape[1] == 1
     return _total(values.reshape(-1)).view(1, 1) if alone else values.sum(-1)
 
@@ -143,7 +143,7 @@ class TorchKernel:
                 spot.weight.copy_(spot.param)
 
     def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
-        """See `Kernel.squares`. A sum over fp64 can overflow: it is then as infinite as torch's norm."""
+        """See `Kernel.squares`. A sum over fp64 can overflow to infinity, as torch's norm does."""
         return [
             sum((_squares(tensor[begin : begin + _PIECE]) for begin in range(0, tensor.numel(), _PIECE)), 0.0)
             for tensor in map(flat, tensors)
@@ -204,7 +204,7 @@ def _view(tensor: torch.Tensor, shape: Matrices) -> torch.Tensor:
 
 
 def _bands(shape: Matrices) -> Iterator[tuple[slice, slice]]:
-    """Some matrices and some of their rows at a time, about a piece."""
+    """Split a stack of matrices into bands of about `_PIECE` elements: slices of matrices and of rows."""
     rows = max(1, min(shape.rows, _PIECE // max(1, shape.cols)))
     batches = max(1, _PIECE // max(1, rows * shape.cols)) if rows == shape.rows else 1
     for first in range(0, shape.batch, batches):

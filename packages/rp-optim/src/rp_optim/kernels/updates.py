@@ -1,4 +1,4 @@
-"""What a kernel is asked for: the tensors and numbers of one parameter's update."""
+"""The `Kernel` protocol, and its arguments: the tensors and numbers of one parameter's update."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rp_optim.masters import own_data
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat, real view of the same memory, with a version counter of its own."""
+    """A flat view of a contiguous tensor, complex numbers as pairs, with its own version counter."""
     data = own_data(tensor)
     return (torch.view_as_real(data) if data.dtype.is_complex else data).view(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One parameter where it is updated: contiguous memory on the host, in any shape; complex numbers are pairs.
+    """The tensors of one parameter's update: contiguous, on the host, in any shape; a complex number is a pair.
 
-    `grad` is worth ``grad * factor``: unscaling, clipping and the sign for maximizing are in the factor. `weight`
-    also receives the result, rounded to its dtype.
+    The gradient is ``grad * factor``: the factor combines unscaling, clipping and the sign for maximizing. The
+    result is written into `param` and, rounded to its dtype, into `weight`.
     """
 
     param: torch.Tensor
@@ -32,24 +32,25 @@ class Spot:
 
     @property
     def count(self) -> int:
-        """Of its real numbers."""
+        """The number of real numbers."""
         return self.grad.numel() * (2 if self.grad.dtype.is_complex else 1)
 
     def flat(self) -> Spot:
-        """The same memory, flat and real."""
+        """The same tensors as `flat` views."""
         weight = None if self.weight is None else flat(self.weight)
         return Spot(flat(self.param), flat(self.grad), weight, self.factor)
 
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of the tensors that there are."""
+        """The dtypes of all its tensors."""
         tensors = (self.param, self.grad, self.weight)
         return {tensor.dtype for tensor in tensors if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class AdamNumbers:
-    """`l2` of the parameter joins the gradient; it is multiplied by `shrink`, and moves by `rate` times
-    ``exp_avg / (sqrt(exp_avg_sq) * root + eps)``.
+    """The numbers of an Adam step: ``grad += l2 * param``, then ``param = param * shrink - rate * direction``.
+
+    ``direction = exp_avg / (sqrt(exp_avg_sq) * root + eps)``. `rate` and `root` include the bias corrections.
     """
 
     l2: float
@@ -63,7 +64,7 @@ class AdamNumbers:
 
 @dataclass(frozen=True, slots=True)
 class AdamUpdate:
-    """One step of Adam; amsgrad if there is a `max_exp_avg_sq`."""
+    """One Adam step of one parameter; amsgrad if there is a `max_exp_avg_sq`."""
 
     spot: Spot
     numbers: AdamNumbers
@@ -74,7 +75,11 @@ class AdamUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SGDNumbers:
-    """`keep` of the buffer stays, `gain` of the gradient joins it; `first`: the buffer starts as the gradient."""
+    """The numbers of an SGD step: ``grad += l2 * param``, then ``buffer = keep * buffer + gain * grad``.
+
+    `keep`: momentum; `gain`: 1 - dampening. `first`: the buffer has no value yet, and becomes the gradient. The
+    parameter moves by `rate` times the buffer; with `nesterov`, times ``grad + keep * buffer``.
+    """
 
     l2: float
     rate: float
@@ -86,7 +91,7 @@ class SGDNumbers:
 
 @dataclass(frozen=True, slots=True)
 class SGDUpdate:
-    """One step of SGD; with momentum if there is a `buffer`."""
+    """One SGD step of one parameter; with momentum if there is a `buffer`."""
 
     spot: Spot
     numbers: SGDNumbers
@@ -95,7 +100,10 @@ class SGDUpdate:
 
 @dataclass(frozen=True, slots=True)
 class LionNumbers:
-    """The parameter is multiplied by `shrink`, and each element moves by `rate` up or down."""
+    """The numbers of a Lion step: ``param = param * shrink - rate * sign(direction)``.
+
+    ``direction = exp_avg * beta1 + grad * (1 - beta1)``; then `exp_avg` is updated with `beta2`.
+    """
 
     shrink: float
     rate: float
@@ -105,7 +113,7 @@ class LionNumbers:
 
 @dataclass(frozen=True, slots=True)
 class LionUpdate:
-    """One step of Lion."""
+    """One Lion step of one parameter."""
 
     spot: Spot
     numbers: LionNumbers
@@ -114,7 +122,7 @@ class LionUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """How a parameter is seen as matrices: ``(batch, rows, cols)``."""
+    """The shape of a parameter as a stack of matrices: ``(batch, rows, cols)``."""
 
     batch: int
     rows: int
@@ -123,8 +131,9 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A variance as row times column. row: (batch * rows,), col: (batch * cols,), both fp32 or fp64; no element
-    of the variance counts as less than `least`.
+    """Adafactor's variance, factored into ``row * col`` and clamped to at least `least`.
+
+    row: (batch * rows,), col: (batch * cols,), both fp32 or both fp64.
     """
 
     row: torch.Tensor
@@ -134,16 +143,16 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The parameter is multiplied by `shrink`, and moves by `rate` times its scaled gradient."""
+    """The numbers of an Adafactor step: ``param = param * shrink - rate * grad / sqrt(variance)``."""
 
     shrink: float
     rate: float
 
 
 class Kernel(Protocol):
-    """Updates parameters in place, some at a time. State tensors have the parameter's dtype.
+    """Updates parameters in place, several in one call. State tensors have the parameter's dtype.
 
-    Sums come in fp64, added in an order that depends on nothing but the size.
+    Sums are in fp64; the order of summation depends only on the size, not on the number of threads.
     """
 
     @property
@@ -152,41 +161,41 @@ class Kernel(Protocol):
         ...
 
     def adam(self, updates: Sequence[AdamUpdate]) -> None:
-        """Adam."""
+        """Run Adam steps."""
         ...
 
     def sgd(self, updates: Sequence[SGDUpdate]) -> None:
-        """SGD."""
+        """Run SGD steps."""
         ...
 
     def lion(self, updates: Sequence[LionUpdate]) -> None:
-        """Lion."""
+        """Run Lion steps."""
         ...
 
     def to_weight(self, spots: Sequence[Spot]) -> None:
-        """Write each parameter into its weight, rounded; their gradients are not looked at."""
+        """Write each parameter into its weight, rounded; gradients are not read."""
         ...
 
     def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
-        """The sum of the squares of each contiguous tensor; not finite exactly if one of its elements is not."""
+        """The sum of squares of each contiguous tensor; finite exactly if all elements are, except in fp64."""
         ...
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of squares of the gradient, without its factor, over rows and over columns: fp64, flat."""
+        """The sums of squares of ``spot.grad``, without the factor, of each row and each column: fp64, flat."""
         ...
 
     def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:
-        """The sum of the squares of the gradient over the root of its variance."""
+        """The sum of squares of ``grad / sqrt(variance)``, the update before clipping."""
         ...
 
     def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
-        """Move by the gradient over the root of its variance."""
+        """Update the parameter by ``grad / sqrt(variance)``; see `Move`."""
         ...
 
     def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
-        """Move the variance by `gain` toward the squared gradient; then `matrix_norm` of it."""
+        """Interpolate the variance by `gain` toward the squared gradient; returns the sum of `matrix_norm`."""
         ...
 
     def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
-        """`matrix_apply` of a variance that has every element of its own."""
+        """Like `matrix_apply`, with a variance that is not factored."""
         ...

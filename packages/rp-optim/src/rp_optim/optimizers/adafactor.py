@@ -15,18 +15,18 @@ from rp_optim.kernels.updates import Factors, Matrices, Move, Spot
 
 Scalar = float | torch.Tensor
 
-# So few that torch sums them on one thread.
+# Elements of a row that are summed at once: so few that torch sums them on one thread.
 _SUMMED = 1 << 12
 
 
 class Adafactor(HostOptimizer, torch.optim.Adafactor):
-    """Adafactor (Shazeer and Stern, 2018): the second moment of a matrix as one row times one column.
+    """Adafactor (Shazeer and Stern, 2018): stores the second moment of a matrix as one row times one column.
 
     Takes the arguments of ``torch.optim.Adafactor``; `foreach` is accepted and changes nothing. Its
-    ``state_dict`` and torch's load each other. Its update is clipped by its own norm, so the gradient is read
-    three times (that of a vector twice) and the parameter twice. No copy of either is made, but a step of a
-    matrix takes sums in fp64: one for each row, and up to 64 for each column. Of stacks of tiny matrices, such as
-    the kernels of a convolution, that is as much memory as the parameter.
+    ``state_dict`` and torch's load each other. The update is clipped by its own norm, so a step reads the gradient
+    three times (that of a vector twice) and the parameter twice. It copies neither, but for a matrix it allocates
+    sums in fp64: one for each row, and up to 64 for each column. For stacks of tiny matrices, such as the kernels
+    of a convolution, these take as much memory as the parameter.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> optimizer = Adafactor([weight], lr=0.5)
@@ -99,8 +99,10 @@ def _update_matrix(group: Group, state: State, parameter: torch.Tensor, spot: Sp
     rate = _rate(group, spot, number)
     row_squares, col_squares = kernel.matrix_squares(spot, shape)
     gain, weight = _gain(group, number), spot.factor**2
-    row = _toward(state, "row_var", parameter, -1, row_squares * (weight / cols), gain).view(shape.batch, rows)
-    col = _toward(state, "col_var", parameter, -2, col_squares * (weight / rows), gain).view(-1)
+    row = _move_factor(state, "row_var", parameter, -1, row_squares * (weight / cols), gain).view(
+        shape.batch, rows
+    )
+    col = _move_factor(state, "col_var", parameter, -2, col_squares * (weight / rows), gain).view(-1)
     eps = _eps(group, parameter)
     relative = row / _means(row).clamp_(min=eps)
     factors = Factors(relative.view(-1), col, eps**2)
@@ -108,10 +110,13 @@ def _update_matrix(group: Group, state: State, parameter: torch.Tensor, spot: Sp
     kernel.matrix_apply(spot, shape, factors, _move(group, spot, rate, squares))
 
 
-def _toward(
+def _move_factor(
     state: State, name: str, parameter: torch.Tensor, dim: int, mean: torch.Tensor, gain: float
 ) -> torch.Tensor:
-    """Move a factor of the variance toward `mean`; returns it as it is stored, at least in fp32."""
+    """Interpolate the factor `name` of the variance by `gain` toward `mean`; returns the stored values, in fp32.
+
+    In fp64 for an fp64 parameter.
+    """
     wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     stored = state.get(name)
     if stored is None:
@@ -124,10 +129,10 @@ def _toward(
 
 
 def _means(rows: torch.Tensor) -> torch.Tensor:
-    """The mean of each row; (batch, rows) to (batch, 1).
+    """The mean of each row: (batch, rows) to (batch, 1).
 
-    In fp64, some of a row at a time: torch divides one long sum among threads, and its result would depend on how
-    many there are.
+    Summed in fp64 and in pieces: torch divides a long sum among its threads, so the result would depend on their
+    number.
     """
     batch, count = rows.shape
     whole = count // _SUMMED * _SUMMED
@@ -146,7 +151,7 @@ def _gain(group: Group, number: int) -> float:
 
 
 def _rate(group: Group, spot: Spot, number: int) -> float:
-    """The step for an update of root mean square 1, relative to the parameter's own."""
+    """The step size for an update of root mean square 1: relative to the parameter's root mean square."""
     size = math.sqrt(kernel_for(spot).squares([spot.param])[0] / spot.param.numel())
     return max(float(group["eps"][1]), size) * min(float(group["lr"]), 1 / math.sqrt(number))
 

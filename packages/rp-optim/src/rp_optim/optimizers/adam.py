@@ -31,7 +31,7 @@ class Adam(HostOptimizer, torch.optim.Adam):
     tensor([0.5000, 0.5000])
 
     Raises `ValueError` for arguments out of range, for `capturable` and `differentiable`, and for parameters
-    that are not on the host, dense, contiguous and floating.
+    that are not on the host, dense, contiguous and floating-point.
     """
 
     _counts_steps = True
@@ -55,7 +55,8 @@ class Adam(HostOptimizer, torch.optim.Adam):
         check_option_flags(type(self).__name__, {"capturable": capturable, "differentiable": differentiable})
         del foreach, fused
         options: dict[str, Any] = {"decoupled_weight_decay": decoupled_weight_decay}
-        # By name: the class behind Adam among AdamW's is torch's AdamW, which takes other options.
+        # Not super(): the next class after Adam in AdamW's method resolution order is torch's AdamW, whose
+        # options differ.
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
         )
@@ -66,7 +67,7 @@ class Adam(HostOptimizer, torch.optim.Adam):
 
     def _update(self, taken: Sequence[Taken]) -> None:
         steps = count_steps([self.state[each.parameter] for each in taken])
-        # Nearly all parameters share their group and its steps.
+        # Nearly all parameters share a group and a step count, so numbers are computed once for each pair.
         alike = {(id(each.group), step): each.group for each, step in zip(taken, steps, strict=True)}
         numbers = {key: _numbers(group, key[1]) for key, group in alike.items()}
         updates = [self._one(each, numbers[id(each.group), step]) for each, step in zip(taken, steps, strict=True)]

@@ -1,4 +1,4 @@
-"""Lion for parameters on the host, with the signature that it usually has."""
+"""Lion for parameters on the host, with its authors' signature."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Scalar = float | torch.Tensor
 
 
 class Lion(HostOptimizer):
-    """Lion (Chen et al., 2023, algorithm 2): the sign of a momentum, in one pass over host memory.
+    """Lion (Chen et al., 2023, algorithm 2): steps by the sign of a momentum, in one pass over host memory.
 
-    Torch has none; the signature and the state (``exp_avg``) are the authors'. `foreach` and `fused` are accepted
-    and change nothing. Wants a learning rate some 3 to 10 times smaller than AdamW's, and a weight decay as many
-    times larger.
+    Torch has no Lion; the signature and the state (``exp_avg``) are the authors'. `foreach` and `fused` are
+    accepted and change nothing. Use a learning rate some 3 to 10 times smaller than AdamW's, and a weight decay as
+    many times larger.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = Lion([weight], lr=0.5)

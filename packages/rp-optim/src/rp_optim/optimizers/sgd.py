@@ -63,7 +63,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
             state = self.state[parameter]
             first = state.get("momentum_buffer") is None
             if first:
-                # Written before it is read: no need for zeros.
+                # The first step writes it before reading it, so it needs no zeros.
                 state["momentum_buffer"] = torch.empty_like(
                     parameter, memory_format=torch.contiguous_format, requires_grad=False
                 )

@@ -1,1 +1,1 @@
-"""Virtual devices on the CPU that catch unordered memory accesses."""
+"""Virtual devices on the CPU that detect unordered uses of memory."""

@@ -1,8 +1,9 @@
-"""Virtual devices on the CPU whose copies run only when somebody waits for them.
+"""The CPU backend: virtual devices that run copies as late as possible, and check the order of all memory uses.
 
-A copy is queued, and the thread that waits for an event runs exactly the copies that event needs. Until then
-the destination holds poison, and every use of memory is checked against the streams' clocks: so a wait that was
-forgotten, in either direction, makes a plain unit test fail. Nothing here has a thread of its own.
+A copy is queued. The thread that waits for an event runs exactly the copies which that event needs. Until a copy
+has run, its destination holds poison (NaN or the smallest integer). Every use of memory is checked against the
+streams' vector clocks. So a forgotten wait, in either direction, makes a plain unit test fail. No threads are
+started here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ALIGNMENT = 64
 
 
 class CpuDevice:
-    """A virtual device: host memory that only copies on its streams may fill."""
+    """A virtual device: five streams, and host memory that counts as the device's."""
 
     def __init__(self, backend: CpuBackend, index: int) -> None:
         self._backend = backend
@@ -56,15 +57,15 @@ class CpuDevice:
         return torch.device("cpu")
 
     def attach_thread(self) -> None:
-        """One virtual device computes on one core, so that several do not fight for all of them."""
+        """Limit the calling thread to one intra-op thread, so that devices do not compete for all cores."""
         torch.set_num_threads(1)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Nothing to switch: torch runs in the calling thread."""
+        """A context that changes nothing: torch runs in the calling thread."""
         return nullcontext()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stream: Stream) -> torch.Tensor:
-        """Poisoned memory that counts as this device's."""
+        """Allocate poisoned memory that counts as this device's."""
         if not isinstance(stream, CpuStream):
             raise TypeError(f"memory of {self._name} must belong to one of its streams, but got {stream!r}")
         tensor = self._backend.allocate(shape, dtype, owner=stream, device=self)
@@ -72,28 +73,28 @@ class CpuDevice:
         return tensor
 
     def count(self, nbytes: int) -> None:
-        """Add to (or take from) the bytes in use."""
+        """Add `nbytes`, which may be negative, to the bytes in use."""
         with self._backend.streams.lock:
             self._used += nbytes
             self._peak = max(self._peak, self._used)
 
     def generator(self) -> torch.Generator:
-        """The process's own generator: virtual devices have no other."""
+        """Torch's CPU generator, shared by all virtual devices."""
         return torch.default_generator
 
     def memory(self) -> MemoryUse:
-        """Bytes taken with `empty`; what torch operations take is the host's."""
+        """Bytes allocated with `empty`. Memory that torch operations allocate is not counted."""
         self._backend.streams.lock.catch_up()
         share = _physical_bytes() // len(self._backend.devices)
         return MemoryUse(self._name, self._used, self._peak, share)
 
     def reset_peak_memory(self) -> None:
-        """Forget the peak seen so far."""
+        """Set the peak to the bytes in use."""
         self._backend.streams.lock.catch_up()
         self._peak = self._used
 
     def synchronize(self) -> None:
-        """Run everything that was queued."""
+        """Run all queued copies."""
         for stream in (*self.copying, self.compute):
             stream.record().synchronize()
 
@@ -102,8 +103,8 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-class _PretendedPins:
-    """Counts what real devices would pin, up to a limit."""
+class _SimulatedPins:
+    """Counts the bytes that real devices would pin, and refuses beyond a limit."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit = limit_bytes
@@ -126,7 +127,8 @@ class CpuBackend:
     Args:
         count: number of devices.
         strict: poison memory and check the order of every use; False for benchmarks.
-        pin_limit_bytes: host memory beyond it counts as not pinned, as on a machine that limits locked memory.
+        pin_limit_bytes: limit on pinned memory, as on a machine that limits locked memory; beyond it host memory
+            counts as unpinned.
 
     >>> backend = CpuBackend(1)
     >>> device = backend.devices[0]
@@ -146,7 +148,7 @@ class CpuBackend:
         self.streams = StreamGroup(strict, count * len(_STREAMS))
         self._host_used = 0
         self._host_peak = 0
-        self._pinned = Pinned(_PretendedPins(pin_limit_bytes))
+        self._pinned = Pinned(_SimulatedPins(pin_limit_bytes))
         self._regions = Regions(self._pinned)
         self._devices = tuple(CpuDevice(self, index) for index in range(count))
 
@@ -156,28 +158,28 @@ class CpuBackend:
         return self._devices
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
-        """Plain memory that counts as pinned: nothing here has to be."""
+        """Allocate plain memory that counts as pinned, up to `pin_limit_bytes`."""
         del short_lived
         tensor = self.allocate(shape, dtype, owner=None, device=None)
         self._count_host(tensor.nbytes)
         return tensor
 
     def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """Each by itself, so that each is checked by itself."""
+        """Allocate each block separately, so that each is checked separately."""
         return [self.host_empty((layout.numel,), layout.dtype) for layout in layouts]
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether it would be pinned on a device."""
+        """Whether the tensor's memory counts as pinned."""
         return self._pinned.covers(tensor.data_ptr(), tensor.nbytes)
 
     def register(self, tensors: Iterable[torch.Tensor]) -> object:
-        """Let the storages count as pinned."""
+        """Count the tensors' storages as pinned while the returned object lives."""
         return self._regions.register(tensors)
 
     def host_touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
     ) -> None:
-        """Raise `Unordered` if a stream may still use one of these tensors."""
+        """Raise `Unordered` if a conflicting use on a stream may not have finished."""
         if not self.streams.strict:
             return
         self.streams.lock.catch_up()
@@ -188,12 +190,12 @@ class CpuBackend:
                     self.streams.ledger.check_host(tensor, self.streams.host_clock, writes, what or "use")
 
     def host_memory(self) -> HostUse:
-        """Bytes taken with `host_empty`, and bytes that would be pinned."""
+        """Bytes allocated with `host_empty`, and bytes that count as pinned."""
         self.streams.lock.catch_up()
         return HostUse(self._host_used, self._host_peak, self._pinned.nbytes, _physical_bytes())
 
     def close(self) -> None:
-        """Drop what nobody waited for."""
+        """Drop the copies that nothing has waited for, and refuse further work."""
         self.streams.lock.catch_up()
         with self.streams.lock:
             self.streams.close()
@@ -201,7 +203,10 @@ class CpuBackend:
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, owner: CpuStream | None, device: CpuDevice | None
     ) -> torch.Tensor:
-        """Memory whose end is checked: nothing unordered may still use it when its last tensor goes."""
+        """Allocate memory whose free is checked: no unordered use may remain when its last tensor is freed.
+
+        `owner`: the stream that owns device memory; both it and `device` are None for host memory.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -228,20 +233,21 @@ class CpuBackend:
         with self.streams.lock:
             self.streams.raise_violation()
             allocation = self._note(address, nbytes, owner)
-        # The buffer dies with the last tensor on it, whoever holds that, so this runs exactly at the free.
+        # The last tensor on the buffer keeps it alive, so the finalizer runs exactly when the memory is freed.
         weakref.finalize(buffer, self._end, memory, allocation, owner, device).atexit = False
 
     def _note(self, address: int, nbytes: int, owner: CpuStream | None) -> Allocation:
         if not self.streams.strict:
             return Allocation(address, address + nbytes)
-        return self.streams.ledger.open(address, nbytes, None if owner is None else owner.birth())
+        return self.streams.ledger.open(address, nbytes, None if owner is None else owner.allocation_point())
 
     def _end(
         self, memory: torch.Tensor, allocation: Allocation, owner: CpuStream | None, device: CpuDevice | None
     ) -> None:
         if self.streams.strict and not self.streams.closed:
             poison(allocation.start, allocation.end - allocation.start, torch.uint8)
-        # It is not used again before that is written down; of a closed backend nobody looks any more.
+        # Keeps the memory until the free is recorded, so that torch cannot reuse it before. A closed backend may
+        # never record it, so it keeps nothing.
         held = None if self.streams.closed else memory
         self.streams.lock.afterwards(partial(self._freed, held, allocation, owner, device))
 
@@ -273,7 +279,7 @@ class CpuBackend:
                     f"freeing {allocation.end - allocation.start} host bytes",
                 )
         except Unordered as violation:
-            # A finalizer cannot raise to anyone: the next call of this backend does.
+            # A finalizer cannot raise to its caller, so the next call of this backend raises it.
             self.streams.note_violation(violation)
 
     def _count_host(self, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Work that waits on a virtual stream until somebody needs it: moves, conversions, and marks of time."""
+"""Work queued on a virtual stream: copies, conversions and timestamps, and the poison in their destinations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rp_transfer.errors import Unordered
 
 
 def _poison_pattern(dtype: torch.dtype) -> bytes:
-    # All ones is NaN in every floating format; a byte may be part of anything, so it is treated as one.
+    # All ones is NaN in every floating format. Raw bytes may be viewed as floats, so uint8 gets the same pattern.
     if dtype == torch.bool:
         return b"\0"
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.uint8:
@@ -33,7 +33,7 @@ def poison(address: int, nbytes: int, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor's memory, held weakly, as the hardware would."""
+    """The address range of a contiguous tensor, with a weak reference to its storage: real hardware keeps none."""
 
     address: int
     nbytes: int
@@ -42,31 +42,31 @@ class Place:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Place:
-        """Where a contiguous tensor lies."""
+        """The place of a contiguous tensor."""
         nbytes = tensor.numel() * tensor.element_size()
         return cls(tensor.data_ptr(), nbytes, tensor.dtype, StorageWeakRef(tensor.untyped_storage()))
 
     def overlaps(self, other: Place) -> bool:
-        """Whether they share a byte."""
+        """Whether both places share a byte."""
         return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
 
     def values(self) -> torch.Tensor:
-        """(numel,) over the same memory; only while it lives."""
+        """A tensor, (numel,), over the same memory; valid only while that memory is allocated."""
         buffer = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         return torch.frombuffer(buffer, dtype=self.dtype)
 
     def poison(self) -> None:
-        """Spoil it, if it still lives."""
+        """Poison the memory, unless it was freed."""
         if not self.storage.expired():
             poison(self.address, self.nbytes, self.dtype)
 
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """A queued move of bytes, or a conversion where the dtypes differ.
+    """A queued copy of bytes, or a conversion if the dtypes differ.
 
-    Poison may not reach moves that were queued before and still need the old bytes: `overwrites` counts them,
-    and `overwritten_by` are the later moves that wait for this one with their poison.
+    The destination is poisoned only once no earlier queued move uses its bytes. `overwrites` counts the earlier
+    moves that still do; `overwritten_by` lists the later moves whose poison waits for this one.
     """
 
     destination: Place
@@ -80,11 +80,11 @@ class Move:
         return f"{self.what} of {self.source.nbytes} bytes on {self.stream}"
 
     def uses(self, place: Place) -> bool:
-        """Whether it reads or writes there."""
+        """Whether this move reads or writes a byte of `place`."""
         return self.destination.overlaps(place) or self.source.overlaps(place)
 
     def poison_after(self, earlier: Sequence[Move]) -> None:
-        """Spoil the destination once these are done with it."""
+        """Poison the destination once the `earlier` moves have run."""
         self.overwrites = len(earlier)
         for move in earlier:
             move.overwritten_by.append(self)
@@ -92,7 +92,10 @@ class Move:
             self.destination.poison()
 
     def run(self) -> None:
-        """Move the bytes, or convert the values."""
+        """Copy the bytes, or convert the values.
+
+        Raises `Unordered` if the source or destination was freed.
+        """
         for place, role in ((self.destination, "destination"), (self.source, "source")):
             if place.storage.expired():
                 raise Unordered(
@@ -111,11 +114,11 @@ class Move:
 
 
 class Mark:
-    """Takes the time when the work before it is over."""
+    """A queued timestamp: stores when the work before it finished."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def run(self) -> None:
-        """Take it."""
+        """Store the current time in seconds."""
         self.seconds = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The ledger of memory uses: which stream used which bytes, and whether a new use comes after them.
+"""A race detector for memory: records every use by a stream, and checks that conflicting uses are ordered.
 
-Order is kept by vector clocks (Mattern, "Virtual Time and Global States of Distributed Systems", 1989): each
-stream counts its own operations, and knows how far it has waited for every other one.
+Order is tracked by vector clocks (Mattern, "Virtual Time and Global States of Distributed Systems", 1989): each
+stream counts its own operations, and stores up to which operation it has waited for each other stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Clock = list[int]
 
 
 def join(clock: Clock, other: Sequence[int]) -> None:
-    """Let `clock` know all that `other` knows."""
+    """Raise each entry of `clock` to at least that of `other`: all that precedes `other` now precedes `clock`."""
     for stream, tick in enumerate(other):
         if tick > clock[stream]:
             clock[stream] = tick
@@ -27,7 +27,7 @@ def join(clock: Clock, other: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of the bytes ``[start, end)``, the `tick`-th operation of `stream`."""
+    """One use of the addresses ``[start, end)``: the `tick`-th operation of `stream`."""
 
     start: int
     end: int
@@ -41,8 +41,11 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
-    """What `stream` knew when it took memory, whose former life may have ended anywhere before that."""
+class AllocationPoint:
+    """The clock of the owning `stream` when it allocated memory.
+
+    An allocator may reuse memory that this stream freed at any earlier point, so other streams must wait for it.
+    """
 
     clock: tuple[int, ...]
     stream: str
@@ -50,26 +53,29 @@ class Birth:
 
 @dataclass(slots=True)
 class Allocation:
-    """Memory with one lifetime, and the uses of it that still matter."""
+    """An allocated address range, and the uses that later ones may conflict with.
+
+    `storage`: for memory that torch allocated, its storage. `point`: for memory that a stream owns.
+    """
 
     start: int
     end: int
     storage: StorageWeakRef | None = None
-    born: Birth | None = None
+    point: AllocationPoint | None = None
     uses: list[Use] = field(default_factory=list[Use])
 
     def gone(self) -> bool:
-        """Whether the storage that this memory was first seen through has been freed."""
+        """Whether torch has freed this memory; False for memory that its allocator closes."""
         return self.storage is not None and self.storage.expired() is True
 
     def conflicts(self, use: Use) -> list[Use]:
-        """The earlier uses that must come before `use`: all of them for a write, the writes for a read."""
+        """The overlapping earlier uses that must precede `use`: all of them for a write, the writes for a read."""
         return [
             old for old in self.uses if (use.write or old.write) and old.start < use.end and use.start < old.end
         ]
 
     def add(self, use: Use) -> None:
-        """Remember `use`, and forget what it covers: whoever comes after it comes after those too."""
+        """Record `use`, and drop the earlier uses it covers: a use ordered after it is ordered after them too."""
         self.uses = [old for old in self.uses if not self._covers(use, old)]
         self.uses.append(use)
 
@@ -80,7 +86,7 @@ class Allocation:
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses ``[start, end)`` that a tensor's elements lie in."""
+    """The address range ``[start, end)`` of a tensor's elements."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
@@ -89,7 +95,7 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Ledger:
-    """All memory that streams have used. The backend's lock guards it."""
+    """The record of all memory that streams have used. Callers hold the backend's lock."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -99,36 +105,36 @@ class Ledger:
         return len(self._starts)
 
     def num_uses(self) -> int:
-        """How many uses are remembered."""
+        """The number of recorded uses."""
         return sum(len(allocation.uses) for allocation in self._at.values())
 
-    def open(self, start: int, nbytes: int, born: Birth | None = None) -> Allocation:
-        """Memory that its maker closes again."""
-        allocation = Allocation(start, start + nbytes, born=born)
+    def open(self, start: int, nbytes: int, point: AllocationPoint | None = None) -> Allocation:
+        """Record newly allocated memory; the caller closes it when it is freed."""
+        allocation = Allocation(start, start + nbytes, point=point)
         self._insert(allocation)
         return allocation
 
     def close(self, allocation: Allocation) -> None:
-        """The memory is given back."""
+        """Remove memory that was freed."""
         if self._at.get(allocation.start) is allocation:
             self._remove(allocation.start)
 
     def use(self, tensor: torch.Tensor, clock: Clock, use_of: tuple[int, int], write: bool, what: str) -> None:
-        """Check that a use is ordered after those it conflicts with, and remember it.
+        """Check that a use is ordered after all uses it conflicts with, and record it.
 
-        Raises `Unordered` naming both uses.
+        `use_of`: the stream's index and the use's number in it. Raises `Unordered`, which names both uses.
         """
         start, end = span_of(tensor)
         if start == end:
             return
         use = Use(start, end, *use_of, write, what)
         allocation = self._find(tensor, start)
-        check_birth(allocation, clock, str(use))
+        check_allocated(allocation, clock, str(use))
         check(allocation.conflicts(use), clock, str(use))
         allocation.add(use)
 
     def check_host(self, tensor: torch.Tensor, clock: Clock, write: bool, what: str) -> None:
-        """Check that the host may use the tensor now; nothing is remembered: the host is done when it says so."""
+        """Check that the host may use the tensor now. Not recorded: the host's use ends before its next call."""
         start, end = span_of(tensor)
         if start == end:
             return
@@ -144,7 +150,7 @@ class Ledger:
         return self._adopt(tensor)
 
     def _adopt(self, tensor: torch.Tensor) -> Allocation:
-        # Memory that torch allocated: known from its first use on, until its storage is seen to be gone.
+        # Memory that torch allocated is recorded from its first use until its storage has expired.
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         allocation = Allocation(start, start + storage.nbytes(), storage=StorageWeakRef(storage))
@@ -177,22 +183,25 @@ class Ledger:
 
 
 def check(earlier: Sequence[Use], clock: Clock, what: str) -> None:
-    """Raise `Unordered` if one of the `earlier` uses is not in the past of `clock`."""
+    """Raise `Unordered` if one of the `earlier` uses does not precede `clock`."""
     for use in earlier:
         if clock[use.stream] < use.tick:
             raise Unordered(
                 f"{what} is not ordered after {use}: nothing waited for an event recorded after that; "
-                "wait for one on the stream (or the host) before touching this memory"
+                "wait for one, on the stream or the host, before using this memory"
             )
 
 
-def check_birth(allocation: Allocation, clock: Clock, what: str) -> None:
-    """Raise `Unordered` if the memory may still serve the life it had before, for all that `clock` knows."""
-    born = allocation.born
-    if born is None or all(have >= need for have, need in zip(clock, born.clock, strict=True)):
+def check_allocated(allocation: Allocation, clock: Clock, what: str) -> None:
+    """Raise `Unordered` unless `clock` comes after the owning stream's work before the allocation.
+
+    That work may still use the memory: the allocator may have reused what this stream freed.
+    """
+    point = allocation.point
+    if point is None or all(have >= need for have, need in zip(clock, point.clock, strict=True)):
         return
     raise Unordered(
         f"{what} is not ordered after the allocation of {allocation.end - allocation.start} bytes "
-        f"on {born.stream}: the memory may be what that stream gave back, so its work up to there comes first; "
-        f"use the memory on {born.stream} first, or wait for an event recorded there"
+        f"on {point.stream}: the allocator may have reused memory that earlier work of that stream still uses; "
+        f"use the memory on {point.stream} first, or wait for an event recorded there after the allocation"
     )

@@ -1,4 +1,4 @@
-"""Streams of virtual devices: copies are queued, and run when somebody waits for an event behind them."""
+"""Streams and events of virtual devices: a copy is queued, and runs when a caller waits for an event after it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from rp_transfer.api import Event
 from rp_transfer.checks import check_cast, check_copy
 from rp_transfer.cpu.queued import Mark, Move, Place
-from rp_transfer.cpu.race_detector import Allocation, Birth, Clock, Ledger, check, join
+from rp_transfer.cpu.race_detector import Allocation, AllocationPoint, Clock, Ledger, check, join
 from rp_transfer.errors import Closed, Unordered
 from rp_transfer.memory.guard import Guard
 
 
 class CpuEvent:
-    """A point in a stream: how many operations it had, and what it knew of the others."""
+    """A point in a stream: the number of operations before it, and the stream's vector clock."""
 
     __slots__ = ("_group", "clock", "mark", "position", "stream")
 
@@ -28,17 +28,17 @@ class CpuEvent:
         self._group = stream.group
 
     def query(self) -> bool:
-        """True once somebody has waited for this work; a query alone runs nothing."""
+        """Whether the work before the event has run. A query alone runs nothing: some caller must wait for it."""
         if self.stream.executed < self.position:
             return False
         self._group.lock.catch_up()
-        # A copy counts as executed while it runs, under the lock.
+        # A copy counts as executed as soon as it starts; it runs under the lock, so taking the lock waits for it.
         with self._group.lock:
             join(self._group.host_clock, self.clock)
             return True
 
     def synchronize(self) -> None:
-        """Run the copies this event needs, in the calling thread."""
+        """Run the copies that this event needs, in the calling thread."""
         self._group.lock.catch_up()
         with self._group.lock:
             self._group.raise_violation()
@@ -46,7 +46,7 @@ class CpuEvent:
             join(self._group.host_clock, self.clock)
 
     def seconds_since(self, earlier: Event) -> float:
-        """By the process's clock."""
+        """Seconds between both events by the process's clock."""
         if not isinstance(earlier, CpuEvent) or self.mark is None or earlier.mark is None:
             raise ValueError("both events must be recorded with timed=True")
         return self.mark.seconds - earlier.mark.seconds
@@ -56,7 +56,10 @@ class CpuEvent:
 
 
 class CpuStream:
-    """Copies in order, run when pulled; `eager` streams run in the thread that puts work on them."""
+    """A stream whose copies run in order when an event after them is waited for.
+
+    An `eager` stream (compute) runs work at once, in the calling thread.
+    """
 
     def __init__(self, group: StreamGroup, name: str, index: int, eager: bool) -> None:
         self.group = group
@@ -76,7 +79,7 @@ class CpuStream:
         return self._name
 
     def wait(self, event: Event) -> None:
-        """Order later work after `event`; a compute stream pulls its copies at once."""
+        """Order later work after `event`; an eager stream runs the copies that `event` needs at once."""
         if not isinstance(event, CpuEvent) or event.stream.group is not self.group:
             raise TypeError(f"{self._name} must wait for an event of its own backend, but got {event!r} instead")
         self.group.lock.catch_up()
@@ -88,24 +91,24 @@ class CpuStream:
                 self._put(event)
 
     def record(self, *, timed: bool = False) -> CpuEvent:
-        """An event after everything put here so far."""
+        """Record an event after everything enqueued so far."""
         self.group.lock.catch_up()
         with self.group.lock:
             self._learn()
             mark = Mark() if timed else None
             if mark is not None:
                 self._do(mark)
-            # What an eager stream did is over, but nobody knows before they have waited for it.
+            # An eager stream's work has run already, but `query` must stay False until a caller waits for it.
             self._issued += self.eager
             return CpuEvent(self, self._issued, tuple(self._clock), mark)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a move of raw bytes and poison the destination until it runs."""
+        """Queue a copy of raw bytes, and poison the destination until it runs."""
         check_copy(destination, source)
         self._move(destination, source, "copy")
 
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a conversion and poison the destination until it runs."""
+        """Queue a conversion, and poison the destination until it runs."""
         check_cast(destination, source)
         self._move(destination, source, "conversion")
 
@@ -137,20 +140,20 @@ class CpuStream:
     def touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
     ) -> None:
-        """Check and remember a use by torch operations of the calling thread."""
+        """Check and record a use by torch operations of the calling thread."""
         if not self.group.strict:
             return
         self.group.lock.catch_up()
         with self.group.lock:
             self._use(read=read, write=write, what=f"{what or 'use'} on {self._name}")
 
-    def birth(self) -> Birth:
-        """Memory that this stream now takes may be what it gave back: its work so far may still use it."""
+    def allocation_point(self) -> AllocationPoint:
+        """The stream's clock now: work before it may still use the memory that is allocated now."""
         join(self._clock, self.group.host_clock)
-        return Birth(tuple(self._clock), self._name)
+        return AllocationPoint(tuple(self._clock), self._name)
 
     def covers(self, allocation: Allocation) -> None:
-        """Raise `Unordered` unless all uses of the memory are in this stream's past, or the host's."""
+        """Raise `Unordered` unless this stream or the host has waited for all uses of the memory."""
         join(self._clock, self.group.host_clock)
         check(allocation.uses, self._clock, f"freeing {allocation.end - allocation.start} bytes of {self._name}")
 
@@ -168,7 +171,7 @@ class CpuStream:
 
 
 class StreamGroup:
-    """All streams of one backend: their lock, what the host and each of them know, and the copies still queued."""
+    """The state that all streams of one backend share: lock, ledger, the host's clock, and the queued copies."""
 
     def __init__(self, strict: bool, count: int) -> None:
         self.strict = strict
@@ -181,15 +184,15 @@ class StreamGroup:
         self._violation: Unordered | None = None
 
     def new_clock(self) -> Clock:
-        """What somebody knows at first: nothing of any stream. Without checks nobody counts."""
+        """A vector clock of zeros; empty if order is not checked."""
         return [0] * self._count if self.strict else []
 
     def add(self, stream: CpuStream) -> None:
-        """One more stream whose copies are queued."""
+        """Add a stream whose copies are queued."""
         self._copying.append(stream)
 
     def raise_violation(self) -> None:
-        """Raise what was found where nothing could be raised, and refuse work once closed."""
+        """Raise `Closed` after `close`, and a violation that `note_violation` stored, once."""
         if self.closed:
             raise Closed("the CPU backend was closed; open another one")
         violation, self._violation = self._violation, None
@@ -197,12 +200,12 @@ class StreamGroup:
             raise violation
 
     def queued(self) -> Iterator[Move]:
-        """The copies that have not run yet, whichever streams they are on."""
+        """The copies of all streams that have not run yet."""
         for stream in self._copying:
             yield from (work for work in stream.queue if isinstance(work, Move))
 
     def pull(self, event: CpuEvent) -> None:
-        """Run exactly the copies that `event` needs, whichever streams they are on."""
+        """Run exactly the copies that `event` needs, on all streams."""
         goals = [(event.stream, event.position)]
         while goals:
             stream, position = goals[-1]
@@ -216,7 +219,7 @@ class StreamGroup:
     @staticmethod
     def _step(stream: CpuStream, goals: list[tuple[CpuStream, int]]) -> None:
         if not stream.queue:
-            raise Closed("the CPU backend was closed before this work ran")
+            raise Closed("the CPU backend was closed before this work ran; wait for its events before closing it")
         head = stream.queue[0]
         if isinstance(head, CpuEvent) and head.stream.executed < head.position:
             goals.append((head.stream, head.position))
@@ -227,11 +230,11 @@ class StreamGroup:
             head.run()
 
     def note_violation(self, violation: Unordered) -> None:
-        """Keep the first violation that was found where nothing could be raised: the next call raises it."""
+        """Store a violation found in a finalizer, which cannot raise it; the next call does. Keeps the first."""
         self._violation = self._violation or violation
 
     def close(self) -> None:
-        """Drop what nobody waited for."""
+        """Drop the queued copies, and refuse further work."""
         self.closed = True
         for stream in self._copying:
             stream.queue.clear()

@@ -1,1 +1,1 @@
-"""CUDA devices through CuPy, and memory pinned to the byte."""
+"""CUDA devices through CuPy, and their pinned host memory."""

@@ -1,9 +1,9 @@
-"""CUDA devices: CuPy's streams, events, pinned memory and copies, shared with torch without copying.
+"""The CUDA backend: CuPy's streams, events, copies and pinning, on which torch computes too.
 
-The only file that imports CuPy.
+This is the only file that imports CuPy.
 """
 
-# CuPy has no type information, so its objects are unknown to the checker here and nowhere else.
+# CuPy has no type information; no other file needs these settings.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingImports=false, reportUnknownParameterType=false
 
@@ -26,7 +26,7 @@ from rp_transfer.memory.pages import Pinned
 from rp_transfer.memory.regions import Regions
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
-_ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses tell
+_ANY_DIRECTION = 4  # cudaMemcpyDefault: the driver infers the direction from the addresses
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
 
 
@@ -40,22 +40,22 @@ class CudaEvent:
         self.timed = timed
 
     def query(self) -> bool:
-        """Whether the work before it has finished."""
+        """Whether the work before the event has finished."""
         return bool(self.native.done)
 
     def synchronize(self) -> None:
-        """Block until it has, without holding Python's lock."""
+        """Block until the work before the event has finished, without holding the GIL."""
         self.native.synchronize()
 
     def seconds_since(self, earlier: Event) -> float:
-        """What the device measured between the two."""
+        """Seconds between both events, measured by the device."""
         if not (isinstance(earlier, CudaEvent) and self.timed and earlier.timed):
             raise ValueError("both events must be recorded with timed=True")
         return float(cupy.cuda.get_elapsed_time(earlier.native, self.native)) / 1000
 
 
 class CudaStream:
-    """One CUDA stream, seen by CuPy and by torch. The thread of its device puts work on it."""
+    """One CUDA stream, shared by CuPy and torch. Threads that use it have called `CudaDevice.attach_thread`."""
 
     def __init__(self, name: str, native: Any, torch_device: torch.device) -> None:
         self._name = name
@@ -68,19 +68,19 @@ class CudaStream:
         return self._name
 
     def wait(self, event: Event) -> None:
-        """Order later work after `event`, of this device or another one."""
+        """Order later work after `event`, of this or another CUDA device."""
         if not isinstance(event, CudaEvent):
             raise TypeError(f"{self._name} must wait for a CUDA event, but got {event!r} instead")
         self.native.wait_event(event.native)
 
     def record(self, *, timed: bool = False) -> CudaEvent:
-        """An event after everything put here so far."""
+        """Record an event after everything enqueued so far."""
         native = cupy.cuda.Event(block=True, disable_timing=not timed)
         native.record(self.native)
         return CudaEvent(native, timed=timed)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue an asynchronous move of raw bytes."""
+        """Enqueue an asynchronous copy of raw bytes."""
         check_copy(destination, source)
         nbytes = source.numel() * source.element_size()
         if nbytes:
@@ -89,7 +89,7 @@ class CudaStream:
             )
 
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue torch's conversion."""
+        """Enqueue torch's conversion."""
         check_cast(destination, source)
         with torch.no_grad(), torch.cuda.stream(self.torch_stream):
             destination.view(-1).copy_(source.view(-1))
@@ -107,7 +107,7 @@ class CudaDevice:
         self._index = index
         self._name = f"cuda:{index}"
         self._torch_device = torch.device("cuda", index)
-        # CuPy makes a stream on the current device only.
+        # CuPy creates streams on the current device only.
         with cupy.cuda.Device(index), torch.cuda.device(index):
             streams = [
                 CudaStream(f"{self._name}/{name}", cupy.cuda.Stream(non_blocking=True), self._torch_device)
@@ -123,53 +123,54 @@ class CudaDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """The same device for torch."""
+        """The torch device."""
         return self._torch_device
 
     def attach_thread(self) -> None:
-        """Make it the calling thread's device, for torch and for CuPy."""
+        """Make this the calling thread's current device, for torch and for CuPy."""
         torch.cuda.set_device(self._index)
         cupy.cuda.Device(self._index).use()
-        # Torch's backward thread of this device gets its context here; a matrix product first would make it warn.
+        # Gives torch's autograd thread of this device its CUDA context. Without this, torch warns if the first
+        # backward is that of a matrix product.
         (torch.ones((), device=self._torch_device, requires_grad=True) * 1).backward()
 
     def computing(self) -> AbstractContextManager[None]:
-        """Torch operations go to the compute stream."""
+        """Run torch operations on the compute stream."""
         return torch.cuda.stream(self.compute.torch_stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stream: Stream) -> torch.Tensor:
-        """Memory of torch's allocator that belongs to `stream`."""
+        """Allocate from torch's caching allocator, for `stream`."""
         if not isinstance(stream, CudaStream):
             raise TypeError(f"memory of {self._name} must belong to one of its streams, but got {stream!r}")
         with torch.cuda.stream(stream.torch_stream):
             return torch.empty(tuple(shape), dtype=dtype, device=self._torch_device)
 
     def generator(self) -> torch.Generator:
-        """The device's default generator."""
+        """The device's default random generator."""
         return torch.cuda.default_generators[self._index]
 
     def memory(self) -> MemoryUse:
-        """What torch's allocator has handed out, and what of the card it may take."""
+        """Bytes allocated by torch's allocator, and the share of the GPU's memory that it may use."""
         share = torch.cuda.get_per_process_memory_fraction(self._index)
         total = int(torch.cuda.get_device_properties(self._index).total_memory * share)
         used = torch.cuda.memory_allocated(self._index)
         return MemoryUse(self._name, used, torch.cuda.max_memory_allocated(self._index), total)
 
     def reset_peak_memory(self) -> None:
-        """Forget the peak seen so far."""
+        """Set the peak to the bytes in use."""
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def synchronize(self) -> None:
-        """Block until the five streams are empty."""
+        """Block until all work on the five streams has finished."""
         for stream in self._streams:
             stream.native.synchronize()
 
 
 class _CudaPins:
-    """The driver's registration of host memory.
+    """Pins host memory by registering it with the CUDA driver.
 
-    Neither torch's pool nor CuPy's: both round a block up, to a power of two at worst. And under a device that is
-    ours: the calling thread's current one would get a context, and memory, for nothing else.
+    Not through torch's pool or CuPy's: both round sizes up, at worst to a power of two. Always with one of the
+    backend's devices current: else CUDA would create a context, which takes memory, on the thread's current one.
     """
 
     def __init__(self, device: int) -> None:
@@ -188,9 +189,10 @@ class _CudaPins:
 
 
 class CudaBackend:
-    """GPUs by index.
+    """The GPUs of the given indices.
 
-    Raises `BackendUnavailable` where CuPy cannot use the driver or was built for another major version of CUDA.
+    Raises `BackendUnavailable` if CuPy cannot use the driver, if CuPy and torch are built for different major
+    versions of CUDA, or if a GPU cannot be opened.
     """
 
     def __init__(self, indices: Sequence[int]) -> None:
@@ -204,16 +206,16 @@ class CudaBackend:
 
     @property
     def devices(self) -> tuple[CudaDevice, ...]:
-        """The GPUs."""
+        """The GPUs, in the requested order."""
         return self._devices
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool = False) -> torch.Tensor:
-        """Pinned memory to the byte."""
+        """Allocate pinned memory of exactly this size; see `HostMemory.empty`."""
         self._check_open()
         return self._host.empty(shape, dtype, short_lived=short_lived)
 
     def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """Pinned blocks to the byte."""
+        """Allocate a pinned block for each layout; see `HostMemory.blocks`."""
         self._check_open()
         return self._host.blocks(layouts)
 
@@ -227,12 +229,12 @@ class CudaBackend:
         """Nothing to check: the virtual devices do."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether one registration of ours holds all of it, or torch pinned it."""
+        """Whether one range pinned by this backend holds the whole tensor, or torch pinned it."""
         nbytes = tensor.numel() * tensor.element_size()
         return self._pinned.covers(tensor.data_ptr(), nbytes) or tensor.is_pinned()
 
     def register(self, tensors: Iterable[torch.Tensor]) -> object:
-        """Pin storages where they are, those that share a page together."""
+        """Pin storages in place, except those that torch has pinned."""
         return self._regions.register(tensor for tensor in tensors if not self._is_pinned_by_torch(tensor))
 
     def _is_pinned_by_torch(self, tensor: torch.Tensor) -> bool:
@@ -240,11 +242,11 @@ class CudaBackend:
         return tensor.is_pinned() and not self._pinned.covers(storage.data_ptr(), storage.nbytes())
 
     def host_memory(self) -> HostUse:
-        """Bytes given, and bytes pinned."""
+        """Bytes allocated, including idle pooled buffers, and bytes pinned."""
         return self._host.use()
 
     def close(self) -> None:
-        """Wait for the devices and free the pooled host memory."""
+        """Wait for the devices and release the pooled host memory."""
         if not self._closed:
             self._closed = True
             for device in self._devices:
@@ -257,7 +259,8 @@ def _open_device(index: int) -> CudaDevice:
         return CudaDevice(index)
     except (cupy.cuda.runtime.CUDARuntimeError, torch.AcceleratorError) as error:
         raise BackendUnavailable(
-            f"cuda:{index} cannot be opened: {error}; is it full, or in use by another process alone?"
+            f"cuda:{index} cannot be opened: {error}; check with nvidia-smi that it has free memory and that no "
+            "other process uses it exclusively"
         ) from error
 
 
@@ -265,7 +268,9 @@ def _check_versions() -> None:
     try:
         version = int(cupy.cuda.runtime.runtimeGetVersion())
     except Exception as error:
-        raise BackendUnavailable(f"CuPy cannot use the CUDA driver: {error}") from error
+        raise BackendUnavailable(
+            f"CuPy cannot use the CUDA driver: {error}; update the NVIDIA driver, or choose 'cpu' devices"
+        ) from error
     wanted = int((torch.version.cuda or "0").split(".")[0])
     if version // 1000 != wanted:
         raise BackendUnavailable(

@@ -1,4 +1,4 @@
-"""Host memory to the byte: blocks that live long, and a pool of buffers that are used again and again."""
+"""Allocation of pinned host memory: long-lived blocks of exact size, and a pool of short-lived buffers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rp_transfer.memory.blocks import ALIGNMENT, Layout
 from rp_transfer.memory.guard import Guard
 from rp_transfer.memory.pages import Pinned, Slab
 
-# Smaller memory shares slabs: whole pages for each would waste too many of them.
+# In bytes. Smaller allocations share slabs: whole pages for each would waste memory.
 _SMALL_BYTES = 1 << 16
 _SHARED_BYTES = 1 << 20
-# Of a model's blocks, which are known together and so can share one slab of exactly their size.
+# In bytes. A model's blocks are allocated together; those smaller than this share one slab of exactly their size.
 _SMALL_BLOCK_BYTES = 1 << 22
 
-# An address, and the slab that it lies in.
+# An address, and the slab that holds it.
 Piece = tuple[int, Slab]
 
 
@@ -31,17 +31,17 @@ def _aligned(nbytes: int) -> int:
 
 
 def _size_class(nbytes: int) -> int:
-    """Rounded up by an eighth at the most, so that batches of about the same size use the same buffers."""
+    """Round up by at most an eighth, so that batches of about the same size share buffers."""
     step = 1 << max(nbytes.bit_length() - 4, 0)
     return -(-nbytes // step) * step
 
 
 class HostMemory:
-    """Host memory from pinned slabs; buffers of training calls are reused.
+    """An allocator of pinned host memory with a pool of short-lived buffers.
 
-    A buffer goes back to the pool when the last tensor on it is gone, so whoever queues a copy on it retains it
-    until the copy has finished. The pool holds no more idle bytes than were ever lent at once: sizes that are not
-    asked for any more go, the longest unused first.
+    A buffer returns to the pool when its last tensor is freed, so callers keep it alive until their copies have
+    finished. The pool keeps at most as many idle bytes as its buffers ever used at once; beyond that it releases
+    the least recently used sizes.
     """
 
     def __init__(self, pinned: Pinned, total_bytes: int) -> None:
@@ -59,7 +59,7 @@ class HostMemory:
         self._peak = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, short_lived: bool) -> torch.Tensor:
-        """A tensor on memory of its own."""
+        """Allocate a tensor; a `short_lived` one may reuse a pooled buffer of about its size."""
         self._catch_up()
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
@@ -69,7 +69,7 @@ class HostMemory:
         return self._tensor(piece, room, dtype, short_lived)[: math.prod(shape)].view(tuple(shape))
 
     def blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """(numel,) for each layout; the small ones lie together in one slab of exactly their size."""
+        """Allocate a block, (numel,), for each layout; small blocks share one slab of exactly their size."""
         self._catch_up()
         small = [_aligned(layout.nbytes) for layout in layouts if layout.nbytes < _SMALL_BLOCK_BYTES]
         slab = Slab(sum(small), self._pinned) if sum(small) else None
@@ -85,12 +85,12 @@ class HostMemory:
         return found
 
     def use(self) -> HostUse:
-        """Bytes taken, pooled buffers included, and bytes pinned."""
+        """Bytes allocated, including idle pooled buffers, and bytes pinned."""
         self._catch_up()
         return HostUse(self._used, self._peak, self._pinned.nbytes, self._total)
 
     def clear(self) -> None:
-        """Free the buffers that nobody uses."""
+        """Release the idle buffers of the pool."""
         self._catch_up()
         with self._guard:
             self._shrink(0)
@@ -144,7 +144,7 @@ class HostMemory:
 
     def _catch_up(self) -> None:
         self._guard.catch_up()
-        # Unpinning takes its time: not under the lock.
+        # Dropped outside the lock, since unpinning is slow.
         self._freed.clear()
 
     def _give_back(self, nbytes: int, piece: Piece) -> None:

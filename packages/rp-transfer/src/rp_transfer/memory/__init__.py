@@ -1,1 +1,1 @@
-"""How tensors lie in host memory."""
+"""Host memory: blocks of tensors, pinned pages, and pinned storages."""

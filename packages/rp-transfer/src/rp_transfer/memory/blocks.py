@@ -1,4 +1,4 @@
-"""Blocks: which tensors of a row of modules lie together, and where each lies in that one piece of memory."""
+"""Blocks: grouping a model's tensors into contiguous pieces of memory, and the layout of each piece."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
-# Cache lines on the host, and more than any load instruction of a device needs.
+# In bytes: a cache line of the host, and at least what any load instruction of a device needs.
 ALIGNMENT = 64
-# What vector loads and compiled kernels need; enough for tensors that are small, and many.
+# In bytes: what vector loads and compiled kernels need. Models have many small tensors, so this saves memory.
 _SMALL_ALIGNMENT = 16
 _SMALL_BYTES = 4096
 
@@ -22,7 +22,7 @@ Kind = Literal["trainable", "frozen", "buffer"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One tensor's place: `offset` counts elements of the layout's dtype.
+    """The place of one tensor in a block; `offset` counts elements of the layout's dtype.
 
     >>> Span(4, torch.Size([2, 3]), (3, 1)).of(torch.arange(10))
     tensor([[4, 5, 6],
@@ -39,12 +39,12 @@ class Span:
         return math.prod(self.shape)
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
-        """This tensor's view of a block: (numel,) of any dtype, on the host or a device."""
+        """View this tensor's part of a `block`: (numel,) of any dtype, on the host or a device."""
         return block.as_strided(self.shape, self.stride, block.storage_offset() + self.offset)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    # Each element has a place of its own and no place is left over: the strides are the sizes' running products.
+    # Dense: elements neither overlap nor leave gaps, so the sorted strides are running products of the sizes.
     places = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != places:
@@ -59,7 +59,7 @@ def _alignment(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places for tensors of one dtype in a block of `numel` elements.
+    """The places of tensors of one dtype in a block of `numel` elements.
 
     >>> layout = Layout.of([torch.zeros(3), torch.zeros(2, 2)])
     >>> [span.offset for span in layout.spans], layout.numel
@@ -72,10 +72,16 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
-        """Lay the tensors out one behind another, each aligned; dense strides (such as channels-last) stay."""
+        """Lay out tensors one after another, each aligned. Dense strides (such as channels-last) are kept.
+
+        Raises `ValueError` unless all have one dtype.
+        """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
-            raise ValueError(f"a layout holds tensors of exactly one dtype, but got {sorted(map(str, dtypes))}")
+            raise ValueError(
+                f"a layout holds tensors of exactly one dtype, but got {sorted(map(str, dtypes))}; "
+                "make a layout for each dtype"
+            )
         dtype = dtypes.pop()
         spans: list[Span] = []
         end = 0
@@ -89,30 +95,30 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Size of a block."""
+        """Size of a block in bytes."""
         return self.numel * self.dtype.itemsize
 
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """All tensors as views of one block: (numel,) of any dtype."""
+        """All tensors as views of one `block`: (numel,) of any dtype."""
         return [span.of(block) for span in self.spans]
 
     def storages(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """All tensors of a host block, each with a storage of its own over the same bytes.
+        """All tensors of a host block, each with its own storage over the block's bytes.
 
-        So each has its own version counter, and saving one does not save the block.
+        So each has its own version counter, and saving one does not save the whole block.
         """
         return [_own_storage(block, span) for span in self.spans]
 
     def fill(self, block: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the tensors into their places; another dtype is cast."""
+        """Copy the tensors into their places in `block`, cast to its dtype."""
         with torch.no_grad():
             for view, tensor in zip(self.views(block), tensors, strict=True):
                 view.copy_(tensor)
 
     def move_in(self, block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors into a host block and give each its place there as its own storage.
+        """Copy the tensors into a host block, and make each tensor's ``.data`` its place there.
 
-        They stay the same objects, so their module saves and loads as before.
+        The tensor objects stay the same, so their module saves and loads as before.
         """
         self.fill(block, (tensor.detach() for tensor in tensors))
         for tensor, own in zip(tensors, self.storages(block), strict=True):
@@ -121,9 +127,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Tensors of one kind and dtype that exactly the same modules use, so that they travel as one block.
+    """Tensors of one kind and dtype that exactly the same modules use; they are copied as one block.
 
-    `users` are the indices of those modules.
+    `users`: the indices of those modules.
 
     >>> found = Group("buffer", (0,), (torch.zeros(3), torch.zeros(2, 2)))
     >>> [span.numel for span in found.layout.spans]
@@ -136,14 +142,14 @@ class Group:
 
     @property
     def layout(self) -> Layout:
-        """Where they lie in their block."""
+        """The tensors' places in their block."""
         return Layout.of(self.tensors)
 
 
 def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
-    """The blocks of a row of modules: parameters that are trained, frozen ones, and buffers, by dtype.
+    """Group the tensors of a row of modules by kind (trainable, frozen, buffer), dtype and using modules.
 
-    A tensor that several modules use (tied, or a module that stands twice in the row) is in a group of those.
+    A tensor that several modules use (tied, or of a module that occurs twice) is in a group of all its users.
 
     >>> for found in group([torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)]):
     ...     print(found.kind, found.users, found.layout.dtype, len(found.tensors))
@@ -165,7 +171,7 @@ def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
 
 
 def tensors_of(module: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
-    """A module's parameters and buffers, each once, with its kind.
+    """Yield a module's parameters and buffers, each once, with their kinds.
 
     >>> [(kind, tuple(tensor.shape)) for kind, tensor in tensors_of(torch.nn.Linear(2, 3))]
     [('trainable', (3, 2)), ('trainable', (3,))]
@@ -181,6 +187,6 @@ def _own_storage(block: torch.Tensor, span: Span) -> torch.Tensor:
         return torch.empty(span.shape, dtype=block.dtype, device="cpu")
     nbytes = span.numel * block.element_size()
     buffer = (ctypes.c_ubyte * nbytes).from_address(block.data_ptr() + span.offset * block.element_size())
-    # The new storage keeps the buffer, and the buffer keeps the block.
+    # The new storage keeps the buffer alive, and the buffer keeps the block alive.
     buffer.block = block  # pyright: ignore[reportAttributeAccessIssue]
     return torch.frombuffer(buffer, dtype=block.dtype).as_strided(span.shape, span.stride)

@@ -1,4 +1,4 @@
-"""A lock under which memory may end at any moment."""
+"""`Guard`: a reentrant lock that finalizers never take; they queue their changes of the guarded state instead."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import cast
 
 
 class Guard(RLock):  # pyright: ignore[reportGeneralTypeIssues] - the stubs call it final, CPython does not
-    """A lock that its holder may take again, and a list of what finalizers have to do when nobody is inside.
+    """A reentrant lock with a queue of actions that finalizers defer until the guarded state is next read.
 
-    Python may collect garbage, and so free memory, in the middle of anybody's work, under any lock. So finalizers
-    take none: what has to be written down waits here until the next time that what is guarded is looked at.
+    Python may collect garbage, and so run finalizers, at any point of any thread, under any lock. A finalizer that
+    took a lock could deadlock. So it calls `afterwards`, and readers of the guarded state call `catch_up` first.
 
-    Entering and leaving are the interpreter's own: in methods of ours, Ctrl-C could come between taking the lock
-    and saying so, and nobody would ever give it back.
+    Taking and releasing the lock are the interpreter's own C code. In Python methods, Ctrl-C could strike between
+    taking the lock and recording it, and the lock would never be released.
 
     >>> guard, seen = Guard(), []
     >>> with guard:
@@ -30,11 +30,11 @@ class Guard(RLock):  # pyright: ignore[reportGeneralTypeIssues] - the stubs call
         self._left: deque[Callable[[], None]] = deque()
 
     def afterwards(self, action: Callable[[], None]) -> None:
-        """Leave `action` to the next `catch_up`; takes no lock."""
+        """Defer `action` to the next `catch_up`; takes no lock."""
         self._left.append(action)
 
     def catch_up(self) -> None:
-        """Run what was left, unless the calling thread is inside; before what is guarded is looked at."""
+        """Run the deferred actions, unless the calling thread holds the lock; call before reading the state."""
         if not self._left or self._is_inside():
             return
         with self:
@@ -42,5 +42,5 @@ class Guard(RLock):  # pyright: ignore[reportGeneralTypeIssues] - the stubs call
                 self._left.popleft()()
 
     def _is_inside(self) -> bool:
-        # As `threading.Condition` asks such locks; the type stubs do not know it.
+        # `threading.Condition` calls this method too; the type stubs do not have it.
         return cast("Callable[[], bool]", getattr(self, "_is_owned"))()  # noqa: B009

@@ -1,4 +1,4 @@
-"""Slabs: whole pages of host memory, pinned where that is allowed, and released when nothing uses them."""
+"""Pinning host memory: slabs of whole pages, and the record of pinned address ranges."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class Pins(Protocol):
-    """How memory is locked in place for the devices."""
+    """Pins and unpins address ranges; each backend provides one."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Lock the bytes; raises `PinningRefused` where the system does not allow it."""
+        """Pin the bytes. Raises `PinningRefused` where the system does not allow it."""
         ...
 
     def unpin(self, address: int) -> None:
-        """Undo the `pin` at this address."""
+        """Unpin the range that was pinned at this address."""
         ...
 
 
 def whole_pages(address: int, nbytes: int) -> int:
-    """Bytes of the pages that ``[address, address + nbytes)`` touches.
+    """Size in bytes of the pages that ``[address, address + nbytes)`` touches.
 
     >>> whole_pages(PAGE_BYTES - 1, 2) == 2 * PAGE_BYTES
     True
@@ -40,9 +40,9 @@ def whole_pages(address: int, nbytes: int) -> int:
 
 
 class Pinned:
-    """The ranges of memory that are pinned; says once that pinning was refused.
+    """The pinned address ranges of one backend. Warns once if pinning is refused.
 
-    Finalizers take ranges out at any moment.
+    Finalizers remove ranges at any time, so a `Guard` protects the record.
     """
 
     def __init__(self, pins: Pins) -> None:
@@ -55,12 +55,12 @@ class Pinned:
 
     @property
     def nbytes(self) -> int:
-        """The size of all ranges, in whole pages."""
+        """The size of all ranges in bytes, in whole pages."""
         self._guard.catch_up()
         return self._nbytes
 
     def hold(self, owner: object, address: int, nbytes: int) -> bool:
-        """Pin the bytes until `owner` is gone; returns whether that was allowed."""
+        """Pin the bytes until `owner` is garbage-collected; returns False if pinning was refused."""
         try:
             self._pins.pin(address, nbytes)
         except PinningRefused as refusal:
@@ -75,7 +75,7 @@ class Pinned:
         return True
 
     def covers(self, address: int, nbytes: int) -> bool:
-        """Whether one pinned range holds all these bytes: a copy may not cross from one to another."""
+        """Whether a single pinned range holds all these bytes: a copy must not cross from one range to another."""
         self._guard.catch_up()
         with self._guard:
             index = bisect_right(self._starts, address) - 1
@@ -95,19 +95,19 @@ class Pinned:
             warned, self._warned = self._warned, True
         if not warned:
             warnings.warn(
-                f"host memory could not be pinned ({refusal}); it is used as it is, and copies go through a small "
+                f"host memory could not be pinned ({refusal}); it is used unpinned, and copies go through a small "
                 "pinned ring, which is slower. Raise the limit on locked memory (ulimit -l; on WSL, the memory of "
-                "the virtual machine), or ask for pin_model='off'",
+                "the virtual machine), or set pin_model='off'",
                 PinningWarning,
                 stacklevel=2,
             )
 
 
 class Slab:
-    """Whole pages of its own: mapped, touched by torch's threads, then pinned.
+    """Whole pages of host memory: mapped, zeroed by torch's threads, then pinned.
 
-    That is ten times as fast as the driver's own allocation, which clears page after page on one thread. The pages
-    are shared with forked processes, as the driver's are: private ones would be copied for each of them.
+    This is ten times as fast as the driver's own allocation, which clears page after page on one thread. The pages
+    are shared with forked processes, as the driver's are: private pages would be copied for each of them.
     """
 
     def __init__(self, nbytes: int, pinned: Pinned) -> None:
@@ -115,5 +115,5 @@ class Slab:
         self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
         self.nbytes = nbytes
         torch.frombuffer(self._memory, dtype=torch.uint8).zero_()
-        # The map outlives the pin: `self` is gone, and the finalizer has run, before its attributes are dropped.
+        # Unpinned before it is unmapped: the finalizer of `self` runs before its attributes are dropped.
         self.is_pinned = pinned.hold(self, self.address, nbytes)

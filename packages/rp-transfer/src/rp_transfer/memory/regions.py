@@ -1,4 +1,4 @@
-"""Regions: storages that are pinned where they are, those that share a page together."""
+"""Pinning existing storages in place; storages that share a page are pinned together, as one region."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rp_transfer.memory.pages import PAGE_BYTES, Pinned
 
 
 class Region:
-    """The bytes ``[start, end)`` that some storages lie in. It keeps them: freed memory must not stay pinned."""
+    """The address range ``[start, end)`` of some storages. It keeps them alive while their memory is pinned."""
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self.storages = storages
@@ -20,16 +20,16 @@ class Region:
         self.end = max(storage.data_ptr() + storage.nbytes() for storage in storages)
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether all of the storage's bytes lie in it."""
+        """Whether all bytes of the storage lie in this region."""
         return self.start <= storage.data_ptr() and storage.data_ptr() + storage.nbytes() <= self.end
 
     def overlaps(self, storage: torch.UntypedStorage) -> bool:
-        """Whether any of them do."""
+        """Whether any byte of the storage lies in this region."""
         return self.start < storage.data_ptr() + storage.nbytes() and storage.data_ptr() < self.end
 
 
 class Regions:
-    """The regions of one backend, each pinned as long as somebody holds it."""
+    """The pinned regions of one backend; each stays pinned while a caller references it."""
 
     def __init__(self, pinned: Pinned) -> None:
         self._pinned = pinned
@@ -37,8 +37,8 @@ class Regions:
         self._lock = threading.Lock()
 
     def register(self, tensors: Iterable[torch.Tensor]) -> tuple[Region, ...]:
-        """The regions that hold the tensors' storages, pinned now or before; what is refused is left out."""
-        # By address; of those that begin at one, the largest.
+        """Pin the tensors' storages. Returns their regions, pinned now or before, without those refused."""
+        # By address; the largest of those that begin at the same address.
         sized = sorted(map(torch.Tensor.untyped_storage, tensors), key=torch.UntypedStorage.nbytes)
         storages = {storage.data_ptr(): storage for storage in sized}
         with self._lock:
@@ -60,7 +60,7 @@ class Regions:
 
 
 def _by_page(storages: Iterable[torch.UntypedStorage], known: Sequence[Region]) -> list[Region]:
-    """Regions of storages, given by address, that begin on the page where the one before ended."""
+    """Group storages, sorted by address, into regions: each begins on the page where the one before it ends."""
     runs: list[list[torch.UntypedStorage]] = []
     end = -1
     for storage in storages:

@@ -1,1 +1,1 @@
-"""The order of access to memory, and copies in that order."""
+"""The order of access to memory: turns, chunked copies, and lifetimes."""

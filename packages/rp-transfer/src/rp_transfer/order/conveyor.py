@@ -1,8 +1,9 @@
-"""Copies of whole blocks in chunks, so that what is urgent never waits long behind them.
+"""`Conveyor`: copies of large blocks in chunks, so that urgent copies (activations) never wait long behind them.
 
-A device's copy engine works off one stream's copies before it looks at the next one's: an activation waits for all
-the gigabytes of weights that were queued before it, and, as long as more are queued, for those too. So blocks are
-cut, less than two chunks are under way at once, and each part is queued behind the urgent copies that can start.
+A device's copy engine finishes the queued copies of one stream before it turns to another. Without chunks an
+activation would wait for gigabytes of weights queued before it, and for more that are queued meanwhile. So blocks
+are cut into chunks, of which less than two are in flight at once. Each part of a chunk is queued behind the urgent
+copies that can start.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import torch
 from rp_transfer.api import Backend, Device, Event, Stream
 
 CHUNK_BYTES = 64 << 20
-# A chunk is queued in parts of three quarters, two of them under way: one to go on with for 0.9 ms on a fast link,
-# enough for an interrupt and for Python's lock (docs/performance.md), and what is urgent waits for less than two
-# chunks even if a thread comes late.
+# Copies are queued in parts of three quarters of a chunk, two of them in flight. While the second one runs (0.9 ms
+# on a fast link) the thread has time for an interrupt and the GIL before it queues the next (docs/performance.md).
+# An urgent copy waits for less than two chunks, even if its thread is late.
 _UNDER_WAY = 2
-# What is left after a part goes with it, up to this share of it, rather than as a small one of its own.
+# A remainder of up to this share of a part joins the part before it instead of becoming a small copy of its own.
 _REST = 1 / 8
-# Staged through the ring, a piece should fit the cores' caches: the host writes it, then the device reads it.
+# A slot of the ring should fit the cores' caches: the host writes it, then the device reads it.
 SLOT_BYTES = 16 << 20
 _SLOTS = 4
-# A copy of nothing takes some 2 µs, in which the link would move this much.
+# An empty copy takes some 2 µs, in which the link would move this many bytes.
 _COPY_COST_BYTES = 128 << 10
 _URGENT = 64
 
@@ -35,28 +36,28 @@ Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
 @dataclass(slots=True)
 class _Slot:
-    """A piece of the ring, the copy that uses it, and whether the host has yet to empty it after that."""
+    """A buffer of the ring. `used_by`: the event after its last copy; `is_full`: the host has yet to read it."""
 
     memory: torch.Tensor
     used_by: Event | None = None
     is_full: bool = False
 
     def is_free(self) -> bool:
-        """Whether all that is over. Never blocks."""
+        """Whether the buffer can be reused now. Never blocks."""
         return not self.is_full and (self.used_by is None or self.used_by.query())
 
 
 class Conveyor:
-    """Carries blocks over one stream in chunks; one thread uses it.
+    """Copies blocks between host and device over one stream, in chunks; one thread uses it.
 
-    Host memory that is not pinned goes through a small pinned ring, filled and emptied by the calling thread with
+    Unpinned host memory is copied through a small pinned ring, which the calling thread fills and empties with
     torch's intra-op threads.
 
     Args:
-        chunk_bytes: size of a chunk; less than two are under way, so other copies wait for two at most.
-        slot_bytes: most that each of the ring's four slots takes.
+        chunk_bytes: size of a chunk. Less than two are in flight, so an urgent copy waits for less than two.
+        slot_bytes: maximum size of each of the ring's four slots.
 
-    Raises `ValueError` for sizes under one byte.
+    Raises `ValueError` for sizes below one byte.
 
     >>> from rp_transfer import CpuBackend
     >>> backend = CpuBackend(1)
@@ -87,22 +88,27 @@ class Conveyor:
         self._slot_bytes = slot_bytes
         self._part_bytes = max(chunk_bytes * 3 // 4, 1)
         self._ring: deque[_Slot] = deque()
-        # An idle conveyor forgets the oldest: they only come first, nothing depends on them.
+        # Bounded, since an idle conveyor does not consume it. Dropping an entry costs priority, not correctness.
         self._urgent: deque[tuple[Event | None, Event]] = deque(maxlen=_URGENT)
-        # Events after each part of a chunk, and memory that must live until then.
+        # For each part in flight: the event after it, and memory that must live until then.
         self._under_way: deque[tuple[Event, list[torch.Tensor]]] = deque()
-        # What was queued since the last of them: its cost in bytes.
+        # The part being queued: its cost in bytes so far.
         self._open = 0
         self._kept: list[torch.Tensor] = []
 
     def let_pass(self, ready: Event | None, done: Event) -> None:
-        """Queue no chunk before urgent copies that can start at `ready` and end at `done`; for any thread."""
+        """Announce urgent copies, which chunks queued later must let pass. Any thread may call this.
+
+        Args:
+            ready: the event after which the urgent copies can start; None if they can start now.
+            done: the event after them. Once `ready` has finished, the next part waits for `done`.
+        """
         self._urgent.append((ready, done))
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy from the host: (numel,) each, of one dtype.
+        """Queue a copy from host to device: (numel,) each, of one dtype.
 
-        A pinned source is read until an event recorded afterwards; another one has been read on return.
+        A pinned source must live until an event recorded afterwards; an unpinned one has been read on return.
 
         Raises `ValueError` for different sizes or dtypes.
         """
@@ -114,9 +120,9 @@ class Conveyor:
                 self._upload_staged(there, here)
 
     def download(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy to the host: (numel,) each; another dtype is rounded to on the device.
+        """Queue a copy from device to host: (numel,) each; converted on the device if the dtypes differ.
 
-        A pinned destination may be read after an event recorded afterwards; another one is written on return.
+        A pinned destination may be read after an event recorded afterwards; an unpinned one is written on return.
 
         Raises `ValueError` for different sizes.
         """
@@ -128,7 +134,7 @@ class Conveyor:
             self._download_staged(destination, source, destination.dtype, _copy)
 
     def add(self, total: torch.Tensor, source: torch.Tensor) -> None:
-        """Add the device's numbers to the host's, on the host: (numel,) each, of one dtype. Done on return.
+        """Add `source`, on the device, to `total`, on the host: (numel,) each, of one dtype. Finished on return.
 
         Raises `ValueError` for different sizes or dtypes.
         """
@@ -136,22 +142,22 @@ class Conveyor:
         self._download_staged(total, source, total.dtype, torch.Tensor.add_)
 
     def record(self) -> Event:
-        """An event after everything carried so far."""
+        """Record an event after everything queued so far."""
         event = self._stream.record()
         self._close(event)
         return event
 
     def drain(self) -> None:
-        """Wait for everything that was carried, and let go of it."""
+        """Wait for everything queued so far, and release its memory."""
         self.record().synchronize()
         self._under_way.clear()
         self._kept = []
         self._urgent.clear()
-        # After a failure the host does not come back to empty them.
+        # After a failure the host never empties them, so they would stay full.
         for slot in self._ring:
             slot.is_full = False
 
-    # In chunks
+    # Copies in chunks
 
     def _send(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         start, size = 0, source.element_size()
@@ -170,12 +176,12 @@ class Conveyor:
 
     def _make_room(self) -> None:
         while len(self._under_way) >= _UNDER_WAY:
-            # In this order: what the entry keeps must live until then.
+            # Wait first, then drop: the entry keeps memory alive until its event.
             self._under_way[0][0].synchronize()
             self._under_way.popleft()
         while self._urgent:
             ready, done = self._urgent[0]
-            # Those behind it are behind it on their own stream, too.
+            # Later urgent copies wait behind this one on their own stream, so stop here.
             if ready is not None and not ready.query():
                 return
             self._urgent.popleft()
@@ -193,10 +199,10 @@ class Conveyor:
         rounded = self._device.empty(source.shape, dtype, stream=self._stream)
         self._stream.cast(rounded, source)
         self._send(destination, rounded)
-        # With what was queued last: its first bytes may be in a part before.
+        # Kept with the last part: earlier parts, which may hold its first bytes, finish before.
         self._kept.append(rounded)
 
-    # Through the ring
+    # Copies through the ring
 
     def _upload_staged(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         slot = self._slot(source.nbytes)
@@ -231,7 +237,10 @@ class Conveyor:
         slot.is_full = False
 
     def _slot(self, nbytes: int) -> _Slot:
-        """The slot that was used the longest ago, or a new one if that is still in use; no larger than needed."""
+        """The least recently used slot, grown to `nbytes` if it is smaller, once its last copy has finished.
+
+        While that slot is in use and the ring has fewer than `_SLOTS`, a new slot.
+        """
         if not self._ring or (len(self._ring) < _SLOTS and not self._ring[0].is_free()):
             self._ring.append(_Slot(self._backend.host_empty((nbytes,), torch.uint8)))
         else:
@@ -253,7 +262,7 @@ def _check(what: str, destination: torch.Tensor, source: torch.Tensor, dtype: to
 
 
 def _cut(one: torch.Tensor, other: torch.Tensor, nbytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces of the same length, of at most `nbytes` in the dtype of the first."""
+    """Matching pieces of both tensors, of about equal length, at most `nbytes` in the dtype of the first."""
     most = max(nbytes // one.element_size(), 1)
     step = math.ceil(one.numel() / max(math.ceil(one.numel() / most), 1))
     for start in range(0, one.numel(), max(step, 1)):

@@ -1,4 +1,4 @@
-"""Keeping tensors alive until the device work that uses them has finished."""
+"""`Retainer`: keeps tensors alive until the device work that uses them has finished."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rp_transfer.api import Event
 
 
 class Retainer:
-    """Things that one thread keeps until an event has happened.
+    """Keeps objects alive until an event has finished; one thread uses it.
 
-    Used where memory is touched by another stream than the one whose order would free it. Torch's own answer,
-    ``Tensor.record_stream``, delays every free by an unknown time; here the owner asks.
+    Needed for memory that one stream owns and another uses: the owning stream could reuse it too early. Torch's
+    own ``Tensor.record_stream`` delays every free by an unknown time; here the owner decides when to release.
 
     >>> import torch
     >>> from rp_transfer import CpuBackend
@@ -28,15 +28,15 @@ class Retainer:
         self._kept: deque[tuple[Event, object]] = deque()
 
     def keep(self, event: Event, *things: object) -> None:
-        """Hold `things` until `event`."""
+        """Keep `things` until `event` has finished."""
         self._kept.append((event, things))
 
     def flush(self) -> None:
-        """Let go of what is over. Never blocks."""
+        """Release the objects whose events have finished. Never blocks."""
         self._kept = deque(kept for kept in self._kept if not kept[0].query())
 
     def drain(self) -> None:
-        """Wait for everything and let go of it."""
+        """Wait for all events and release everything."""
         while self._kept:
             self._kept[0][0].synchronize()
             self._kept.popleft()

@@ -1,8 +1,8 @@
-"""Turns: the order in which readers and writers use one piece of host memory, decided before any of them runs.
+"""`Turns`: a queue of readers and writers of one piece of host memory, in an order fixed before any of them runs.
 
-The calling thread takes a place in line for each use, in program order, and hands the ticket to whoever carries
-the use out. A reader waits for the writers before it, a writer for everyone before it. Tickets wait only for
-earlier tickets, so if holders run in the order of their tickets the oldest can always go on.
+The calling thread takes a ticket for each use, in program order, and passes it to the thread that carries the use
+out. A reader waits for the writers before it, a writer for all uses before it. Tickets wait only for earlier
+tickets, so if threads enter theirs in order the oldest can always proceed, and there is no deadlock.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rp_transfer.api import Event, Stream
 
 
 class Ticket:
-    """One place in line. Enter it before the use and leave it after, on any one thread.
+    """A place in the queue of a `Turns`. Enter it before the use and leave it after, both on one thread.
 
-    A ticket that is left without being entered stands aside: those behind it wait for those before it.
+    A ticket may be left without being entered: tickets behind it then wait for those before it.
 
     >>> line = Turns()
     >>> ticket = line.write()
@@ -36,16 +36,17 @@ class Ticket:
         self._left = threading.Event()
 
     def open(self) -> bool:
-        """Whether everyone before has left, so that entering on a stream blocks nobody."""
+        """Whether all tickets before this one have been left, so that `enter` with a stream does not block."""
         return all(ticket._left.is_set() for ticket in self._before())
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long at most for everyone before to leave; whether they have."""
+        """Wait at most `seconds` until all tickets before this one have been left; returns whether they have."""
         until = time.monotonic() + seconds
         return all(ticket._left.wait(max(until - time.monotonic(), 0.0)) for ticket in self._before())
 
     def _before(self) -> Iterator[Ticket]:
-        # Each once, and whom a ticket stands behind only after the caller has seen to it that it has left.
+        # Yields each ticket once. Reads a ticket's `_after` only once the caller has waited for that ticket:
+        # until then `enter` and `leave` may still change it.
         seen = set(self._after)
         waiting = list(self._after)
         while waiting:
@@ -55,11 +56,11 @@ class Ticket:
             seen.update(ticket._after)
 
     def enter(self, stream: Stream | None = None) -> None:
-        """Wait for those before: on `stream` for their device work if one is given, else on the host.
+        """Wait for the uses before this one: on `stream`, if given, for their device work, else on the host.
 
-        Either way the calling thread blocks until they have left, that is, have put their work on streams.
+        Either way the calling thread blocks until their tickets are left, that is, until their work is enqueued.
 
-        Raises `RuntimeError` for a ticket that was left: those behind it do not wait for what comes now.
+        Raises `RuntimeError` for a ticket that was left: later tickets would not wait for this use.
         """
         if self._left.is_set():
             raise RuntimeError("a ticket that was left cannot be entered; take another one")
@@ -80,22 +81,23 @@ class Ticket:
         return events
 
     def leave(self, *events: Event) -> None:
-        """The use is over once `events` have happened (at once without any). Leaving twice changes nothing."""
+        """End the use, which is over once `events` have finished (at once without any). Again does nothing."""
         if self._left.is_set():
             return
         self._events = events
-        # Only `stream` has waited for those before: without an event of it nobody learns of that through us.
+        # An event recorded on the entered stream also covers the uses before this one. Without an event, later
+        # tickets must wait for those themselves.
         if self._entered and events:
             self._after = ()
         self._left.set()
 
     def over(self) -> bool:
-        """Whether nothing of this use itself is left to wait for. Never blocks."""
+        """Whether this use itself has finished. Never blocks."""
         return self._left.is_set() and all(event.query() for event in self._events)
 
 
 class Turns:
-    """The line for one piece of host memory. Only the calling thread (under its launch lock) takes tickets.
+    """The queue of one piece of host memory. Only the calling thread takes tickets, under its launch lock.
 
     >>> line = Turns()
     >>> first, second = line.write(), line.read()
@@ -112,15 +114,15 @@ class Turns:
         self._readers: list[Ticket] = []
 
     def read(self) -> Ticket:
-        """A place beside other readers, behind the last writer."""
+        """Take a reader's ticket: it waits for the last writer, and shares the memory with other readers."""
         ticket = Ticket(() if self._writer is None else (self._writer,))
         self._readers = [reader for reader in self._readers if not reader.over()]
         self._readers.append(ticket)
         return ticket
 
     def write(self) -> Ticket:
-        """A place alone, behind everyone before."""
-        # A writer that nobody read after must be waited for by name: it has no reader that stands for it.
+        """Take a writer's ticket: it waits for all uses before it."""
+        # Readers have waited for the last writer; without readers, wait for that writer itself.
         before = tuple(self._readers) or (() if self._writer is None else (self._writer,))
         ticket = Ticket(before)
         self._writer = ticket

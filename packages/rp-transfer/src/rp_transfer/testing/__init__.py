@@ -1,6 +1,6 @@
-"""A conformance suite: what any backend must do, for its author to run.
+"""A conformance suite for backends, to be run by their authors.
 
-It needs torch and the standard library only. Three calls make the whole of it:
+It needs torch and the standard library only. These calls, and `check_closing`, run all of it:
 
 >>> from rp_transfer import CpuBackend
 >>> backend = CpuBackend(2)
@@ -9,11 +9,12 @@ It needs torch and the standard library only. Three calls make the whole of it:
 >>> check_caught(lambda: CpuBackend(2), range(3))
 >>> backend.close()
 
-`check` runs random programs of copies, computations, waits and frees, which must give what they give in order.
-`check_promises` checks the sentences of `rp_transfer.api` one by one, and closes nothing. `check_caught` is for
-backends that check order: it takes away each needed wait, and demands that this is seen.
+`check` runs random programs of copies, computations, waits and frees, and compares their results with those of a
+sequential run. `check_promises` checks the sentences of `rp_transfer.api` one by one, except those about closing.
+`check_caught` is for backends that check order: it removes each needed wait in turn, and requires `Unordered` or a
+wrong result.
 
-`Recording` wraps a backend and shows what its streams did, and what overlapped what.
+`Recording` wraps a backend and records what its streams ran, and which operations overlapped.
 """
 
 from rp_transfer.errors import NotConforming

@@ -1,4 +1,4 @@
-"""The checks of the conformance suite: what any backend must do."""
+"""The entry points of the conformance suite: random programs, forgotten waits, and single promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rp_transfer.testing.timeout import bounded
 
 
 def run_in_order(program: Program) -> Results:
-    """What the host reads when every step is over before the next one begins.
+    """What the host reads when each step finishes before the next one starts.
 
     >>> from rp_transfer.testing.programs import Piece, Read, Take, Write
     >>> import torch
@@ -28,21 +28,22 @@ def run_in_order(program: Program) -> Results:
 
 
 def run_on(backend: Backend, program: Program, *, unit: int = 1) -> Results:
-    """What the host reads when a backend runs the program, in a thread of its own.
+    """Run the program on a backend, in a new thread; returns what the host reads.
 
-    `unit` elements stand for each of the program's: a million of them keep a real link busy for so long that a
-    lost wait shows. Run no program there that has a hazard in a `Free`: it may bring the device down.
+    Each of the program's elements becomes `unit` elements: with a million of them copies take long enough on real
+    hardware that a lost wait shows. Do not run programs with a hazard in a `Free` on real hardware: such a program
+    may crash the device.
 
     >>> from rp_transfer.cpu.backend import CpuBackend
     >>> program = random_program(1, devices=1)
     >>> run_on(CpuBackend(1), program) == run_in_order(program)
     True
 
-    Raises whatever the backend raises, and `NotConforming` if it hangs.
+    Raises what the backend raises, `NotConforming` if it hangs, and `ValueError` if it has too few devices.
     """
     if len(backend.devices) < program.devices:
         raise ValueError(
-            f"the program needs {program.devices} devices, but the backend has {len(backend.devices)}"
+            f"the program needs {program.devices} devices, but the backend has {len(backend.devices)}; open more"
         )
     return bounded(partial(_run, backend, program, unit))
 
@@ -54,9 +55,9 @@ def _run(backend: Backend, program: Program, unit: int) -> Results:
 
 
 def check(backend: Backend, seeds: Iterable[int], *, length: int = 24, unit: int = 1) -> None:
-    """Check a random program of each seed, on all the backend's devices; for `unit` see `run_on`.
+    """Check one random program for each seed, on all of the backend's devices; for `unit` see `run_on`.
 
-    Raises `NotConforming`, with the seed and the program.
+    Raises `NotConforming`, naming the seed and the program.
     """
     for seed in seeds:
         program = random_program(seed, len(backend.devices), length=length)
@@ -64,12 +65,15 @@ def check(backend: Backend, seeds: Iterable[int], *, length: int = 24, unit: int
 
 
 def check_program(backend: Backend, program: Program, *, title: str = "this program", unit: int = 1) -> None:
-    """Check that a right program gives what it gives in order, and leaves no memory behind."""
+    """Check that a correct program gives the results of a sequential run, and frees all memory.
+
+    Raises `NotConforming`, naming `title` and the program.
+    """
     wanted, before = run_in_order(program), _used_bytes(backend)
     try:
         found = run_on(backend, program, unit=unit)
     except Exception as error:
-        raise NotConforming(f"{title} is right but raised {error!r}\n{program}") from error
+        raise NotConforming(f"{title} is correct but raised {error!r}\n{program}") from error
     if found != wanted:
         raise NotConforming(f"{title} must give {wanted}, but gave {found}\n{program}")
     after = _used_bytes(backend)
@@ -83,13 +87,13 @@ def _used_bytes(backend: Backend) -> dict[str, int]:
 
 
 def check_caught(open_one: Callable[[], Backend], seeds: Iterable[int], *, length: int = 24) -> None:
-    """Check that no needed wait of a random program can be forgotten: each must raise `Unordered` or be seen.
+    """Check that a backend detects forgotten waits: without a needed wait a program raises or gives wrong results.
 
     Args:
-        open_one: opens a fresh backend that checks order; what is half done in one cannot spoil the next.
-        seeds: one program each; every wait that nothing else implies is taken away in turn.
+        open_one: opens a new backend that checks order; one for each run, since a failed run leaves work behind.
+        seeds: one random program each; every wait that no other step implies is removed in turn.
 
-    Raises `NotConforming`, with the seed, the wait and the program.
+    Raises `NotConforming`, naming the seed, the wait and the program.
     """
     for seed in seeds:
         _check_caught(open_one, seed, length)
@@ -121,9 +125,9 @@ def _is_seen(open_one: Callable[[], Backend], program: Program, wanted: Results)
 
 
 def check_promises(backend: Backend, promises: Iterable[Promise] = PROMISES) -> None:
-    """Check the single promises on every device, each in a thread of its own.
+    """Check each promise on every device, each in a new thread.
 
-    Raises `NotConforming`, with the promise's name and what it says.
+    Raises `NotConforming`, naming the device, the promise and its docstring.
     """
     for device in backend.devices:
         for promise in promises:
@@ -145,7 +149,7 @@ def _attached(backend: Backend, device: Device, promise: Promise) -> None:
 
 
 def check_closing(backend: Backend) -> None:
-    """Close the backend and check what that means.
+    """Close the backend, and check that it refuses to allocate and keeps allocated memory intact.
 
     >>> from rp_transfer.cpu.backend import CpuBackend
     >>> check_closing(CpuBackend(1))

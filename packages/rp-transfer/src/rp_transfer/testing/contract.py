@@ -1,4 +1,4 @@
-"""Promises: one small check for each sentence of `rp_transfer.api`, for any backend."""
+"""Checks of the promises in `rp_transfer.api`, one function a promise, for any backend."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _demand_raises(kind: type[Exception], call: Callable[[], object], what: str)
 
 
 def streams_of(device: Device) -> list[Stream]:
-    """The five streams."""
+    """The five streams of a device."""
     return [
         device.compute,
         device.weights_in,
@@ -73,16 +73,16 @@ def _round_trip(backend: Backend, device: Device, values: torch.Tensor) -> torch
 
 
 def names_differ(backend: Backend, device: Device) -> None:
-    """A device has five streams, the same ones whenever it is asked."""
+    """A device has five streams with different names, and returns the same objects each time."""
     names = [stream.name for stream in streams_of(device)]
     _demand(len(set(names)) == 5, f"the five streams must have different names, but have {names}")
     _demand(device.name in [other.name for other in backend.devices], "a device must be listed under its name")
     same = all(one is two for one, two in zip(streams_of(device), streams_of(device), strict=True))
-    _demand(same, "a device must hand out the same streams each time")
+    _demand(same, "a device must return the same stream objects each time")
 
 
 def events_end(backend: Backend, device: Device) -> None:
-    """After `synchronize` an event is over, however often it is asked, on a stream with and without work."""
+    """After `synchronize` an event has finished, on streams with and without work; a second call returns, too."""
     source = _filled(backend, torch.arange(5))
     for stream in streams_of(device):
         stream.record().synchronize()
@@ -91,11 +91,11 @@ def events_end(backend: Backend, device: Device) -> None:
         event = stream.record()
         event.synchronize()
         event.synchronize()
-        _demand(event.query(), f"an event of {stream.name} must be over once it was synchronized")
+        _demand(event.query(), f"query() of an event of {stream.name} must be True after its synchronize()")
 
 
 def streams_keep_order(backend: Backend, device: Device) -> None:
-    """Of two copies to one place on one stream the later one stays."""
+    """Copies of one stream run in order: of two copies to one place the later one wins."""
     first, second = _filled(backend, torch.zeros(64)), _filled(backend, torch.ones(64))
     result = backend.host_empty((64,), torch.float32)
     for stream in streams_of(device):
@@ -110,7 +110,7 @@ def streams_keep_order(backend: Backend, device: Device) -> None:
 
 
 def devices_synchronize(backend: Backend, device: Device) -> None:
-    """`Device.synchronize` ends what is on all five streams."""
+    """`Device.synchronize` waits for the work of all five streams."""
     results = [backend.host_empty((3,), torch.float32) for _ in range(5)]
     there = [device.empty((3,), torch.float32, stream=stream) for stream in streams_of(device)]
     source = _filled(backend, torch.ones(3))
@@ -119,11 +119,12 @@ def devices_synchronize(backend: Backend, device: Device) -> None:
         stream.copy(result, memory)
     device.synchronize()
     backend.host_touch(read=results)
-    _demand(all(bool((result == 1).all()) for result in results), "synchronize() must end all five streams' work")
+    done = all(bool((result == 1).all()) for result in results)
+    _demand(done, "synchronize() must wait for the work of all five streams")
 
 
 def bits_survive(backend: Backend, device: Device) -> None:
-    """Every dtype goes there and back bit by bit."""
+    """Values of every dtype survive a copy to the device and back, bit by bit."""
     generator = torch.Generator().manual_seed(0)
     for dtype in DTYPES:
         high = 2 if dtype == torch.bool else 256
@@ -131,11 +132,11 @@ def bits_survive(backend: Backend, device: Device) -> None:
         values = raw.view(dtype).squeeze(-1)
         result = _round_trip(backend, device, values)
         same = torch.equal(result.view(torch.uint8), values.contiguous().view(torch.uint8))
-        _demand(same and result.shape == values.shape, f"{dtype} must survive a copy there and back")
+        _demand(same and result.shape == values.shape, f"{dtype} must survive a copy to the device and back")
 
 
 def nothing_copies(backend: Backend, device: Device) -> None:
-    """Tensors without elements are taken and copied like others."""
+    """Tensors without elements are allocated and copied like others."""
     for shape in ((0,), (3, 0)):
         result = _round_trip(backend, device, torch.empty(shape))
         _demand(
@@ -144,7 +145,7 @@ def nothing_copies(backend: Backend, device: Device) -> None:
 
 
 def copies_refuse(backend: Backend, device: Device) -> None:
-    """Copies between dtypes, sizes or strided memory raise `ValueError`; another's event, `TypeError`."""
+    """Copies between dtypes, sizes or strided tensors raise `ValueError`; a foreign event raises `TypeError`."""
     there = device.empty((4, 4), torch.float32, stream=device.weights_in)
     stream = device.weights_in
     wrong = {
@@ -173,7 +174,7 @@ class _ForeignEvent:
 
 
 def casts_convert(backend: Backend, device: Device) -> None:
-    """A conversion rounds as torch does, in order with the copies of its stream."""
+    """A conversion rounds as torch does, and runs in order with the copies of its stream."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     source, result = _filled(backend, values), backend.host_empty((1000,), torch.bfloat16)
     for stream in streams_of(device):
@@ -184,14 +185,16 @@ def casts_convert(backend: Backend, device: Device) -> None:
         stream.copy(result, narrow)
         stream.record().synchronize()
         backend.host_touch(read=[result])
-        _demand(torch.equal(result, values.bfloat16()), f"{stream.name} must round to the nearest")
+        _demand(torch.equal(result, values.bfloat16()), f"cast() on {stream.name} must round as torch does")
     there = device.empty((4,), torch.float32, stream=device.compute)
     _demand_raises(ValueError, lambda: device.compute.cast(there[1:], there), "a conversion between sizes")
-    _demand_raises(ValueError, lambda: device.compute.cast(there[::2], there[::2]), "one of strided memory")
+    _demand_raises(
+        ValueError, lambda: device.compute.cast(there[::2], there[::2]), "a conversion of strided memory"
+    )
 
 
 def timed_events_measure(backend: Backend, device: Device) -> None:
-    """Timed events tell the time between them; others refuse."""
+    """`seconds_since` measures the time between timed events, and raises `ValueError` for untimed ones."""
     source = _filled(backend, torch.ones(1 << 20))
     for stream in streams_of(device):
         there = device.empty((1 << 20,), torch.float32, stream=stream)
@@ -205,7 +208,7 @@ def timed_events_measure(backend: Backend, device: Device) -> None:
 
 
 def blocks_have_their_layouts(backend: Backend, device: Device) -> None:
-    """Blocks come in the sizes and dtypes of their layouts, apart from each other, pinned, and copy."""
+    """Blocks have the size and dtype of their layouts, are aligned, pinned, disjoint, and counted in bytes."""
     del device
     dtypes = (torch.float32, torch.bfloat16, torch.int64)
     layouts = [Layout.of([torch.empty(n, dtype=dtype)]) for n in (0, 1, 33, 5000) for dtype in dtypes]
@@ -222,9 +225,9 @@ def blocks_have_their_layouts(backend: Backend, device: Device) -> None:
     _demand(whole, "blocks must not overlap")
     _demand(all(map(backend.is_pinned, blocks)), "blocks must be pinned")
     asked = sum(layout.nbytes for layout in layouts)
-    _demand(backend.host_memory().used_bytes - before == asked, "blocks must count to the byte")
+    _demand(backend.host_memory().used_bytes - before == asked, "used_bytes must grow by the blocks' exact size")
     blocks.clear()
-    _demand(backend.host_memory().used_bytes == before, "blocks given back must not count")
+    _demand(backend.host_memory().used_bytes == before, "used_bytes must not include freed blocks")
 
 
 def _number(blocks: Iterable[torch.Tensor]) -> None:
@@ -233,41 +236,42 @@ def _number(blocks: Iterable[torch.Tensor]) -> None:
 
 
 def host_memory_is_exact(backend: Backend, device: Device) -> None:
-    """Host memory has the bytes asked for and no more, aligned; what it counts goes up and down by them."""
+    """Host memory has exactly the requested bytes and is aligned; `used_bytes` follows allocations and frees."""
     del device
     for short_lived in (False, True):
         host = backend.host_empty((3, 5), torch.float64, short_lived=short_lived)
         _demand(host.untyped_storage().nbytes() == 120, "host memory for 120 bytes must be 120 bytes long")
         _demand(host.data_ptr() % _ALIGNMENT == 0, f"host memory must be aligned to {_ALIGNMENT} bytes")
-        _demand(host.is_contiguous() and host.shape == (3, 5), "host memory must come in the shape asked for")
+        _demand(host.is_contiguous() and host.shape == (3, 5), "host memory must have the requested shape")
     use = backend.host_memory()
-    _demand(use.used_bytes <= use.peak_bytes, "the peak must not be under the use")
+    _demand(use.used_bytes <= use.peak_bytes, "peak_bytes must not be less than used_bytes")
     host = backend.host_empty((1000,), torch.uint8)
     with_it = backend.host_memory().used_bytes
     del host
     without_it = backend.host_memory().used_bytes
-    _demand(with_it - without_it == 1000, f"1000 host bytes freed must count so, but count {with_it - without_it}")
+    freed = with_it - without_it
+    _demand(freed == 1000, f"freeing 1000 host bytes must lower used_bytes by 1000, but lowered it by {freed}")
 
 
 def device_memory_is_counted(backend: Backend, device: Device) -> None:
-    """A device's figures go up with memory and down without it, and the peak is kept until it is reset."""
+    """A device's `used_bytes` follows allocations and frees; its peak stays until it is reset."""
     del backend
     before = device.memory().used_bytes
     memory = device.empty((1 << 16,), torch.float32, stream=device.weights_in)
     during = device.memory()
-    _demand(during.used_bytes >= before + (1 << 18), "device memory in use must count")
-    _demand(during.used_bytes <= during.peak_bytes, "the peak must not be under the use")
-    _demand(during.total_bytes > 0, "a device must know its size")
+    _demand(during.used_bytes >= before + (1 << 18), "used_bytes must include allocated device memory")
+    _demand(during.used_bytes <= during.peak_bytes, "peak_bytes must not be less than used_bytes")
+    _demand(during.total_bytes > 0, "total_bytes must be positive")
     del memory
     after = device.memory()
-    _demand(after.used_bytes == before, "device memory given back must not count")
-    _demand(after.peak_bytes >= during.used_bytes, "the peak must outlive the memory")
+    _demand(after.used_bytes == before, "used_bytes must not include freed device memory")
+    _demand(after.peak_bytes >= during.used_bytes, "peak_bytes must not fall when memory is freed")
     device.reset_peak_memory()
-    _demand(device.memory().peak_bytes < during.used_bytes, "reset_peak_memory() must forget the peak")
+    _demand(device.memory().peak_bytes < during.used_bytes, "reset_peak_memory() must lower the peak")
 
 
 def computing_uses_the_stream(backend: Backend, device: Device) -> None:
-    """Torch operations inside `computing` are in order with the compute stream."""
+    """Torch operations inside `computing` run in order with the work of the compute stream."""
     source, result = _filled(backend, torch.ones(256)), backend.host_empty((256,), torch.float32)
     there = device.empty((256,), torch.float32, stream=device.activations_in)
     device.activations_in.copy(there, source)
@@ -279,12 +283,12 @@ def computing_uses_the_stream(backend: Backend, device: Device) -> None:
     device.results_out.wait(device.compute.record())
     device.results_out.copy(result, doubled)
     device.results_out.record().synchronize()
-    _demand(doubled.device == there.device, "operations must run where the device's memory is")
-    _demand(bool((result == 2).all()), "what was computed must arrive")
+    _demand(doubled.device == there.device, "the result of an operation must lie on the device")
+    _demand(bool((result == 2).all()), "the copy of a computed tensor must hold the computed values")
 
 
 def copies_are_raw(backend: Backend, device: Device) -> None:
-    """Autograd does not see a copy, even into or out of a leaf that wants gradients."""
+    """Autograd does not see a copy, even from or to a leaf that requires gradients."""
     source = _filled(backend, torch.ones(3)).requires_grad_()
     there = device.empty((3,), torch.float32, stream=device.weights_in).requires_grad_()
     device.weights_in.copy(there, source)
@@ -292,7 +296,7 @@ def copies_are_raw(backend: Backend, device: Device) -> None:
         device.weights_in.copy(there, source)
     device.weights_in.record().synchronize()
     _demand(there.is_leaf and there.grad_fn is None and source.grad is None, "a copy must not enter the graph")
-    _demand(bool((there == 1).all()), "a tensor that wants gradients must copy like any other")
+    _demand(bool((there == 1).all()), "a tensor that requires gradients must copy like any other")
 
 
 def generators_repeat(backend: Backend, device: Device) -> None:
@@ -310,7 +314,7 @@ def generators_repeat(backend: Backend, device: Device) -> None:
 
 
 def registered_memory_copies(backend: Backend, device: Device) -> None:
-    """Memory that was there already may be registered, also twice, and copies like any other."""
+    """Existing memory can be registered, also twice, copies like any other, and is unpinned at the end."""
     values = torch.arange(5000.0)
     registered = backend.register([values, torch.empty(0)])
     again = backend.register([values])
@@ -320,15 +324,15 @@ def registered_memory_copies(backend: Backend, device: Device) -> None:
     device.weights_in.copy(there, values)
     device.weights_in.copy(result, there)
     device.weights_in.record().synchronize()
-    _demand(torch.equal(result, values), "registered memory must copy")
+    _demand(torch.equal(result, values), "copies from registered memory must be exact")
     del registered
-    _demand(backend.is_pinned(values), "memory registered twice must stay pinned until both are given up")
+    _demand(backend.is_pinned(values), "memory registered twice must stay pinned until both handles are gone")
     del again
-    _demand(not backend.is_pinned(values), "memory that nobody holds registered must not be pinned")
+    _demand(not backend.is_pinned(values), "memory must be unpinned once no handle of register() is left")
 
 
 def any_thread_may_wait(backend: Backend, device: Device) -> None:
-    """An event recorded here may be waited for and asked for in another thread; so may memory end there."""
+    """Any thread may wait for an event, query it, and free device memory."""
     source = _filled(backend, torch.ones(1000))
     there = [device.empty((1000,), torch.float32, stream=device.weights_in)]
     result = backend.host_empty((1000,), torch.float32)
@@ -341,10 +345,10 @@ def any_thread_may_wait(backend: Backend, device: Device) -> None:
         there.clear()
         return event.query()
 
-    _demand(bounded(elsewhere), "another thread must see the event end")
-    _demand(event.query(), "what another thread waited for must be over here as well")
+    _demand(bounded(elsewhere), "query() in another thread must be True after its synchronize()")
+    _demand(event.query(), "an event that another thread waited for must have finished for all threads")
     backend.host_touch(read=[result])
-    _demand(bool((result == 1).all()), "another thread's wait must have run the copies")
+    _demand(bool((result == 1).all()), "another thread's wait must finish the copies")
 
 
 PROMISES: tuple[Promise, ...] = (
@@ -369,9 +373,9 @@ PROMISES: tuple[Promise, ...] = (
 
 
 def closing_is_final(backend: Backend) -> None:
-    """A closed backend refuses host memory, leaves what it gave intact, and may be closed again."""
+    """A closed backend refuses to allocate, leaves allocated host memory intact, and may be closed again."""
     kept = _filled(backend, torch.arange(3))
     backend.close()
     backend.close()
     _demand_raises(Closed, lambda: backend.host_empty((1,), torch.float32), "host_empty() after close()")
-    _demand(torch.equal(kept, torch.arange(3)), "host memory must outlive the backend that gave it")
+    _demand(torch.equal(kept, torch.arange(3)), "host memory must stay intact after close()")

@@ -1,7 +1,7 @@
-"""Hazards: steps of a program that conflict, although nothing in the program puts one after the other.
+"""Finding hazards: pairs of conflicting steps that no wait of a program orders.
 
-This is a second opinion, worked out on sets of steps and not on clocks: a step's past is every step that is
-sure to be over when it runs. A set is an integer whose bit i stands for step i.
+This is independent of the CPU backend's vector clocks: it computes for each step the set of steps that have
+finished before it in every run (its past). A set is an integer whose bit i stands for step i.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rp_transfer.testing.programs import (
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """Step `later` needs step `earlier` to be over, but nothing sees to it."""
+    """Step `later` must run after step `earlier`, but no wait ensures it."""
 
     later: int
     earlier: int
@@ -44,7 +44,11 @@ class _Use:
 
 @dataclass(slots=True)
 class Order:
-    """What comes after what, in the steps that were added so far."""
+    """The order of the steps added so far.
+
+    `lanes`, `host`: the steps that precede the next one there. `forced`: copies that must have run by now, and all
+    steps of the host and the compute streams. `events`: the steps before each event.
+    """
 
     lanes: dict[Lane, int] = field(default_factory=dict[Lane, int])
     host: int = 0
@@ -52,18 +56,18 @@ class Order:
     events: dict[str, int] = field(default_factory=dict[str, int])
     _size: int = 0
     _takes: dict[str, Take] = field(default_factory=dict[str, Take])
-    _births: dict[str, int] = field(default_factory=dict[str, int])
+    _before_take: dict[str, int] = field(default_factory=dict[str, int])
     _uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
 
     def past(self, lane: Lane | None) -> int:
-        """The steps that are over for whatever is put on `lane` (None: done by the host) next."""
+        """The steps that precede the next step on `lane` (None: on the host)."""
         return self.host | (0 if lane is None else self.lanes.get(lane, 0))
 
     def missing(self, step: Step, *, patient: bool = False) -> int:
-        """The steps that `step`, added next, needs to be over without knowing that they are.
+        """The steps that must precede `step`, added next, but that no wait orders before it.
 
-        Memory may go once the copies that use it have run: because the host waited for them or, unless
-        `patient`, because anything that has run since needed them.
+        Memory may be freed once the copies that use it have run: either the host has waited for them or, unless
+        `patient`, a later step that has run needed them.
         """
         if isinstance(step, Free):
             return self._missing_to_free(step.name, patient)
@@ -73,8 +77,9 @@ class Order:
     def needs(self, piece: Piece, write: bool) -> int:
         """The steps that a use of the piece must come after."""
         earlier = [use for use in self._uses.get(piece.name, []) if write or use.write]
-        # A stream's new memory may be what it gave back: what came before it there comes first.
-        return self._births.get(piece.name, 0) | _bits(use.index for use in earlier if use.piece.overlaps(piece))
+        # The allocator may reuse memory that the owning stream freed, so that stream's earlier work comes first.
+        before = self._before_take.get(piece.name, 0)
+        return before | _bits(use.index for use in earlier if use.piece.overlaps(piece))
 
     def _missing_to_free(self, name: str, patient: bool) -> int:
         uses = self._uses.get(name, [])
@@ -83,12 +88,12 @@ class Order:
         return _bits(use.index for use in uses) & ~known | _bits(use.index for use in uses if use.copy) & ~over
 
     def add(self, step: Step) -> None:
-        """Put `step` behind those added before."""
+        """Add `step` after those added before."""
         bit = 1 << self._size
         match step:
             case Take():
                 self._takes[step.name] = step
-                self._births[step.name] = 0 if step.owner is None else self.past(step.owner)
+                self._before_take[step.name] = 0 if step.owner is None else self.past(step.owner)
             case Free():
                 self._uses.pop(step.name, None)
             case Write() | Read():
@@ -111,7 +116,7 @@ class Order:
             self.host |= known
         else:
             self.lanes[step.lane] = self.past(step.lane) | known
-        # What the host or a computation waits for has to run: a copy stream's wait alone forces nothing.
+        # What the host or a compute stream waits for runs at once; a copy stream's wait alone runs nothing.
         if step.lane is None or step.lane.stream == "compute":
             self.forced |= known
 
@@ -151,7 +156,7 @@ def _bits(indices: Iterable[int]) -> int:
 
 
 def steps_in(mask: int) -> list[int]:
-    """The steps of a set, first to last.
+    """The steps of a set, in order.
 
     >>> steps_in(0b1010)
     [1, 3]
@@ -160,7 +165,7 @@ def steps_in(mask: int) -> list[int]:
 
 
 def hazards(program: Program) -> list[Hazard]:
-    """Every use of memory that is not sure to come after one that it conflicts with; none in a right program."""
+    """All pairs of conflicting uses of memory that no wait orders; none in a correct program."""
     order = Order()
     found: list[Hazard] = []
     for index, step in enumerate(program.steps):
@@ -170,6 +175,6 @@ def hazards(program: Program) -> list[Hazard]:
 
 
 def needed_waits(program: Program) -> list[int]:
-    """The waits that are implied by nothing else: take one away and the program has a hazard."""
+    """The waits that no other step implies: without one of them the program has a hazard."""
     waits = [index for index, step in enumerate(program.steps) if isinstance(step, Wait)]
     return [index for index in waits if hazards(without(program, index))]

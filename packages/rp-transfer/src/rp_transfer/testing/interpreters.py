@@ -1,4 +1,4 @@
-"""Machines that run a program: one in order on plain tensors, and one on the streams of a backend."""
+"""Two interpreters of programs: a sequential one on plain tensors, and one on the streams of a backend."""
 
 from __future__ import annotations
 
@@ -30,23 +30,26 @@ Results = list[list[float]]
 
 
 class Memory:
-    """Tensors by name, each the only reference to its memory; `unit` elements stand for one of the program's."""
+    """A program's tensors by name, each the only reference to its memory.
+
+    Each has `unit` elements for every element that the program names.
+    """
 
     def __init__(self, unit: int = 1) -> None:
         self.at: dict[str, torch.Tensor] = {}
         self._unit = unit
 
     def piece(self, piece: Piece) -> torch.Tensor:
-        """A view: ((stop - start) * unit,)."""
+        """View a piece: ((stop - start) * unit,)."""
         return self.at[piece.name][piece.start * self._unit : piece.stop * self._unit]
 
     def write(self, step: Write) -> None:
-        """Carry out a write of the host."""
+        """Run a write on the host."""
         here = self.piece(step.piece).view(-1, self._unit)
         here.copy_((torch.arange(len(here)) + step.first).remainder(MODULUS).unsqueeze(1))
 
     def compute(self, step: Compute) -> None:
-        """Carry out a computation, with temporary memory as any layer has."""
+        """Run a computation, with temporary tensors as in any layer."""
         there = self.piece(step.destination)
         total = torch.full_like(there, step.constant)
         for source in step.sources:
@@ -54,17 +57,17 @@ class Memory:
         there.copy_(total.remainder(MODULUS))
 
     def read(self, step: Read) -> list[float]:
-        """Carry out a read of the host: (stop - start), NaN where one unit does not hold the same throughout."""
+        """Run a read on the host; returns (stop - start) numbers, NaN where the elements of a unit differ."""
         units = self.piece(step.piece).view(-1, self._unit)
         first = units[:, 0].double()
         if self._unit > 1:
             first = first.masked_fill((units != units[:, :1]).any(dim=1), math.nan)
-        # Torch leaves open what a list of its numbers holds.
+        # Torch's stub leaves the list's element type open.
         return first.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def in_order(program: Program) -> Results:
-    """What the program means: each step done before the next one."""
+    """Run the program step by step; `Record` and `Wait` do nothing."""
     memory = Memory()
     results: Results = []
     for step in program.steps:
@@ -87,7 +90,7 @@ def in_order(program: Program) -> Results:
 
 
 class Machine:
-    """Runs steps on a backend, from one thread that plays every worker."""
+    """Runs steps on a backend, from one thread that takes the place of all workers."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype, unit: int) -> None:
         self.results: Results = []
@@ -99,7 +102,7 @@ class Machine:
         self._attached: int | None = None
 
     def run(self, steps: Sequence[Step]) -> None:
-        """All of them, then wait for every device and give the memory back."""
+        """Run all steps, wait for every device, and free the memory."""
         for step in steps:
             self._do(step)
         for index, device in enumerate(self._backend.devices):
@@ -149,7 +152,7 @@ class Machine:
             return
         event.synchronize()
         if not event.query():
-            raise NotConforming(f"{step.event} must be over for query() once synchronize() has returned")
+            raise NotConforming(f"query() of {step.event} must be True once synchronize() has returned")
 
     def _stream(self, lane: Lane) -> Stream:
         self._attach(lane.device)

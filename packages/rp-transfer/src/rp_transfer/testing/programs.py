@@ -1,7 +1,7 @@
-"""Programs: rows of steps that use memory of the host and of devices, as data that prints readably.
+"""Test programs as printable data: sequences of steps that use host and device memory.
 
-A program has no loops and no threads. Run in order on plain tensors it has one meaning; a backend runs its steps
-on streams, and must give the same results because its waits order whatever conflicts.
+A program has no loops and no threads. Its results are those of running it step by step on plain tensors. A backend
+runs the steps on streams; it must give the same results, because waits order all conflicting steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Allocate memory: the host's, or a device's that belongs to stream `owner`."""
+    """Allocate memory: on the host if `owner` is None, else on a device, owned by that stream."""
 
     name: str
     numel: int
@@ -58,7 +58,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let go of the memory called `name`."""
+    """Free the memory called `name`."""
 
     name: str
 
@@ -68,7 +68,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """The host itself writes ``first, first + 1, ...`` (modulo `MODULUS`)."""
+    """Write ``first, first + 1, ...`` (modulo `MODULUS`) on the host."""
 
     piece: Piece
     first: int
@@ -79,7 +79,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The host itself reads: one entry of the program's results."""
+    """Read on the host: one entry of the program's results."""
 
     piece: Piece
 
@@ -89,7 +89,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy on a stream, between host and device."""
+    """Copy on a stream, between host and device."""
 
     lane: Lane
     destination: Piece
@@ -101,7 +101,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Torch operations on the compute stream: ``destination = (sum of sources + constant) % MODULUS``."""
+    """Compute on the compute stream: ``destination = (sum of sources + constant) % MODULUS``."""
 
     lane: Lane
     destination: Piece
@@ -114,7 +114,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An event after everything put on the stream so far."""
+    """Record an event after everything enqueued on the stream so far."""
 
     lane: Lane
     event: str
@@ -125,7 +125,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Later work of stream `lane`, or of the host where it is None, comes after `event`."""
+    """Order later work of stream `lane`, or of the host if it is None, after `event`."""
 
     lane: Lane | None
     event: str
@@ -136,13 +136,13 @@ class Wait:
 
 Step = Take | Free | Write | Read | Copy | Compute | Record | Wait
 
-# Two values and a constant add up to at most 250: exact in every dtype down to bfloat16 and unsigned bytes.
+# Two values and a constant below 50 sum to less than 250: exact in every dtype, bfloat16 and uint8 included.
 MODULUS = 101
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Steps for a number of devices, all of their memory in one dtype.
+    """A sequence of steps for `devices` devices; all memory has one dtype.
 
     >>> print(Program(1, torch.int64, (Take("h0", 4, None), Write(Piece("h0", 0, 4), 7))))
     program for 1 device(s) in torch.int64
@@ -160,7 +160,7 @@ class Program:
 
 
 def without(program: Program, index: int) -> Program:
-    """The same program with the step at `index` taken away.
+    """The same program without the step at `index`.
 
     >>> len(without(Program(1, torch.int64, (Free("a"), Free("b"))), 0).steps)
     1

@@ -1,4 +1,4 @@
-"""Random right programs: steps drawn one by one, each behind the waits that it needs and some that it does not."""
+"""Random correct programs: steps drawn one by one, each after the waits that it needs and some others."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MAX_LIVE = 5
 
 
 def random_program(seed: int, devices: int, *, length: int = 24) -> Program:
-    """A right program of about three times `length` steps, the same one for the same arguments.
+    """A correct program of about three times `length` steps; the same arguments give the same program.
 
-    Its results depend on order nearly everywhere, so a backend that loses a wait is likely to be seen; one that
-    checks order must see it always.
+    Nearly all of its results depend on order: a backend that loses a wait probably gives wrong ones, and one that
+    checks order must always detect it.
 
     >>> random_program(0, devices=2) == random_program(0, devices=2)
     True
@@ -59,13 +59,13 @@ class _Draft:
     _names: int = 0
 
     def begin(self) -> None:
-        """Take something to work on."""
+        """Allocate host and device memory to work on."""
         for _ in range(2):
             self._take_host()
             self._take_there()
 
     def extend(self) -> None:
-        """Draw one more action, with whatever it needs before it."""
+        """Draw one more action, and add it after the waits that it needs."""
         actions = {
             self._take_host: 2 if len(self._host) < _MAX_LIVE else 0,
             self._take_there: 3 if len(self._there) < _MAX_LIVE else 0,
@@ -79,7 +79,7 @@ class _Draft:
         self.random.choices(list(actions), list(actions.values()))[0]()
 
     def finish(self) -> None:
-        """Read everything that the host has, and give everything back in any order."""
+        """Read all memory through the host, then free all of it in random order."""
         for name in [*self._there]:
             self._copy_whole_out(name)
         for name, take in self._host.items():
@@ -100,7 +100,7 @@ class _Draft:
         self._add(Wait(lane, event))
 
     def _record(self, need: int) -> str:
-        # The stream that the step ran on, or any that knows of it.
+        # On the stream that the step ran on, or on any stream that it precedes.
         knowing = [lane for lane in sorted(self._order.lanes) if self._order.past(lane) >> need & 1]
         ran_on = self.steps[need]
         lane = ran_on.lane if isinstance(ran_on, Copy | Compute) else self.random.choice(knowing)
@@ -117,7 +117,7 @@ class _Draft:
         if isinstance(step, Copy | Compute):
             return None if self.random.random() < 0.1 else step.lane
         owner = self._there[step.name].owner if isinstance(step, Free) and step.name in self._there else None
-        # Memory may go once the host knows that its copies ran, and its owner waits for its computations.
+        # Memory may be freed once the host has waited for its copies, and its owner for its computations.
         return None if isinstance(self.steps[need], Copy) or self.random.random() < 0.3 else owner
 
     def _add(self, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""A recording of what a backend's streams did: when, how much, and what overlapped what."""
+"""`Recording`: a backend wrapper that records each stream operation's time and size, and which ones overlap."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One copy, conversion, declared use (`Stream.touch`) or stretch of computing on a stream.
+    """One copy, conversion, declared use (`Stream.touch`) or `computing` block on a stream.
 
-    `start_s` and `end_s` are seconds on the device's clock since the recording began. `clock` says how many
-    operations of each stream come before it in every run, by the waits alone.
+    `start_s`, `end_s`: seconds on the device's clock since the recording began. `clock`: for each stream, how many
+    operations come before this one in every run, by the waits alone. `index`: its own stream's place in `clock`,
+    whose entry counts this operation too.
     """
 
     device: int
@@ -33,12 +34,12 @@ class Operation:
     index: int
 
     def overlapped(self, other: Operation) -> bool:
-        """Whether both went on at the same time, on one device."""
+        """Whether both ran at the same time, on different streams of one device."""
         same = self.device == other.device and self.stream != other.stream
         return same and self.start_s < other.end_s and other.start_s < self.end_s
 
     def may_overlap(self, other: Operation) -> bool:
-        """Whether no wait orders them: a fast enough device would run them at the same time."""
+        """Whether no wait orders them, so that a fast enough device could run them at the same time."""
         return not (self._before(other) or other._before(self))
 
     def _before(self, other: Operation) -> bool:
@@ -46,7 +47,7 @@ class Operation:
 
 
 class Recording:
-    """A backend that writes down what its streams do; to be used in the place of the one it wraps.
+    """A backend that wraps another one and records what its streams run; use it in place of the wrapped one.
 
     >>> from rp_transfer import CpuBackend
     >>> recording = Recording(CpuBackend(1))
@@ -73,13 +74,13 @@ class Recording:
         self.close = backend.close
 
     def operations(self) -> list[Operation]:
-        """All operations so far, in the order in which they were put on streams; waits for them."""
+        """Wait for all operations so far, and return them in the order in which they were enqueued."""
         for device in self.devices:
             device.synchronize()
         return [found.measured() for found in list(self._log.entries)]
 
     def chart(self, width: int = 96) -> str:
-        """A line for each stream that did anything: what it was doing when, from left to right."""
+        """Draw a timeline: one line for each stream that ran anything, time from left to right."""
         found = self.operations()
         end = max((operation.end_s for operation in found), default=0.0) or 1.0
         rows = {operation.stream: [" "] * width for operation in found}
@@ -109,12 +110,12 @@ class _Log:
         self.lock = threading.RLock()
         self.entries: list[_Entry] = []
         self.num_streams = num_streams
-        # What somebody waited for on the host comes before all that is put on streams afterwards.
+        # The operations that host threads have waited for: they precede all work enqueued afterwards.
         self.host: Clock = [0] * num_streams
 
 
 class RecordedEvent:
-    """An event of the wrapped backend, and what comes before it."""
+    """An event of the wrapped backend, with the vector clock of its stream."""
 
     def __init__(self, inner: Event, clock: tuple[int, ...], log: _Log) -> None:
         self.inner = inner
@@ -143,7 +144,7 @@ class RecordedEvent:
 
 
 class RecordedStream:
-    """A stream of the wrapped backend that times what is put on it."""
+    """A stream of the wrapped backend that times what is enqueued on it."""
 
     def __init__(self, inner: Stream, device: int, index: int, base: Event, log: _Log) -> None:
         self.inner = inner
@@ -187,7 +188,7 @@ class RecordedStream:
 
     @contextmanager
     def during(self, what: str, nbytes: int) -> Generator[None]:
-        """Write down what is put on the stream within."""
+        """Record all work enqueued inside this context as one operation."""
         first = self.inner.record(timed=True)
         with self._log.lock:
             join(self._clock, self._log.host)

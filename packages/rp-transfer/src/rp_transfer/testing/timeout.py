@@ -1,4 +1,4 @@
-"""A call in a thread of its own, bounded in time: for checks of code that may hang."""
+"""Running a call in a new thread with a time limit, for checks of code that may hang."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Result = TypeVar("Result")
 
 
 def bounded(call: Callable[[], Result], *, seconds: float = 60.0) -> Result:
-    """What `call` returns or raises, from a fresh thread, so that nothing it sets for its thread stays.
+    """Run `call` in a new thread, so that its thread-local settings do not stay; returns or raises as it does.
 
     >>> bounded(lambda: 1 + 1)
     2
 
-    Raises `NotConforming` when it takes longer; the thread is left behind.
+    Raises `NotConforming` if it takes longer than `seconds`; its thread is then left running.
     """
     future: Future[Result] = Future()
     thread = threading.Thread(target=_settle, args=(future, call), name="rp-transfer-check", daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise NotConforming(f"a check should end within {seconds:g} s, but still hangs")
+        raise NotConforming(f"a check must end within {seconds:g} s, but still hangs")
     return future.result()
 
 

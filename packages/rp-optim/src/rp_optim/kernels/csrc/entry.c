@@ -1,4 +1,5 @@
-/* What Python calls: picks the variant, divides a job among threads, and sums what they found in one fixed order. */
+/* The functions that Python calls: choose the variant, divide jobs among threads, and add partial sums in a fixed
+ * order. */
 
 #include "rp_optim.h"
 
@@ -11,12 +12,12 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Rows of one matrix that one thread takes at a time, and how many such pieces a matrix has at most. */
+/* A matrix is divided into pieces of at least so many rows, and into at most so many pieces. */
 #define ROWS_AT_LEAST 32
 #define PIECES_AT_MOST 64
 
-/* Threads come with the floating-point mode of whoever started them. Within a job it is the default one, so that
- * nothing is flushed and all threads round alike; afterwards it is again what it was. */
+/* A thread inherits the floating-point mode of the thread that started it. During a job the mode is the default one,
+ * so that no subnormal is flushed to zero and all threads round alike; afterwards it is restored. */
 #if defined(__SSE2__)
 typedef unsigned int mode;
 static mode enter(void) {
@@ -25,7 +26,7 @@ static mode enter(void) {
     return old;
 }
 static void leave(mode old) {
-    _mm_sfence(); /* what was written around the cache is seen by whoever is told of it */
+    _mm_sfence(); /* makes writes around the cache visible to other threads before the job ends */
     _mm_setcsr(old);
 }
 #elif defined(__aarch64__)
@@ -53,24 +54,24 @@ static int64_t units_of_all(const rpo_job *jobs, int64_t count) {
     return units;
 }
 
-/* Where a thread is in the row of all jobs' units; a thread's units come in order. */
+/* A thread's position in the sequence of all jobs' units; a thread gets units in increasing order. */
 typedef struct {
-    int64_t job, first; /* the job, and its first unit's number */
+    int64_t job, first; /* the job's index, and the number of its first unit */
 } place;
 
-/* Move on to the job of this unit; returns where the unit begins in it. */
+/* Advance to the job of this unit; returns the unit's first element in the job. */
 static int64_t find(place *at, const rpo_job *jobs, int64_t unit) {
     while (unit - at->first >= units_of(jobs + at->job)) at->first += units_of(jobs + at->job++);
     return (unit - at->first) * RPO_UNIT;
 }
 
-/* One parallel region for all jobs: threads are woken once, and a small job keeps none of them waiting. */
+/* One parallel region for all jobs: threads are woken once, and do not wait for each other after a small job. */
 #define FOR_UNITS(jobs, units, statement)                                          \
     const int threads = (int)smaller((jobs)->threads, units);                      \
     _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                \
         mode old = enter();                                                        \
         place at = {0, 0};                                                         \
-        /* Dynamic, since all would wait for a thread whose core others use, too. */ \
+        /* Dynamic: with static shares all would wait for a thread that shares its core. */ \
         _Pragma("omp for schedule(monotonic : dynamic)")                           \
         for (int64_t u = 0; u < units; u++) {                                      \
             const int64_t begin = find(&at, jobs, u);                              \
@@ -106,7 +107,7 @@ static int run_sum(rpo_sum *kernel, rpo_job *jobs, int64_t count) {
     return 0;
 }
 
-/* Matrices in pieces of rows. */
+/* Matrices, in pieces of rows */
 
 typedef struct {
     int64_t rows, per_matrix, count;
@@ -169,7 +170,7 @@ static int run_matrix(rpo_rows *kernel, const rpo_job *job) {
     return 0;
 }
 
-/* Variants, the best first */
+/* Variants, the fastest first */
 
 static int runs_here(const rpo_variant *variant) {
 #if defined(RPO_HAVE_AVX512)
@@ -198,7 +199,7 @@ static const rpo_variant *const variants[] = {
     &rpo_scalar,
 };
 
-/* The name of the variant with this number, or null past the last one; "" if this processor cannot run it. */
+/* The name of the variant with this number; null past the last one, "" if this processor cannot run it. */
 EXPORT const char *rpo_variant_name(int number) {
     const int count = (int)(sizeof variants / sizeof *variants);
     if (number < 0 || number >= count) return NULL;
@@ -217,7 +218,7 @@ EXPORT int rpo_has_openmp(void) {
 #endif
 }
 
-/* All return 0, or 1 if there was no memory for the parts of a sum. Those over ranges take any number of jobs. */
+/* All return 0, or 1 if there is no memory for partial sums. RANGE and SUM take any number of jobs, MATRIX one. */
 #define RANGE(kernel)                                                  \
     EXPORT int rpo_##kernel(int variant, rpo_job *jobs, int64_t count) { \
         run_range(variants[variant]->kernel, jobs, count);             \

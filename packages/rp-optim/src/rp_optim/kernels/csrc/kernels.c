@@ -1,8 +1,8 @@
-/* The kernels of one variant: compiled once for each instruction set, with RPO_VARIANT its name.
+/* The optimizer kernels of one variant: compiled once for each instruction set, with RPO_VARIANT as its name.
  *
  * Plain loops that every compiler vectorizes, without contraction into fused multiply-adds and without
- * reassociation: so all variants give the same bits. A block of each array is widened into L1 if it is not fp32,
- * worked on in fp32, and rounded once on its way back.
+ * reassociation, so that all variants give the same bits. Arrays are processed in blocks that fit L1: a 16-bit block
+ * is widened to fp32, updated in fp32, and rounded once when it is stored.
  */
 
 #include "rp_optim.h"
@@ -16,8 +16,8 @@
 #endif
 
 #define BLOCK 128
-/* How far ahead of the work memory is asked for, in elements: so arithmetic and memory go on at the same time.
- * These two were tried out on two kinds of processors (docs/performance.md). */
+/* The prefetch distance in elements: arithmetic and memory access overlap. BLOCK and AHEAD were tuned on two kinds
+ * of processors (docs/performance.md). */
 #define AHEAD 1024
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
@@ -26,7 +26,7 @@
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 
-/* Numbers and their bits */
+/* Conversions between number formats */
 
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
@@ -42,7 +42,7 @@ INLINE float float_of(uint32_t bits) {
 
 INLINE float widen_bfloat16(uint16_t h) { return float_of((uint32_t)h << 16); }
 
-/* To the nearest, ties to even; NaN stays NaN, made quiet. */
+/* Rounds to nearest, ties to even; a NaN becomes a quiet NaN. */
 INLINE uint16_t round_bfloat16(float x) {
     uint32_t bits = bits_of(x);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -53,7 +53,7 @@ INLINE uint16_t round_bfloat16(float x) {
 INLINE float widen_float16(uint16_t h) {
     uint32_t sign = ((uint32_t)h & 0x8000u) << 16;
     uint32_t magnitude = (uint32_t)h & 0x7fffu;
-    /* Integer to float, not a product of subnormals: those are slow on some processors. */
+    /* By integer conversion, since arithmetic on subnormals is slow on some processors. */
     uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
     uint32_t normal = (magnitude << 13) + (112u << 23);
     uint32_t special = (magnitude << 13) | 0x7f800000u;
@@ -65,7 +65,7 @@ INLINE uint16_t round_float16(float x) {
     uint32_t bits = bits_of(x);
     uint32_t sign = (bits >> 16) & 0x8000u;
     uint32_t magnitude = bits & 0x7fffffffu;
-    /* The sum has the spacing of float16 subnormals, so the addition rounds. */
+    /* Near 0.5 floats have the spacing of float16 subnormals, so this addition rounds. */
     uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
     uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
@@ -74,7 +74,7 @@ INLINE uint16_t round_float16(float x) {
     return (uint16_t)(rounded | sign);
 }
 
-/* Blocks in and out */
+/* Loading and storing blocks */
 
 INLINE size_t size_of(int32_t type) { return type == RPO_FLOAT32 ? 4 : 2; }
 
@@ -98,7 +98,7 @@ INLINE void ask_for(const void *at, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
 }
 
-/* Elements [i, i + n) in fp32: where they are, or widened into `room`. */
+/* Elements [i, i + n) in fp32: in place if they are fp32, else widened into `room`. */
 INLINE float *fetch(void *at, int32_t type, int64_t i, int64_t n, float *room) {
     ask_for((const char *)at + (size_t)(i + AHEAD) * size_of(type), (size_t)n * size_of(type));
     if (type == RPO_FLOAT32) return (float *)at + i;
@@ -110,7 +110,7 @@ INLINE void put_back(void *at, int32_t type, int64_t i, int64_t n, const float *
     if (type != RPO_FLOAT32) narrow(type, values, (uint16_t *)at + i, n);
 }
 
-/* Full cache lines go around the cache: what is only written need not be read first. */
+/* Writes full cache lines with streaming stores: they do not read memory that is only written. */
 static void write_around(void *to, const void *from, size_t bytes) {
 #if defined(__SSE2__)
     size_t head = (size_t)(-(uintptr_t)to & 63u);
@@ -252,7 +252,7 @@ static void sgd(const rpo_job *job, int64_t begin, int64_t end) {
 
 /* Lion (Chen et al., 2023, algorithm 2) */
 
-INLINE float sign_of(float x) { return (float)((x > 0) - (x < 0)); } /* of NaN 0, as torch.sign */
+INLINE float sign_of(float x) { return (float)((x > 0) - (x < 0)); } /* 0 for NaN, as torch.sign */
 
 INLINE void lion_block(const rpo_job *job, int64_t n, float *restrict p, const float *restrict g,
                        float *restrict m) {
@@ -282,7 +282,8 @@ static void lion(const rpo_job *job, int64_t begin, int64_t end) {
     }
 }
 
-/* Sums of squares, in fp64: the product of two fp32 numbers is exact there, so a fused multiply-add may be used. */
+/* Sums of squares, in fp64. There the product of two fp32 numbers is exact, so a fused multiply-add gives the same
+ * bits. */
 
 INLINE double add_square(double sum, double x) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -318,7 +319,7 @@ static double squares(const rpo_job *job, int64_t begin, int64_t end) {
     return sum_lanes(lanes);
 }
 
-/* Adafactor (Shazeer and Stern, 2018), as torch.optim.Adafactor has it. A matrix's variance is row * col. */
+/* Adafactor (Shazeer and Stern, 2018), as in torch.optim.Adafactor. The variance of a matrix is row * col. */
 
 INLINE float at_least(float x, float least) { return x < least ? least : x; } /* NaN stays */
 
@@ -387,7 +388,7 @@ INLINE void vector_moves(const rpo_job *job, int64_t n, const float *restrict g,
     for (int64_t i = 0; i < n; i++) moves[i] = (g[i] * factor) / sqrtf(at_least(variance[i], least));
 }
 
-/* The variance moves toward the squared gradient by gain2; returns the squares of what the update will be. */
+/* Interpolates the variance by gain2 toward the squared gradient; returns the sum of squares of the update. */
 static double vector_variance(const rpo_job *job, int64_t begin, int64_t end) {
     float rooms[2][BLOCK], moves[BLOCK];
     double lanes[LANES] = {0};
@@ -402,7 +403,7 @@ static double vector_variance(const rpo_job *job, int64_t begin, int64_t end) {
             v[j] = near ? v[j] + gain * (square - v[j]) : square - (square - v[j]) * rest;
         }
         put_back(job->state[0], job->param.type, i, n, v);
-        /* As rounded: the update reads them so. */
+        /* Reads the variance back as it was rounded, since vector_apply reads it so. */
         vector_moves(job, n, g, fetch(job->state[0], job->param.type, i, n, rooms[1]), moves);
         add_squares(lanes, moves, n);
     }
@@ -419,7 +420,7 @@ static void vector_apply(const rpo_job *job, int64_t begin, int64_t end) {
     }
 }
 
-/* The parameter itself, rounded into the weight */
+/* Writing parameters, rounded, into weights */
 
 static void to_weight(const rpo_job *job, int64_t begin, int64_t end) {
     float room[BLOCK];
@@ -429,14 +430,14 @@ static void to_weight(const rpo_job *job, int64_t begin, int64_t end) {
     }
 }
 
-/* What the memory allows, for benchmarks: Adam's arrays with next to no arithmetic */
+/* For benchmarks: the memory traffic of Adam with almost no arithmetic */
 
 INLINE void flip(void *at, size_t bytes) {
     uint64_t *restrict words = at;
     for (size_t i = 0; i < bytes / 8; i++) words[i] ^= 0x0001000100010001u;
 }
 
-/* Every array of the job read, changed and written in place: 32 bytes a parameter. */
+/* Reads, changes and writes every array of the job in place: 32 bytes a parameter. */
 static void rewrite(const rpo_job *job, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += BLOCK) {
         const size_t n = (size_t)(end - i < BLOCK ? end - i : BLOCK);
@@ -448,7 +449,7 @@ static void rewrite(const rpo_job *job, int64_t begin, int64_t end) {
     }
 }
 
-/* The 28 bytes a parameter that Adam itself moves: gradient read, three arrays changed, weight written. */
+/* The 28 bytes a parameter of an Adam step: reads the gradient, changes three arrays, writes the weight. */
 static void traffic(const rpo_job *job, int64_t begin, int64_t end) {
     float room[BLOCK];
     for (int64_t i = begin; i < end; i += BLOCK) {

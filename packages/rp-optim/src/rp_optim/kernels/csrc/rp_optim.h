@@ -1,11 +1,11 @@
-/* What the kernels are asked for: one job, the variants of one processor, and the table that joins them. */
+/* The types shared by entry.c and kernels.c: a job, a kernel's signatures, and the table of a variant's kernels. */
 
 #ifndef RP_OPTIM_H
 #define RP_OPTIM_H
 
 #include <stdint.h>
 
-/* Elements in one unit of work. Sums are formed unit by unit, so no result depends on who worked on which. */
+/* Elements in one unit of work. Sums are formed unit by unit, so results do not depend on the number of threads. */
 #define RPO_UNIT 65536
 
 typedef enum { RPO_FLOAT32 = 0, RPO_BFLOAT16 = 1, RPO_FLOAT16 = 2 } rpo_type;
@@ -16,8 +16,9 @@ typedef struct {
 } rpo_array;
 
 /* One parameter's update. `grad` is multiplied by `factor` (unscaling, clipping; negative to maximize), then
- * `l2` times the parameter is added; the parameter is multiplied by `shrink` and moves by `rate`. The rest are
- * the numbers of one optimizer each. An array that is not used is null. `state` has the parameter's type. */
+ * `l2` times the parameter is added. The parameter is multiplied by `shrink`, and `rate` times the direction is
+ * subtracted. The other numbers belong to one optimizer each. Unused arrays are null. `state` has the parameter's
+ * type. */
 typedef struct {
     int64_t count;
     int32_t threads;
@@ -25,14 +26,14 @@ typedef struct {
     rpo_array param, grad, weight;
     void *state[3];
     double factor, l2, shrink, rate;
-    double beta1, beta2, gain1, gain2; /* gains: 1 - beta, rounded once, from the caller */
+    double beta1, beta2, gain1, gain2; /* gains: 1 - beta, computed by the caller in double, so rounded once */
     double root;                       /* Adam: 1 / sqrt(bias correction 2) */
-    double eps;                        /* Adam: added to the root; Adafactor: least variance */
+    double eps;                        /* Adam: added to the denominator; Adafactor: minimum of the variance */
     /* Adafactor: `count` = batch * rows * cols, and the variance of an element is row * col. */
     int64_t batch, rows, cols;
     const float *row, *col;
     double *row_sums, *col_sums;
-    double result; /* of jobs that sum */
+    double result; /* the sum, of kernels that return one */
 } rpo_job;
 
 enum {
@@ -40,14 +41,14 @@ enum {
     RPO_MOMENTUM = 2, /* SGD: state[0] is the momentum buffer */
     RPO_FIRST = 4,    /* SGD: the buffer starts as this gradient */
     RPO_NESTEROV = 8,
-    RPO_STREAM = 16, /* weights are too many to stay in cache: write around it */
+    RPO_STREAM = 16, /* write weights around the cache: they are too many to stay in it */
 };
 
-/* Elementwise over [begin, end). */
+/* An elementwise update of the elements [begin, end). */
 typedef void rpo_range(const rpo_job *job, int64_t begin, int64_t end);
-/* A sum over [begin, end), always in the same order. */
+/* A sum over the elements [begin, end), always in the same order. */
 typedef double rpo_sum(const rpo_job *job, int64_t begin, int64_t end);
-/* Over rows [begin, end) of one matrix of the batch. */
+/* An update, a sum, or sums of rows and columns, over the rows [begin, end) of one matrix of the batch. */
 typedef void rpo_rows(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end);
 typedef double rpo_rows_sum(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end);
 typedef void rpo_rows_cols(const rpo_job *job, int64_t matrix, int64_t begin, int64_t end, double *col_sums);
