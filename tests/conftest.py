@@ -60,10 +60,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """Let collections pass by what was imported: many tests collect, and modules are most of what there is."""
-    gc.collect()
-    gc.freeze()
+frozen_modules = [0]
+
+
+def pytest_runtest_setup() -> None:
+    """Let collections pass by what was imported: many tests collect, and modules are most of what there is.
+
+    Again where a test has imported much, as the first optimizer does.
+    """
+    if len(sys.modules) > frozen_modules[0] + 50:
+        gc.collect()
+        gc.freeze()
+        frozen_modules[0] = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:
