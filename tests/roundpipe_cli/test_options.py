@@ -24,6 +24,7 @@ WRONG = {
     "an unknown option": ["train", "--stpes", "3"],
     "an option cut short": ["train", "--step", "3"],
     "an option without its value": ["train", "--steps"],
+    "an option with dashes for a value": ["train", "--steps=--"],
     "data without a path": ["train", "--data"],
     "an empty path": ["train", "--data", ""],
     "a path that no system takes": ["train", "--data", "a\0b"],
