@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from roundpipe.cli.errors import Refused
+from roundpipe.cli.training import data
 from roundpipe.cli.training.data import (
     HELD_OUT_MOST,
     Corpus,
@@ -102,6 +103,30 @@ def test_a_named_binary_file_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(Refused, match="must be text"):
         read_corpus([tmp_path / "image"])
+
+
+def test_more_text_than_memory_should_hold_is_refused_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "MOST_TEXT_BYTES", 100)
+    for name in "abc":
+        tmp_path.joinpath(name).write_text(name * 40)
+
+    corpus = read_corpus([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
+    assert len(corpus.training + corpus.held_out) == 80
+    with pytest.raises(Refused, match="the text must have at most 100 bytes"):
+        read_corpus([tmp_path])
+
+
+@pytest.mark.timeout(60)
+def test_a_file_larger_than_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(b"x" * 2**20)
+        file.truncate(2**43)
+
+    with pytest.raises(Refused, match="must be text"):
+        read_corpus([path])
 
 
 def test_text_that_fills_one_batch_exactly_is_enough() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from roundpipe.cli import main
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.errors import Refused
@@ -21,8 +24,19 @@ WRONG = {
     "an unknown option": ["train", "--stpes", "3"],
     "an option cut short": ["train", "--step", "3"],
     "an option without its value": ["train", "--steps"],
+    "an option with dashes for a value": ["train", "--steps=--"],
     "data without a path": ["train", "--data"],
     "an empty path": ["train", "--data", ""],
+    "a path that no system takes": ["train", "--data", "a\0b"],
+    "an output in other bytes than UTF-8": ["train", "--output", os.fsdecode(b"\xff")],
+    "a trillion steps": ["train", "--steps", str(10**12)],
+    "steps of 400 digits": ["train", "--steps", "1" * 400],
+    "a batch of 4,000 digits": ["train", "--batch-size", "9" * 4000, "--seq-len", "9" * 4000],
+    "a hundred million microbatches": ["train", "--num-microbatch", str(10**8), "--batch-size", str(10**8)],
+    "more in a batch than memory": ["train", "--batch-size", "4096", "--seq-len", "4096"],
+    "CPU devices of 20 digits": ["train", "--devices", "cpu:99999999999999999999"],
+    "devices of 5,000 digits": ["train", "--devices", "cuda:" + "9" * 5000],
+    "text without end": ["train", "--data", "/dev/zero"],
     "steps that are no number": ["train", "--steps", "many"],
     "half a step": ["train", "--steps", "1.5"],
     "no step": ["train", "--steps", "0"],
@@ -98,6 +112,56 @@ def test_an_output_folder_with_foreign_files_is_refused_and_left_alone(
     assert "has other files in it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
     assert tmp_path.joinpath("options.json").read_text() == '{"theirs": 1}'
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"1" * 5000])
+def test_an_output_folder_whose_options_cannot_be_read_is_refused(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.joinpath("options.json").write_bytes(content)
+
+    assert main(["train", "--output", str(tmp_path)]) == 2
+    assert "has other files in it" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_an_output_folder_whose_options_are_a_pipe_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "options.json")
+
+    assert main(["train", "--output", str(tmp_path)]) == 2
+    assert "has other files in it" in capsys.readouterr().err
+
+
+words = st.sampled_from(["0", "1", "8", "-3", "1e3", "1" * 400, "9" * 5000, "nan", "", "x"]) | st.text(max_size=4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    given_options=st.dictionaries(
+        st.sampled_from(
+            ["--steps", "--batch-size", "--seq-len", "--num-microbatch", "--lr", "--seed", "--devices"]
+        ),
+        words,
+    ),
+    found=st.binary(max_size=20)
+    | st.recursive(st.integers(), lambda inner: st.lists(inner)).map(repr).map(str.encode),
+)
+def test_any_options_and_any_folder_get_one_line(
+    given_options: dict[str, str], found: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, text = tmp_path / "folder", tmp_path / "text"
+    folder.mkdir(exist_ok=True)
+    folder.joinpath("options.json").write_bytes(found)
+    text.write_bytes(b"too short")
+    flags = [f"{flag}={word}" for flag, word in given_options.items()]
+
+    assert main(["train", *flags, "--data", str(text), "--output", str(folder)]) == 2
+
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
 
 
 def test_a_device_that_is_not_there_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,7 @@ def test_a_bad_file_is_one_line_that_names_the_field(
         (["--devices", "2"], "the following arguments are required: --microbatches"),
         ([*SIZE, "--mode", "eval"], "argument --mode: invalid choice: 'eval'"),
         ([*SIZE, "--trace", "/"], "/"),
+        ([*SIZE, "--trace=--"], "argument --trace: "),
     ],
 )
 def test_a_bad_argument_is_one_line_that_names_it(

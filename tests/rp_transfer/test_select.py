@@ -148,3 +148,11 @@ def test_a_driver_that_cupy_cannot_use_is_an_error_with_its_cause(two_gpus: pyte
     with pytest.raises(BackendUnavailable, match="cannot use the CUDA driver: no libcudart") as caught:
         open_backend("cuda")
     assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(
+    "text", ["cpu:99999999999999999999", "cpu:1025", "cpu:" + "9" * 5000, "cuda:0," + "9" * 5000]
+)
+def test_more_devices_than_can_be_are_refused_before_any_is_made(text: str) -> None:
+    with pytest.raises(DeviceStringError, match=r"must .* at most .* devices are "):
+        open_backend(text)

@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 2 after an error, one line on stderr; 130 after Ctrl-C."""
     try:
         options = _parser().parse_args(arguments)
+        _check_given(options)
         _print(options.run(options))
     except (ValueError, TypeError, OSError) as error:
         return _complain(" ".join(str(error).split()), USAGE_ERROR)
@@ -52,6 +53,13 @@ def _print(text: str) -> None:
 def _complain(message: str, status: int) -> int:
     print(f"rp-sched: {message}", file=sys.stderr)  # noqa: T201
     return status
+
+
+def _check_given(options: argparse.Namespace) -> None:
+    """Refuse an option whose value is two dashes: some versions of argparse drop it and leave an empty list."""
+    for name, value in vars(options).items():
+        if value == []:
+            raise ValueError(f"argument --{name.replace('_', '-')}: expected one argument")
 
 
 class _Parser(argparse.ArgumentParser):

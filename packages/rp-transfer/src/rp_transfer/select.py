@@ -13,6 +13,10 @@ from rp_transfer.cpu.backend import CpuBackend
 from rp_transfer.errors import BackendUnavailable, DeviceStringError
 
 VARIABLE = "ROUNDPIPE_DEVICES"
+# Each virtual device has threads and clocks; more are no test of anything.
+MOST_CPU_DEVICES = 1024
+# More digits than the number of any device has; Python refuses to read some thousand.
+_MOST_DIGITS = 18
 _SYNTAX = re.compile(r"(?P<kind>cpu|cuda)(:(?P<which>\d+(,\d+)*))?")
 
 
@@ -33,14 +37,19 @@ def parse_devices(text: str) -> DeviceChoice:
     >>> parse_devices("cpu:4").count
     4
 
-    Raises `DeviceStringError` for anything else.
+    Raises `DeviceStringError` for anything else, and for more than 1,024 CPU devices.
     """
     match = _SYNTAX.fullmatch(text.strip())
     if match is None:
         raise DeviceStringError(
             f"devices must read 'cuda', 'cuda:0,2', 'cpu' or 'cpu:4', but are {text!r} instead"
         )
-    numbers = tuple(int(number) for number in (match["which"] or "").split(",") if number)
+    words = [word for word in (match["which"] or "").split(",") if word]
+    if any(len(word) > _MOST_DIGITS for word in words):
+        raise DeviceStringError(
+            f"numbers of devices must have at most {_MOST_DIGITS} digits, but devices are {text!r}"
+        )
+    numbers = tuple(map(int, words))
     if match["kind"] == "cpu":
         return _cpu_choice(text, numbers)
     if len(set(numbers)) != len(numbers):
@@ -52,6 +61,11 @@ def _cpu_choice(text: str, numbers: tuple[int, ...]) -> DeviceChoice:
     if len(numbers) > 1 or numbers == (0,):
         raise DeviceStringError(
             f"'cpu:N' takes one number of virtual devices, at least 1, but devices are {text!r}"
+        )
+    if numbers > (MOST_CPU_DEVICES,):
+        raise DeviceStringError(
+            f"'cpu:N' must be at most {MOST_CPU_DEVICES} virtual devices, since each has threads of its own, "
+            f"but devices are {text!r}"
         )
     return DeviceChoice("cpu", count=numbers[0] if numbers else 1)
 

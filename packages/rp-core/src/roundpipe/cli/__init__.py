@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from roundpipe.cli.arguments import parse
-from roundpipe.cli.errors import Diverged, Refused
+from roundpipe.cli.errors import Diverged, Refused, Unwritable
 from roundpipe.cli.interrupt import Interrupted
 from roundpipe.cli.options import read_options
 
@@ -22,12 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the command's name; None takes the process's own.
     """
+    _show_anything(sys.stdout)
     try:
         _train(sys.argv[1:] if arguments is None else arguments)
     except Refused as refusal:
         return _complain(str(refusal), REFUSED)
-    except Diverged as failure:
+    except (Diverged, Unwritable) as failure:
         return _complain(str(failure), FAILED)
+    except OSError as error:
+        _drop_output()
+        return _complain(str(error), FAILED)
     except Interrupted as interrupted:
         return _complain(str(interrupted), INTERRUPTED)
     except KeyboardInterrupt:
@@ -41,6 +47,20 @@ def _train(arguments: Sequence[str]) -> None:
     from roundpipe.cli.train import train
 
     train(options)
+
+
+def _show_anything(stdout: Any) -> None:  # Any: a text file, or what a test puts in its place
+    """Write what the terminal cannot show, as paths may hold it, in the way of Python's literals."""
+    if hasattr(stdout, "reconfigure"):
+        stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Leave nothing that Python would write at its end and fail again, where stdout takes no more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, exit_code: int) -> int:

@@ -19,7 +19,12 @@ def parse(arguments: Sequence[str]) -> options.Given:
 
     Raises `Refused` for unknown options and missing values, `SystemExit` after printing the help or the version.
     """
-    return _parser().parse_args(arguments, namespace=options.Given())
+    given = _parser().parse_args(arguments, namespace=options.Given())
+    for name, value in vars(given).items():
+        # Some versions of argparse drop a value of two dashes and leave an empty list.
+        if value == []:
+            raise Refused(f"--{name.replace('_', '-')} must be followed by a value, but is not")
+    return given
 
 
 class _Parser(argparse.ArgumentParser):

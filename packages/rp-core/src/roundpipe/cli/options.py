@@ -9,6 +9,13 @@ from pathlib import Path
 
 from roundpipe.cli.errors import Refused
 
+# More than any job takes; each is a mistake that would otherwise show as a shortage of time or memory.
+MOST_STEPS = 10**9
+MOST_SEQ_LEN = 2**17
+MOST_BATCH_BYTES = 2**22
+# As many as a planner takes.
+MOST_MICROBATCHES = 2**14
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -64,35 +71,41 @@ def read_options(given: Given) -> Options:
     """
     options = Options(
         data=None if given.data is None else tuple(_path("--data", text) for text in given.data),
-        steps=_whole("--steps", given.steps, least=1),
-        batch_size=_whole("--batch-size", given.batch_size, least=1),
-        seq_len=_whole("--seq-len", given.seq_len, least=2),
-        num_microbatch=_whole("--num-microbatch", given.num_microbatch, least=1),
+        steps=_whole("--steps", given.steps, least=1, most=MOST_STEPS),
+        batch_size=_whole("--batch-size", given.batch_size, least=1, most=MOST_BATCH_BYTES),
+        seq_len=_whole("--seq-len", given.seq_len, least=2, most=MOST_SEQ_LEN),
+        num_microbatch=_whole("--num-microbatch", given.num_microbatch, least=1, most=MOST_MICROBATCHES),
         lr=_positive("--lr", given.lr),
         dtype=None if given.dtype is None else _dtype("--dtype", given.dtype),
         optim_dtype=_dtype("--optim-dtype", given.optim_dtype),
         sync=given.sync,
         seed=_seed(given.seed),
         devices=given.devices,
-        output=None if given.output is None else _path("--output", given.output),
-        profile=None if given.profile is None else _path("--profile", given.profile),
+        output=None if given.output is None else _utf8_path("--output", given.output),
+        profile=None if given.profile is None else _utf8_path("--profile", given.profile),
     )
-    _check_microbatches(options)
+    _check_batch(options)
     return options
 
 
-def _check_microbatches(options: Options) -> None:
+def _check_batch(options: Options) -> None:
     if options.batch_size < options.num_microbatch:
         raise Refused(
             f"--batch-size must be at least --num-microbatch, but is {options.batch_size} for "
             f"{options.num_microbatch} microbatches; raise the one or lower the other"
         )
 
+    if options.batch_tokens > MOST_BATCH_BYTES:
+        raise Refused(
+            f"--batch-size times --seq-len must be at most {MOST_BATCH_BYTES} bytes of text, but is "
+            f"{options.batch_tokens}; lower one of them"
+        )
 
-def _whole(flag: str, text: str, *, least: int) -> int:
+
+def _whole(flag: str, text: str, *, least: int, most: int) -> int:
     number = _number(text)
-    if number is None or number < least:
-        raise Refused(f"{flag} must be a whole number of at least {least}, but is {text!r}")
+    if number is None or not least <= number <= most:
+        raise Refused(f"{flag} must be a whole number of at least {least} and at most {most}, but is {text!r}")
     return number
 
 
@@ -127,6 +140,15 @@ def _dtype(flag: str, text: str) -> str:
 
 
 def _path(flag: str, text: str) -> Path:
-    if not text:
-        raise Refused(f"{flag} must name a path, but is empty")
+    if not text or "\0" in text:
+        raise Refused(f"{flag} must name a path, but is {text!r}")
     return Path(text)
+
+
+def _utf8_path(flag: str, text: str) -> Path:
+    """A path that can be handed to what is written in other languages, as the one that writes models is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused(f"{flag} must be a path in UTF-8, but is {text!r}") from None
+    return _path(flag, text)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from roundpipe import __version__
-from roundpipe.cli.errors import Refused
+from roundpipe.cli.errors import Refused, Unwritable
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
 _MARK = "roundpipe_version"
+_UNFINISHED = ".unfinished"
+# Far more than the options take; whatever else the file holds is not read to its end.
+_MOST_OPTIONS_BYTES = 2**20
 
 
 def check_output(folder: Path) -> None:
@@ -31,7 +37,8 @@ def create_output(folder: Path, options: Mapping[str, object]) -> None:
     marked = {_MARK: __version__, **options}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        folder.joinpath(OPTIONS).write_text(json.dumps(marked, indent=2) + "\n", encoding="utf-8")
+        with finished_files(folder) as unfinished:
+            unfinished.joinpath(OPTIONS).write_text(json.dumps(marked, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unusable(folder, error) from error
 
@@ -46,6 +53,43 @@ def create_profile(path: Path) -> None:
         ) from error
 
 
+@contextmanager
+def writing(what: str) -> Generator[None, None, None]:
+    """Raise `Unwritable` for what cannot be written within, as when the disk is full."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise Unwritable(f"{what} cannot be written ({error}); make room, or name another place") from error
+
+
+@contextmanager
+def finished_files(folder: Path) -> Generator[Path, None, None]:
+    """A folder for files that come into `folder` once all are whole; of those that do not get so far none is left.
+
+    Files of the same names are replaced.
+    """
+    unfinished = folder / _UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        yield unfinished
+        made = sorted(unfinished.iterdir())
+        for path in made:
+            _sync(path)
+        for path in made:
+            path.replace(folder / path.name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until the file is on disk: some file systems notice only then that they are full."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
 def _check(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise Refused(f"--output {folder} must be a folder, but is a file; name a new folder")
@@ -54,9 +98,13 @@ def _check(folder: Path) -> None:
 
 
 def _is_earlier_run(folder: Path) -> bool:
+    path = folder / OPTIONS
+    # A pipe of this name would never end.
+    if not path.is_file() or path.stat().st_size > _MOST_OPTIONS_BYTES:
+        return False
     try:
-        found: Any = json.loads(folder.joinpath(OPTIONS).read_bytes())  # Any: whatever the file holds
-    except (OSError, ValueError):
+        found: Any = json.loads(path.read_bytes())  # Any: whatever the file holds
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and _MARK in cast("dict[Any, Any]", found)
 

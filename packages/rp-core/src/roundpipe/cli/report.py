@@ -7,11 +7,13 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 
 from tqdm import tqdm
 
+from roundpipe.cli.output import writing
 from roundpipe.telemetry.tables import readable_bytes
 
 
@@ -37,7 +39,11 @@ class Metrics:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("w", encoding="utf-8")
+        self._path = path
+        self._file: TextIOWrapper | None = None
+        if path is not None:
+            with writing(f"--output {path}"):
+                self._file = path.open("w", encoding="utf-8")
 
     def step(self, figures: StepFigures) -> None:
         """Record one training step."""
@@ -49,8 +55,9 @@ class Metrics:
 
     def _write(self, line: Mapping[str, object]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            with writing(f"--output {self._path}"):
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
 
     def __enter__(self) -> Metrics:
         return self
@@ -59,7 +66,8 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with writing(f"--output {self._path}"):
+                self._file.close()
 
 
 class Progress:

@@ -63,7 +63,7 @@ def _steps(job: Job, metrics: Metrics, interruption: Interruption) -> int:
     path = job.options.profile
     if path is None:
         return _train(job, metrics, interruption)
-    with profile(path) as taken:
+    with output.writing(f"--profile {path}"), profile(path) as taken:
         done = _train(job, metrics, interruption)
     print(f"{taken.summary}\nthe trace is in {path}", flush=True)
     return done

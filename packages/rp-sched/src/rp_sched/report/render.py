@@ -102,7 +102,7 @@ def svg(timeline: Timeline) -> str:
     (True, 1)
     """
     height = _TOP + _ROW * timeline.devices + 24
-    scale = _WIDTH / timeline.makespan_ms if timeline.makespan_ms else 1.0
+    all_ms = timeline.makespan_ms or 1.0
     colours = ", ".join(f"{kind} {look(kind).colour_name}" for kind in TaskKind)
     rows = (f'<text x="4" y="{_TOP + _ROW * device + 17}">@{device}</text>' for device in range(timeline.devices))
     return "\n".join(
@@ -112,18 +112,19 @@ def svg(timeline: Timeline) -> str:
             f'<text x="{_LEFT}" y="16">{timeline.makespan_ms:.6g} ms, {len(timeline.launches)} calls: '
             f"{colours}</text>",
             *rows,
-            *(box for span in timeline.spans for box in _boxes(span, scale)),
+            *(box for span in timeline.spans for box in _boxes(span, all_ms)),
             "</svg>",
         ]
     )
 
 
-def _boxes(span: Span, scale: float) -> Iterator[str]:
+def _boxes(span: Span, all_ms: float) -> Iterator[str]:
     top = _TOP + _ROW * span.task.device
     opacity = 0.6 if span.call % 2 else 1.0
     for start_ms, end_ms in _joined(span):
         yield (
-            f'<rect x="{_LEFT + start_ms * scale:.2f}" y="{top}" width="{(end_ms - start_ms) * scale:.2f}" '
+            f'<rect x="{_LEFT + start_ms / all_ms * _WIDTH:.2f}" y="{top}" '
+            f'width="{(end_ms - start_ms) / all_ms * _WIDTH:.2f}" '
             f'height="{_ROW - 2}" fill="{look(span.task.kind).colour}" fill-opacity="{opacity}" stroke="white">'
             f"<title>{escape(repr(span.task))}, call {span.call}, {start_ms:.6g} to {end_ms:.6g} ms</title></rect>"
         )

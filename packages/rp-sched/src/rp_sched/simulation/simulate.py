@@ -40,11 +40,11 @@ def simulate(
     check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
     if not calls:
         raise ValueError("calls must have at least one task list, but is empty")
-    steps = 0
+    # What is no task is refused next.
+    spans = (task.microbatches for tasks in calls for task in tasks if type(task) is Task)
+    check_steps(sum(span.stop - span.start for span in spans))
     for tasks in calls:
         check_order(tasks, len(costs), microbatches, mode, devices=devices)
-        steps += sum(len(task.microbatches) for task in tasks)
-        check_steps(steps)
     player = _Player(Loads(costs, limits), devices, microbatches, mode)
     for tasks in calls:
         player.play(tasks)

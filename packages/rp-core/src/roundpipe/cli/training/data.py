@@ -15,6 +15,9 @@ from roundpipe.cli.errors import Refused
 HELD_OUT_LEAST = 0.05
 HELD_OUT_MOST = 0.10
 
+MOST_TEXT_BYTES = 2**30
+_PART_BYTES = 2**20
+
 # Third-party packages are not the library's own; its test folders are mostly tables of odd inputs.
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"})
 
@@ -41,7 +44,7 @@ def read_corpus(paths: Sequence[Path] | None) -> Corpus:
     The same content always falls in the same part, whatever its name and however often it is there; it counts
     once. Folders are searched to any depth; hidden files and binary ones (with a zero byte) are left out.
 
-    Raises `Refused` if a path is missing or cannot be read, or if nothing readable was found.
+    Raises `Refused` if a path is missing or cannot be read, or if nothing readable or more than 1 GiB was found.
     """
     texts = _distinct(_library() if paths is None else _contents(paths))
     if not texts:
@@ -124,8 +127,14 @@ def _without_tail(texts: Sequence[Text]) -> Corpus:
 
 
 def _distinct(contents: Iterable[bytes]) -> list[Text]:
-    texts = (Text(hashlib.sha256(content).hexdigest(), content) for content in contents)
-    return list({text.digest: text for text in texts}.values())
+    texts: dict[str, Text] = {}
+    found = 0
+    for content in contents:
+        text = Text(hashlib.sha256(content).hexdigest(), content)
+        found += 0 if text.digest in texts else len(content)
+        _check_most(found)
+        texts[text.digest] = text
+    return list(texts.values())
 
 
 def _library() -> Iterator[bytes]:
@@ -146,12 +155,32 @@ def _named_file(path: Path) -> bytes:
     if os.path.exists(path) and not os.path.isfile(path):
         raise Refused(f"--data {path} must be a file or a folder, but is neither; write what it holds to a file")
     try:
-        content = path.read_bytes()
+        content = _text(path)
     except OSError as error:
         raise Refused(f"--data {path} cannot be read ({error.strerror}); name text files or folders") from error
-    if b"\0" in content:
+    if content is None:
         raise Refused(f"--data {path} must be text, but holds zero bytes; name text files or folders")
     return content
+
+
+def _text(path: Path) -> bytes | None:
+    """What a file holds, or None if there is a zero byte in it; no more is read than there may be."""
+    content = bytearray()
+    with path.open("rb") as file:
+        while part := file.read(_PART_BYTES):
+            if b"\0" in part:
+                return None
+            content += part
+            _check_most(len(content))
+    return bytes(content)
+
+
+def _check_most(found: int) -> None:
+    if found > MOST_TEXT_BYTES:
+        raise Refused(
+            f"the text must have at most {MOST_TEXT_BYTES} bytes, since memory holds it several times, but has "
+            "more; name a part of it with --data"
+        )
 
 
 def _readable(paths: Iterable[Path]) -> Iterator[bytes]:
@@ -159,10 +188,10 @@ def _readable(paths: Iterable[Path]) -> Iterator[bytes]:
     # A pipe in a folder would never end: regular files only.
     for path in filter(os.path.isfile, paths):
         try:
-            content = path.read_bytes()
+            content = _text(path)
         except OSError:
             continue
-        if content and b"\0" not in content:
+        if content:
             yield content
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from roundpipe import RoundPipeRunConfig, Runtime, optim, wrap_model_to_roundpipe
 from roundpipe.cli.options import Options
+from roundpipe.cli.output import finished_files, writing
 from roundpipe.cli.report import StepFigures, resident_bytes
 from roundpipe.cli.training import data
 from roundpipe.cli.training.model import ModelSize, make_model, save_model
@@ -70,9 +71,11 @@ class Job:
         return sum(losses) / (len(losses) * self.options.batch_tokens)
 
     def save(self, folder: Path) -> None:
-        """Write the model as it is after every step done so far."""
+        """Write the model as it is after every step done so far: all of it or, with `Unwritable`, nothing."""
         self.model.synchronize()
-        save_model(self.source, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with writing(f"--output {folder}: the model"), finished_files(folder) as unfinished:
+            save_model(self.source, unfinished)
 
     def _starts(self, step: int) -> list[int]:
         options = self.options

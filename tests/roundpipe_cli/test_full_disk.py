@@ -1,0 +1,99 @@
+"""A disk that fills while a job writes: one line, and nothing half-written that looks whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from roundpipe.cli import main
+from roundpipe.cli.errors import Unwritable
+from roundpipe.cli.output import finished_files
+from roundpipe.cli.report import Metrics
+
+SMALL = ["--steps", "1", "--batch-size", "4", "--seq-len", "8", "--devices", "cpu:1"]
+# A file may have so many bytes at most: the metrics and the options fit, the weights do not.
+PROGRAM = """
+import resource, sys
+from roundpipe.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("green bottles hang on the wall; " * 40)
+    return path
+
+
+def _trained(
+    text: Path, *arguments: str, stdout: int | None = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, "train", *SMALL, "--data", str(text), *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_a_model_that_finds_no_room_is_one_line_and_leaves_no_part_of_it(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    # An earlier run's.
+    folder.joinpath("options.json").write_text('{"roundpipe_version": "0"}')
+    folder.joinpath("config.json").write_text('"whole"')
+
+    ended = _trained(text, "--output", str(folder))
+
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(f"roundpipe: --output {folder}: the model cannot be written")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl", "options.json"]
+    assert folder.joinpath("config.json").read_text() == '"whole"'
+    assert json.loads(folder.joinpath("options.json").read_text())["steps"] == 1
+
+
+def test_a_stdout_that_takes_no_more_is_one_line(text: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = _trained(text, stdout=full.fileno())
+
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "roundpipe: [Errno 28] No space left on device"
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr
+
+
+def test_a_trace_that_finds_no_room_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *SMALL, "--data", str(text), "--profile", "/dev/full"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("roundpipe: --profile /dev/full cannot be written ([Errno 28]")
+
+
+def test_metrics_that_find_no_room_say_so() -> None:
+    with (
+        pytest.raises(Unwritable, match="--output /dev/full cannot be written"),
+        Metrics(Path("/dev/full")) as metrics,
+    ):
+        metrics.held_out(0, 1.0)
+
+
+def test_files_come_into_the_folder_together_or_not_at_all(tmp_path: Path) -> None:
+    def write(last: str) -> None:
+        with finished_files(tmp_path) as unfinished:
+            unfinished.joinpath("a").write_text("new")
+            assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+            if last == "fails":
+                raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        write("fails")
+    assert list(tmp_path.iterdir()) == []
+    write("is written")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "new")]
