@@ -228,10 +228,10 @@ class Worker:
         if loop.is_closing or loop.is_over:
             raise RuntimeError("the worker was closed, and takes no jobs any more") from loop.failure
         outcome = Outcome(partial(job, *args, **kwargs))
+        loop.start()
         _LOOPS[loop] = None
         loop.is_wanted = True
         loop.jobs.put(outcome)
-        loop.start()
         if loop.is_over:
             outcome.cancel(loop.failure)
             _LOOPS.pop(loop, None)
@@ -240,6 +240,10 @@ class Worker:
     def is_current(self) -> bool:
         """Whether the calling thread is this one."""
         return threading.get_ident() == self._loop.ident
+
+    def is_here(self) -> bool:
+        """Whether it was made in this process; not in the one that this one was forked from."""
+        return self._loop.process == _PROCESS.number
 
     def close(self) -> None:
         """Finish the jobs and end the thread. May be called again, as after Ctrl-C."""
