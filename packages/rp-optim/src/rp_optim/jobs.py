@@ -237,10 +237,10 @@ class Worker:
                 f"{loop.name} was closed, or could not start, and takes no jobs; open a new one"
             ) from loop.failure
         outcome = Outcome(partial(job, *args, **kwargs))
+        loop.start()
         _LOOPS[loop] = None
         loop.is_wanted = True
         loop.jobs.put(outcome)
-        loop.start()
         if loop.is_over:
             outcome.cancel(loop.failure)
             _LOOPS.pop(loop, None)
@@ -249,6 +249,10 @@ class Worker:
     def is_current(self) -> bool:
         """Whether the calling thread is the worker's thread."""
         return threading.get_ident() == self._loop.ident
+
+    def is_here(self) -> bool:
+        """Whether it was made in this process; not in the one that this one was forked from."""
+        return self._loop.process == _PROCESS.number
 
     def close(self) -> None:
         """Finish the jobs and end the thread. May be called again, for example after Ctrl-C."""

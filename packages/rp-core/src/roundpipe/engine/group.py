@@ -77,6 +77,7 @@ class Joint:
 
     def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:
         """What the model takes, as it is now."""
+        self._runtime.refuse_forked()
         foreseen = [host.predicted_bytes for host in self._hosts]
         predicted = max((nbytes for nbytes in foreseen if nbytes is not None), default=None)
         return memory_report(self._runtime, [host.state for host in self._hosts], optimizers, predicted)

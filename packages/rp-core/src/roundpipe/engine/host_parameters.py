@@ -69,6 +69,7 @@ class HostParameters:
         self._runtime = runtime
         self._modules = modules
         self._observer = observer
+        runtime.refuse_forked()
         self._claim = Claim(name)
         self._claim.take(modules())
         self.state = ModelState(runtime.backend, modules(), pin, optim_dtype, double_buffer)

@@ -32,6 +32,7 @@ from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Lane, Runtime
 from roundpipe.runtime.tickets import taking
 from roundpipe.telemetry import tracing
+from roundpipe.telemetry.late_errors import Late
 from roundpipe.telemetry.layer_times import LayerTimes
 
 
@@ -88,6 +89,7 @@ class Run:
         self._twins = twins
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._late = Late()
         self._outcomes: list[Outcome[None]] = []
         self._deliveries: list[Outcome[None]] = []
         # What the layers took, one for each launch in which that is measured.
@@ -222,6 +224,7 @@ class Run:
             # Such as Ctrl-C: those behind must not wait for tasks that will never run.
             self.abort(error, "while it was launched")
             self._error = None
+            self._late.tell()
             for _, job in jobs:
                 job.leave()
             raise
@@ -305,6 +308,7 @@ class Run:
         if issubclass(type(error), torch.OutOfMemoryError):
             add_note(error, remedies(self.call.num_microbatches, self.call.grain, is_planned=self.call.is_planned))
             _clear_frames(error)
+        self._late.note(error)
         if self._adds_gradients:
             self.call.state.describe_broken(self.number, in_words(error))
 
@@ -361,6 +365,7 @@ class Run:
         self.wait()
         if self._error is None:
             return None
+        self._late.tell()
         self._exchange.clear()
         # The error holds its frames and all that is in them: it is the caller's from here on.
         error, self._error = self._error, None

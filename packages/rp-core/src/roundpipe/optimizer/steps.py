@@ -25,6 +25,7 @@ from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry import tracing
+from roundpipe.telemetry.late_errors import Late
 from roundpipe.telemetry.tracing import NOTHING, OPTIMIZER, SILENT, Tracer
 
 Turns = dict[Block, Ticket]
@@ -37,7 +38,7 @@ class Updates:
         self._name = name
         self._state = state
         self._runtime = runtime
-        self._pending: list[Outcome[None]] = []
+        self._pending: list[tuple[Outcome[None], Late]] = []
 
     # Launch, on the calling thread
 
@@ -67,10 +68,11 @@ class Updates:
     def submit(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a job on the optimizer's thread; `errors` returns what it raises."""
         tracer = tracing.current()
+        late = Late()
         # With the caller's context variables, where newer torch keeps settings.
-        outcome = self._runtime.optimizer.submit(copy_context().run, job, tracer)
+        outcome = self._runtime.optimizer.submit(copy_context().run, _noted, late, job, tracer)
         tracer.follow(outcome)
-        self._pending.append(outcome)
+        self._pending.append((outcome, late))
         return outcome
 
     def share(self, other: Updates) -> None:
@@ -80,13 +82,15 @@ class Updates:
 
     def errors(self) -> list[BaseException]:
         """The errors of jobs that have ended since the last call of this."""
-        over = [outcome for outcome in self._pending if outcome.done()]
-        self._pending[:] = [outcome for outcome in self._pending if outcome not in over]
-        return [error for outcome in over if (error := outcome.exception()) is not None]
+        over = [pending for pending in self._pending if pending[0].done()]
+        self._pending[:] = [pending for pending in self._pending if pending not in over]
+        for _, late in over:
+            late.tell()
+        return [error for outcome, _ in over if (error := outcome.exception()) is not None]
 
     def wait(self) -> None:
         """Block until all queued jobs have ended; then `errors` returns what they raised."""
-        for outcome in self._pending:
+        for outcome, _ in self._pending:
             wait_until(outcome.wait)
 
 
@@ -127,6 +131,14 @@ class Part:
 
 
 # On the optimizer's thread
+
+
+def _noted(late: Late, job: Callable[[Tracer], None], tracer: Tracer) -> None:
+    try:
+        job(tracer)
+    except BaseException as error:
+        late.note(error)
+        raise
 
 
 def run_step(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer = SILENT) -> None:

@@ -71,6 +71,10 @@ class Launcher:
         """Whether the calling thread is this one."""
         return self._worker.is_current()
 
+    def is_here(self) -> bool:
+        """Whether its thread is in this process, not in the one that this one was forked from."""
+        return self._worker.is_here()
+
     def run(self, body: Callable[[], _Result]) -> _Result:
         """What `body` returns or raises, on the launcher's thread.
 

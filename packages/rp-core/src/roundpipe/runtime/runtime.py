@@ -7,22 +7,24 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import copy_context
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from rp_optim import OptimizerThread
-from rp_optim.jobs import Outcome, Worker
+from rp_optim.jobs import Outcome, Worker, finish_all
 from rp_sched import Dealer
 from rp_transfer import Backend, Closed, Device, Event, HostUse, MemoryUse, Retainer, open_backend
 
-from roundpipe.errors import Busy
+from roundpipe.errors import Busy, RoundPipeError
 from roundpipe.runtime.launcher import Launcher, wait_until
 from roundpipe.runtime.porter import Porter
 from roundpipe.runtime.switch_interval import quick_switching
 from roundpipe.telemetry import tracing
+from roundpipe.telemetry.late_errors import tell_the_rest
 
 if TYPE_CHECKING:
     from roundpipe.state.model_state import ModelState
@@ -137,10 +139,14 @@ class Runtime:
     ...     [use.name for use in runtime.memory()]
     ['cpu:0', 'cpu:1']
 
+    It is closed at exit, if not before.
+
     Raises `rp_transfer.DeviceStringError` and `rp_transfer.BackendUnavailable`.
     """
 
     def __init__(self, devices: str | None = None, *, strict: bool = True) -> None:
+        if _AT_EXIT.has_begun:
+            raise Closed("the process is ending: no runtime can be opened any more")
         threads = torch.get_num_threads()
         self.backend: Backend = open_backend(devices, strict=strict)
         share = _share(threads, len(self.backend.devices))
@@ -158,6 +164,7 @@ class Runtime:
         # Workers of CPU devices take one core each; a thread that the user starts must not inherit that.
         torch.set_num_threads(threads)
         quick_switching.hold()
+        _AT_EXIT.close(self)
 
     def launching(self) -> AbstractContextManager[object]:
         """The right to decide orders, for a ``with``; held by one thread at a time and never by the engine's own.
@@ -170,13 +177,18 @@ class Runtime:
 
     def refuse(self) -> None:
         """Raise if nothing may be launched now, by this thread."""
+        self.refuse_forked()
         self._refuse_own_threads()
         if self._launch.locked():
             raise Busy(
                 "another thread is inside a call on this runtime; call its models from one thread at a time"
             )
         if self.closed:
-            raise Closed("the runtime was closed; open another one and wrap the model again")
+            raise Closed(
+                "the process is ending, and has closed its runtimes; let the main thread join those that train"
+                if _AT_EXIT.has_begun
+                else "the runtime was closed; open another one and wrap the model again"
+            )
 
     def launch(self, body: Callable[[], _Result]) -> _Result:
         """What `body` returns or raises, run by the launcher with the right to decide orders."""
@@ -186,6 +198,14 @@ class Runtime:
     def carry_out(self, body: Callable[[], _Result]) -> _Result:
         """`launch` for whoever is inside `launching` already."""
         return self._launcher.run(body)
+
+    def refuse_forked(self) -> None:
+        """Raise `RoundPipeError` in a process that was forked from the one that opened this runtime."""
+        if not self._launcher.is_here():
+            raise RoundPipeError(
+                "this process was forked from the one that opened the runtime, whose threads and devices stayed "
+                "there; start it with multiprocessing's 'spawn', or open a Runtime and wrap a model in it"
+            )
 
     def _refuse_own_threads(self) -> None:
         if self.optimizer.is_current():
@@ -204,6 +224,8 @@ class Runtime:
     def close(self) -> None:
         """Finish what was launched, end the threads, give the devices back. May be called again."""
         self.closed = True
+        if not self._launcher.is_here():
+            return
         if not self._has_ended:
             self._launcher.run(self._end)
         self._launcher.close()
@@ -256,9 +278,42 @@ _default: list[Runtime] = []
 
 
 def default_runtime() -> Runtime:
-    """The runtime of models that were given none; opened by the first of them and closed at exit."""
+    """The runtime of models that were given none; opened by the first of them and closed at exit.
+
+    Raises `RoundPipeError` in a process that was forked from the one that opened it.
+    """
+    for runtime in _default:
+        # Before the lock, which another thread may have held when the process was forked.
+        runtime.refuse_forked()
     with _default_lock:
         if not _default or _default[-1].closed:
             _default.append(Runtime())
-            atexit.register(_default[-1].close)
         return _default[-1]
+
+
+class _AtExit:
+    """Closes the runtimes that are open as the process ends, and tells of what failed and nobody asked for."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._open: weakref.WeakSet[Runtime] = weakref.WeakSet()
+        self._hook = partial(self._run)
+
+    def close(self, runtime: Runtime) -> None:
+        """Have one closed."""
+        self._open.add(runtime)
+        # Each time anew: it must run before what the devices' libraries have registered.
+        before, self._hook = self._hook, partial(self._run)
+        atexit.register(self._hook)
+        atexit.unregister(before)
+
+    def _run(self) -> None:
+        self.has_begun = True
+        with ExitStack() as stack:
+            stack.callback(tell_the_rest)
+            stack.callback(finish_all)
+            for runtime in list(self._open):
+                stack.callback(runtime.close)
+
+
+_AT_EXIT = _AtExit()
