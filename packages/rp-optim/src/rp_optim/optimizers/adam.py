@@ -55,8 +55,7 @@ class Adam(HostOptimizer, torch.optim.Adam):
         check_option_flags(type(self).__name__, {"capturable": capturable, "differentiable": differentiable})
         del foreach, fused
         options: dict[str, Any] = {"decoupled_weight_decay": decoupled_weight_decay}
-        # Not super(): the next class after Adam in AdamW's method resolution order is torch's AdamW, whose
-        # options differ.
+        # Not super(): from AdamW that would call the constructor of torch's AdamW, whose options differ.
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
         )
