@@ -231,7 +231,7 @@ def test_a_plan_made_from_guesses_gives_way_to_one_made_from_times_with_one_line
     plan = in_use()
     guessed = plan.course()
     feed(plan, SKEWED)
-    with caplog.at_level(logging.INFO, logger="roundpipe.planning.planner.adaptive"):
+    with caplog.at_level(logging.INFO, logger="roundpipe.planning.adaptive"):
         measured = plan.course()
         assert plan.course() is measured
     assert measured.plan != guessed.plan
@@ -244,7 +244,7 @@ def test_times_that_are_as_guessed_change_no_plan_and_log_nothing(caplog: pytest
     plan = in_use()
     guessed = plan.course().plan
     feed(plan, [1.0] * 6)
-    with caplog.at_level(logging.INFO, logger="roundpipe.planning.planner.adaptive"):
+    with caplog.at_level(logging.INFO, logger="roundpipe.planning.adaptive"):
         assert plan.course().plan == guessed
     assert not caplog.records
 
@@ -294,7 +294,7 @@ def test_nothing_is_searched_where_a_call_could_notice(why: str) -> None:
 def test_a_model_logs_when_its_plan_changes_and_goes_on_with_the_right_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with Runtime("cpu:2") as runtime, caplog.at_level(logging.INFO, logger="roundpipe.planning.planner.adaptive"):
+    with Runtime("cpu:2") as runtime, caplog.at_level(logging.INFO, logger="roundpipe.planning.adaptive"):
         model, steady = wrapped(runtime), wrapped(runtime, plan="all fused")
         wanted = train(steady, 6)
         found = train(model, 2)
@@ -306,6 +306,6 @@ def test_a_model_logs_when_its_plan_changes_and_goes_on_with_the_right_numbers(
         before = {key: plan._course.plan for key, (_, plan) in model._engine._planner._plans.items()}
         train(model, 1)
         after = {key: plan._course.plan for key, (_, plan) in model._engine._planner._plans.items()}
-        lines = [record for record in caplog.records if record.name == "roundpipe.planning.planner.adaptive"]
+        lines = [record for record in caplog.records if record.name == "roundpipe.planning.adaptive"]
         assert len(lines) == sum(before[key] != after[key] for key in before)
         assert found == pytest.approx(wanted[:2], rel=1e-5)
