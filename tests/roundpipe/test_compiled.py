@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from plain import assert_near, batch, gradients, square_error, twin
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 class Layer(nn.Module):
@@ -131,6 +133,25 @@ for _ in range(3):
     subprocess.run(
         [sys.executable, "-c", script], check=True, timeout=100, env=os.environ | {"MALLOC_PERTURB_": "165"}
     )
+
+
+def test_layers_are_called_while_another_thread_traces(two: Runtime) -> None:
+    traces, is_called = threading.Event(), threading.Event()
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        traces.set()
+        assert is_called.wait(100)
+        return x + 1
+
+    model = RoundPipe(row(), runtime=two, compile_layers={"backend": "aot_eager"})
+    with ThreadPoolExecutor(1) as executor:
+        graph = executor.submit(make_fx(traced), torch.ones(2))
+        try:
+            assert traces.wait(100)
+            model(torch.randn(4, 6)).sum().backward()
+        finally:
+            is_called.set()
+        graph.result(100)
 
 
 def test_gradients_are_summed_in_fp32_beside_compiled_layers(two: Runtime) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import _symbolic_trace as symbolic_trace
 
 CompileOptions = Mapping[str, Any]
 
@@ -28,6 +29,7 @@ class Compiler:
         self._options = dict(options)
         self._num_devices = num_devices
         _keep_device_guard()
+        _call_while_others_trace()
 
     def raise_limits(self) -> None:
         """Raise torch's recompile limits for the calling thread and the jobs that it submits."""
@@ -62,6 +64,14 @@ def _keep_device_guard() -> None:
     # once that thread has ended. So trace on the caller's thread before any device thread does.
     with FakeTensorMode():
         pass
+
+
+def _call_while_others_trace() -> None:
+    # Torch 2.11 notes for the whole process that FX is tracing, as each compilation does. A device's thread that
+    # calls a compiled layer meanwhile would be refused as if it were being traced.
+    if hasattr(symbolic_trace, "_is_fx_tracing_flag"):
+        config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - as in `Compiler.raise_limits`
+        config.force_compile_during_fx_trace = True
 
 
 # Torch's defaults: variants of one function, and variants in all, after which it runs uncompiled.
