@@ -1,10 +1,12 @@
-"""What helps a call that ran out of a device's memory, the cheapest first."""
+"""Advice for a call that ran out of device memory."""
 
 from __future__ import annotations
 
 
 def remedies(microbatches: int, grain: str, *, is_planned: bool) -> str:
-    """In words, for a call of so many microbatches, with this recompute grain, planned by itself or by the user.
+    """List settings that need less device memory, the cheapest first.
+
+    `microbatches` and `grain` are the call's settings. `is_planned`: RoundPipe made its plan, not the user.
 
     >>> print(remedies(4, "stage", is_planned=True))
     RoundPipe: to need less memory, try in this order:
