@@ -1,4 +1,4 @@
-"""The command line's syntax, as an argparse parser; `options` checks the values."""
+"""The syntax of the command line, as an argparse parser; `options` checks the values."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _NOTICE = b"\nroundpipe: stopping after this step; press Ctrl-C again to stop at
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C; `main` prints the message as one line and exits with code 130."""
+    """The user pressed Ctrl-C; `main` prints the message as one line and returns 130."""
 
 
 class Interruption:
