@@ -119,7 +119,7 @@ class HostParameters:
     def show_gradients(self) -> None:
         """Wait for all gradients, then set ``.grad`` on every trainable parameter."""
         self._settle()
-        # The runs have ended only now: raise their errors before showing their gradients.
+        # Runs may have ended only now: raise their errors, and drop the references to them and their memory.
         self.raise_late_errors()
         if self.state.broken is None:
             self._exposure.show(self.state.trainable)
@@ -185,12 +185,12 @@ class HostParameters:
         """Raise the errors of work that has ended since the last call of this."""
         errors = self._late_errors()
         for another in errors[1:]:
-            add_note(errors[0], f"RoundPipe: besides, {in_words(another)}")
+            add_note(errors[0], f"RoundPipe: another error was {in_words(another)}")
         if errors:
             raise errors[0]
 
     def follow(self, work: Launched) -> None:
-        """Raise errors of this work by a later call of this model if the launching call has returned."""
+        """Track this work: if it fails after the launching call has returned, a later call raises its error."""
         if work not in self._launched:
             self._launched.append(work)
 

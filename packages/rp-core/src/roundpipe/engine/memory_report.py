@@ -57,9 +57,9 @@ class MemoryReport:
             ["masters", readable_bytes(self.masters_bytes)],
             ["optimizer state", unknown],
             ["activations and pool", readable_bytes(self.activations_bytes)],
-            ["together", readable_bytes(self.host_bytes)],
+            ["total", readable_bytes(self.host_bytes)],
             ["pinned", readable_bytes(self.pinned_bytes)],
-            ["the machine has", readable_bytes(self.host_total_bytes)],
+            ["machine total", readable_bytes(self.host_total_bytes)],
         ]
         devices = [
             [
@@ -70,8 +70,8 @@ class MemoryReport:
             ]
             for use in self.devices
         ]
-        foreseen = [] if self.predicted_bytes is None else [f"foreseen: {readable_bytes(self.predicted_bytes)}"]
-        tables = [table(["host", "bytes"], host), "", table(["device", "used", "peak", "has"], devices)]
+        foreseen = [] if self.predicted_bytes is None else [f"predicted: {readable_bytes(self.predicted_bytes)}"]
+        tables = [table(["host", "bytes"], host), "", table(["device", "used", "peak", "total"], devices)]
         return "\n".join(tables + foreseen)
 
 

@@ -13,7 +13,7 @@ def remedies(microbatches: int, grain: str, *, is_planned: bool) -> str:
       1. more microbatches (num_microbatch=8 instead of 4): activations take half
       2. a loss that works in chunks, such as rp_presets.causal_lm_loss, where logits are large
       3. stages of fewer layers: execute_plan=ModelExecutePlan.auto("fused", model, model_memory_limit=...)
-      4. recompute_grain="layer": activations of one layer at a time, but for the fused stage
+      4. recompute_grain="layer": activations of one layer at a time, except in the fused stage
     """
     stages = (
         'stages of fewer layers: execute_plan=ModelExecutePlan.auto("fused", model, model_memory_limit=...)'
@@ -26,6 +26,6 @@ def remedies(microbatches: int, grain: str, *, is_planned: bool) -> str:
         stages,
     ]
     if grain == "stage":
-        found.append('recompute_grain="layer": activations of one layer at a time, but for the fused stage')
+        found.append('recompute_grain="layer": activations of one layer at a time, except in the fused stage')
     lines = [f"  {rank}. {words}" for rank, words in enumerate(found, 1)]
     return "\n".join(["RoundPipe: to need less memory, try in this order:", *lines])

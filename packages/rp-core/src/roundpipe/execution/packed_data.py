@@ -103,12 +103,13 @@ class Arrivals:
         """
         if any(isinstance(leaf, RoundPipePackedData) for leaf in rp_batch.flatten(list(parts))[0]):
             raise ValueError(
-                "packed data go into microbatches part by part; merge them first to give each the whole"
+                "packed data go into microbatches part by part, but the spec gives a microbatch the whole; merge "
+                "them first"
             )
         if self.packed and len(parts) < asked:
             warnings.warn(
                 f"{asked} microbatches were asked for, but the packed data have {len(parts)}, so there will be "
-                f"{len(parts)}; ask the model that made them for as many",
+                f"{len(parts)}; call the model that made them with num_microbatch={asked}",
                 rp_batch.FewerParts,
                 stacklevel=5,
             )

@@ -112,7 +112,7 @@ class Stage:
                 assert_never(self._task.kind)
 
     def _send_home(self, blocks: Sequence[Block]) -> None:
-        where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
+        where = f"{self._task!r}, sending gradients to the host, from {self._device.name}"
         self._outbox.send_home(self._weights.deliver(blocks), where)
 
     def _check_layers(self) -> None:
@@ -192,7 +192,7 @@ class Stage:
 
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         self._place = ("before {0}, microbatch {1}", boundary, microbatch)
-        with self._waiting("stage before", "what comes before this layer, to be computed"):
+        with self._waiting("stage before", "this layer's inputs, from the stage before"):
             packet = self._exchange.take(Slot("input", boundary, microbatch))
         grads = packet.grads if self._call.with_grad else [False] * len(packet.grads)
         inside, doors = enter(self._courier.bring(packet), grads)
@@ -258,7 +258,7 @@ class Stage:
             Drawer("prepare", layer), microbatch, lambda: prepare(*call[0], **call[1]), again=False
         )
         if self._weights.versions(buffers) != versions:
-            raise TypeError("prepare wrote a buffer, which a recomputation would not; write it in forward")
+            raise TypeError("prepare wrote a buffer, but recomputation does not call it; write it in forward")
         return self._memory.keep_prepared(layer, microbatch, found)
 
     def _seeded(self, drawer: Drawer, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
@@ -412,7 +412,7 @@ class Stage:
 
     def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
         self._place = ("after {0}, backward, microbatch {1}", boundary - 1, microbatch)
-        with self._waiting("stage before", "the gradients of what comes after, to be computed"):
+        with self._waiting("stage before", "the gradients of this layer's outputs, from the stage before"):
             packet = self._exchange.take(Slot("grad", boundary, microbatch))
         return self._courier.bring(packet)
 

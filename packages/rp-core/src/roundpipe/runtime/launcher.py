@@ -45,7 +45,7 @@ _HERE = _Here()
 
 
 def wait_until(over: Callable[[float], bool]) -> None:
-    """Call `over` until it returns true; it waits for up to the given seconds.
+    """Call `over` until it returns true. Its argument: for how many seconds it may wait.
 
     On a launcher's thread: raises the exception that interrupted the caller meanwhile.
     """
@@ -103,7 +103,7 @@ class Launcher:
 
 def _note_besides(interrupt: BaseException, error: BaseException | None) -> None:
     if error is not None:
-        add_note(interrupt, f"RoundPipe: besides, {in_words(error)}")
+        add_note(interrupt, f"RoundPipe: another error was {in_words(error)}")
 
 
 def _carry_out(caller: _Caller, body: Callable[[], _Result]) -> _Result:

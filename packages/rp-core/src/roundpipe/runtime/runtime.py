@@ -186,7 +186,7 @@ class Runtime:
             )
         if self.closed:
             raise Closed(
-                "the process is ending, and has closed its runtimes; let the main thread join those that train"
+                "the process is ending and has closed its runtimes; join the training threads in the main thread"
                 if _AT_EXIT.has_begun
                 else "the runtime was closed; open another one and wrap the model again"
             )

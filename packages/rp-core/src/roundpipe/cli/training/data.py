@@ -81,8 +81,8 @@ def check_size(corpus: Corpus, *, batch_size: int, seq_len: int) -> None:
         )
     if len(corpus.held_out) <= seq_len:
         raise Refused(
-            f"a sequence takes {seq_len + 1} bytes of held-out text, but there are {len(corpus.held_out)} beside "
-            f"the {found} to train on; give more text, or lower --seq-len"
+            f"a sequence takes {seq_len + 1} bytes of held-out text, but there are {len(corpus.held_out)}, and "
+            f"{found} to train on; give more text, or lower --seq-len"
         )
 
 
