@@ -17,7 +17,7 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Inside the context the first Ctrl-C only sets `asked`; the second raises `KeyboardInterrupt` as usual.
+    """Inside the context the first Ctrl-C sets `asked` and prints a notice; the second raises `KeyboardInterrupt`.
 
     Does nothing outside the main thread, which alone receives signals.
     """

@@ -103,7 +103,7 @@ class HostParameters:
         self.state.is_part = other.state.is_part = True
 
     def drain(self) -> None:
-        """Wait for all work launched before, steps and tasks."""
+        """Wait for all steps and tasks launched before."""
         self._updates.wait()
         for line in self.state.lines():
             with own_turn(line, write=True):

@@ -102,7 +102,7 @@ class Call:
 
     @contextmanager
     def without_autocast(self) -> Generator[None]:
-        """Turn autocast off for backward, as PyTorch advises: forward has chosen the dtypes already."""
+        """Turn autocast off, for backward, as PyTorch advises: forward has chosen the dtypes already."""
         with ExitStack() as stack:
             for setting in self.autocast:
                 if setting.enabled:

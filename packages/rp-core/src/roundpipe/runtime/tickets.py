@@ -1,4 +1,4 @@
-"""Taking tickets on the launcher's thread: for tasks and jobs that enter them later, or for that thread itself."""
+"""Tickets taken on the launcher's thread, for tasks and jobs that enter them later or for that thread itself."""
 
 from __future__ import annotations
 

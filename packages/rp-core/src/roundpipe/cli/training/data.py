@@ -41,8 +41,8 @@ class Corpus:
 def read_corpus(paths: Sequence[Path] | None) -> Corpus:
     """Read files and folders, or the standard library's source if paths are None, and hold a part out.
 
-    Equal contents are read once, and file names do not affect which part a content falls in. Folders are searched
-    to any depth, without hidden files and binary files (with a zero byte).
+    Equal contents count once, and file names do not affect which part a content falls in. Folders are searched to
+    any depth, without hidden files and binary files (with a zero byte).
 
     Raises `Refused` if a path is missing, cannot be read or is a binary file, or if no text or more than 1 GiB was
     found.
@@ -87,7 +87,9 @@ def check_size(corpus: Corpus, *, batch_size: int, seq_len: int) -> None:
 
 
 def training_starts(text_bytes: int, *, seed: int, step: int, batch_size: int, seq_len: int) -> list[int]:
-    """Draw the offsets of one step's sequences; they depend on the arguments alone, not on earlier steps.
+    """Draw the offsets of one step's sequences.
+
+    They depend on the arguments alone, not on devices or earlier steps.
 
     >>> training_starts(100, seed=0, step=3, batch_size=2, seq_len=8)
     [7, 67]

@@ -74,7 +74,7 @@ class Job:
         return sum(losses) / (len(losses) * self.options.batch_tokens)
 
     def save(self, folder: Path) -> None:
-        """Wait for all updates and write the model; raise `Unwritable`, and leave no file, if a write fails."""
+        """Write the model after all updates; if a write fails, raise `Unwritable` and leave none of it."""
         self.model.synchronize()
         folder.mkdir(parents=True, exist_ok=True)
         with writing(f"--output {folder}: the model"), finished_files(folder) as unfinished:
