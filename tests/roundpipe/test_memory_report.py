@@ -119,11 +119,11 @@ def test_it_prints_as_a_table() -> None:
         "masters               |    4.0 KiB",
         "optimizer state       |  not given",
         "activations and pool  |    512.0 B",
-        "together              |    7.5 KiB",
+        "total                 |    7.5 KiB",
         "pinned                |    8.0 KiB",
-        "the machine has       | 1024.0 GiB",
+        "machine total         | 1024.0 GiB",
         "",
-        "device  |    used |    peak |     has",
+        "device  |    used |    peak |   total",
         "cpu:0   | 1.0 KiB | 2.0 KiB | 1.0 GiB",
     ]
 

@@ -1,4 +1,4 @@
-"""The `roundpipe` command."""
+"""The `roundpipe` command: its entry point and exit codes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 1 if training came to nothing, 2 for what was given wrongly,
-    130 after Ctrl-C.
+    """Run the command and return its exit code: 0, 1 if training or writing failed, 2 for unusable arguments or
+    input, 130 after Ctrl-C.
 
     Args:
-        arguments: what follows the command's name; None takes the process's own.
+        arguments: the arguments after the command's name; None takes those of the process.
     """
     _show_anything(sys.stdout)
     try:
@@ -43,20 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(arguments: Sequence[str]) -> None:
     options = read_options(parse(arguments))
-    # Late, so that help and a mistyped option need not wait for torch.
+    # Imported late, so that help and a mistyped option need not wait for torch.
     from roundpipe.cli.train import train
 
     train(options)
 
 
 def _show_anything(stdout: Any) -> None:  # Any: a text file, or what a test puts in its place
-    """Write what the terminal cannot show, as paths may hold it, in the way of Python's literals."""
+    """Write characters that the terminal cannot encode, for example in paths, as backslash escapes."""
     if hasattr(stdout, "reconfigure"):
         stdout.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:
-    """Leave nothing that Python would write at its end and fail again, where stdout takes no more."""
+    """If stdout cannot be written, redirect it to the null device, or Python would fail again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""The command line's syntax, as an argparse parser; `options` checks the values."""
+"""The syntax of the command line, as an argparse parser; `options` checks the values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises `Refused` with a message of one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise Refused(f"{message}; `{self.prog} --help` lists what there is")
+        raise Refused(f"{message}; `{self.prog} --help` shows the usage")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,12 +2,12 @@
 
 
 class Refused(Exception):
-    """What the user gave cannot be used; `main` prints the message as one line and ends with exit code 2."""
+    """An argument or an input file cannot be used; `main` prints the message as one line and returns 2."""
 
 
 class Unwritable(Exception):
-    """What training made cannot be written; `main` prints the message as one line and ends with exit code 1."""
+    """A result of the training cannot be written; `main` prints the message as one line and returns 1."""
 
 
 class Diverged(Exception):
-    """The loss is no finite number any more; `main` prints the message as one line and ends with exit code 1."""
+    """The loss is not finite; `main` prints the message as one line and returns 1."""

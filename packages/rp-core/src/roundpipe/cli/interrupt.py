@@ -13,11 +13,11 @@ _NOTICE = b"\nroundpipe: stopping after this step; press Ctrl-C again to stop at
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C; `main` prints the message as one line and exits with code 130."""
+    """The user pressed Ctrl-C; `main` prints the message as one line and returns 130."""
 
 
 class Interruption:
-    """Inside the context the first Ctrl-C only sets `asked`; the second raises `KeyboardInterrupt` as usual.
+    """Inside the context the first Ctrl-C sets `asked` and prints a notice; the second raises `KeyboardInterrupt`.
 
     Does nothing outside the main thread, which alone receives signals.
     """

@@ -1,4 +1,4 @@
-"""The options of a training job, checked."""
+"""The options of a training job: their defaults, and checks of their values."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 from roundpipe.cli.errors import Refused
 
-# More than any job takes; each is a mistake that would otherwise show as a shortage of time or memory.
+# Above what any job needs: a larger value is a mistake that would otherwise exhaust time or memory.
 MOST_STEPS = 10**9
 MOST_SEQ_LEN = 2**17
 MOST_BATCH_BYTES = 2**22
-# As many as a planner takes.
+# The planner's own limit.
 MOST_MICROBATCHES = 2**14
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Given(argparse.Namespace):
-    """The words given for each option, or the default; None where the default depends on the machine."""
+    """The text given for each option, or its default; None if the default depends on the machine or is absent."""
 
     data: list[str] | None = None
     steps: str = "250"
@@ -39,7 +39,11 @@ class Given(argparse.Namespace):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A training job. None stands for what depends on the machine; for files and folders, for writing nothing."""
+    """The checked options of a training job.
+
+    None: for `data`, the standard library's source; for `output` and `profile`, write nothing; for `dtype` and
+    `devices`, choose by the machine.
+    """
 
     data: tuple[Path, ...] | None
     steps: int
@@ -62,12 +66,12 @@ class Options:
 
 
 def read_options(given: Given) -> Options:
-    """Check every option that can be checked without looking at the data or the devices.
+    """Check the values of all options, except for checks that need the data or the devices.
 
     >>> read_options(Given(lr="1e-3")).lr
     0.001
 
-    Raises `Refused`.
+    Raises `Refused` for a value that cannot be used.
     """
     options = Options(
         data=None if given.data is None else tuple(_path("--data", text) for text in given.data),
@@ -146,7 +150,7 @@ def _path(flag: str, text: str) -> Path:
 
 
 def _utf8_path(flag: str, text: str) -> Path:
-    """A path that can be handed to what is written in other languages, as the one that writes models is."""
+    """Check that a path is valid UTF-8, which libraries not written in Python, such as safetensors, require."""
     try:
         text.encode()
     except UnicodeEncodeError:

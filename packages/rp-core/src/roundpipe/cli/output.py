@@ -1,4 +1,4 @@
-"""The folder that a job writes to."""
+"""The files that a job writes: its output folder, and its trace."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
 _MARK = "roundpipe_version"
 _UNFINISHED = ".unfinished"
-# Far more than the options take; whatever else the file holds is not read to its end.
+# Far more than the options take: a larger file is not this command's and is not read.
 _MOST_OPTIONS_BYTES = 2**20
 
 
 def check_output(folder: Path) -> None:
-    """Refuse a path that is no folder, or a folder with anything in it but an earlier run of this command."""
+    """Raise `Refused` unless the path is new, an empty folder, or the output of an earlier run of this command."""
     try:
         _check(folder)
     except OSError as error:
@@ -30,9 +30,9 @@ def check_output(folder: Path) -> None:
 
 
 def create_output(folder: Path, options: Mapping[str, object]) -> None:
-    """Make the folder and write the options there, which marks it as this command's.
+    """Make the folder and write the options file, by which later runs recognize it as this command's.
 
-    Raises `Refused` if it cannot be written to.
+    Raises `Refused` if the folder cannot be written to.
     """
     marked = {_MARK: __version__, **options}
     try:
@@ -44,7 +44,7 @@ def create_output(folder: Path, options: Mapping[str, object]) -> None:
 
 
 def create_profile(path: Path) -> None:
-    """Make the file that a trace will be written to; raises `Refused` if it cannot be written."""
+    """Make the file for the trace; raises `Refused` if it cannot be written."""
     try:
         path.open("w", encoding="utf-8").close()
     except OSError as error:
@@ -55,7 +55,10 @@ def create_profile(path: Path) -> None:
 
 @contextmanager
 def writing(what: str) -> Generator[None, None, None]:
-    """Raise `Unwritable` for what cannot be written within, as when the disk is full."""
+    """Raise `Unwritable` if a write inside the context fails, for example because the disk is full.
+
+    `what` names the output in the error message.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -66,9 +69,9 @@ def writing(what: str) -> Generator[None, None, None]:
 
 @contextmanager
 def finished_files(folder: Path) -> Generator[Path, None, None]:
-    """A folder for files that come into `folder` once all are whole; of those that do not get so far none is left.
+    """Yield a temporary folder; when the context ends without error, move its files into `folder`.
 
-    Files of the same names are replaced.
+    Files of the same names are replaced. After an error the temporary folder is removed with all its files.
     """
     unfinished = folder / _UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -99,7 +102,7 @@ def _check(folder: Path) -> None:
 
 def _is_earlier_run(folder: Path) -> bool:
     path = folder / OPTIONS
-    # A pipe of this name would never end.
+    # Regular files only: reading a pipe of this name would never end.
     if not path.is_file() or path.stat().st_size > _MOST_OPTIONS_BYTES:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a job shows and records while it runs."""
+"""A running job's progress bar and metrics file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roundpipe.telemetry.tables import readable_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One training step; `loss` is in nats a byte, and bytes of devices are one number a device."""
+    """Measurements of one training step. `loss`: nats per byte. Device bytes: one number for each device."""
 
     step: int
     loss: float
@@ -32,10 +32,10 @@ class StepFigures:
 
 
 class Metrics:
-    """JSON lines in a file, or nothing where none is wanted; each line is on disk before the next is made.
+    """Writes measurements to a file as JSON lines, each flushed at once; writes nothing if `path` is None.
 
-    A step is a line with the names of `StepFigures`; an evaluation is a line with `step`, the number of steps
-    done so far, and `held_out_loss`.
+    A training step is a line with the fields of `StepFigures`; an evaluation is a line with `step`, the number of
+    steps done so far, and `held_out_loss`.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -91,7 +91,7 @@ class Progress:
 
 
 def resident_bytes() -> int:
-    """Host memory that this process holds now; its peak where the system tells no more."""
+    """Resident host memory of this process, in bytes; its peak on systems without ``/proc``."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The command `roundpipe train`."""
+"""The command `roundpipe train`: trains a small model, evaluates it, and writes the results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from roundpipe.cli.training.model import ModelSize
 
 
 def train(given: Options, size: ModelSize | None = None) -> None:
-    """Train a model as the options say, print what came of it, and write it to the output folder.
+    """Train a model as the options say, print the held-out losses, and write the model to the output folder.
 
-    Raises `Refused`, before a model is made, for what cannot be done as given; `Diverged` if the loss does not
-    stay finite; `Interrupted` after Ctrl-C, which ends the training after the step that is under way.
+    Raises `Refused`, before a model is made, for options or data that cannot be used; `Diverged` if the loss is
+    not finite; `Unwritable` if a result cannot be written; `Interrupted` after Ctrl-C, which ends the training
+    after the current step.
     """
     if given.output is not None:
         output.check_output(given.output)
@@ -59,7 +60,7 @@ def _run(job: Job) -> None:
 
 
 def _steps(job: Job, metrics: Metrics, interruption: Interruption) -> int:
-    """Train; how many steps were done, fewer than all only after Ctrl-C."""
+    """Train, with a profile if one is wanted; return the number of steps done, fewer than all after Ctrl-C."""
     path = job.options.profile
     if path is None:
         return _train(job, metrics, interruption)

@@ -1,1 +1,1 @@
-"""One model's calls and steps, in the order of their launch."""
+"""The engine of one model: its calls, steps, and host state between them."""

@@ -1,4 +1,4 @@
-"""The engine of one model: launches its calls, and hands their results back."""
+"""The engine of one model: launches its calls and returns their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from roundpipe.telemetry.tracing import in_call
 
 
 class Engine:
-    """Launches one model's calls, in the order in which they are made. `host` is the model on the host."""
+    """Launches one model's calls, in the order in which they are made. `host`: the model's state on the host."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Engine:
         self._twins = self._new_twins()
 
     def layer_costs(self, mode: Mode) -> list[LayerCost]:
-        """What the planner takes each layer to cost."""
+        """The planner's cost estimate for each layer."""
         return self._planner.costs(mode)
 
-    # What the model's methods do: the first half on the caller's thread, the second on the launcher's
+    # Bodies of the model's methods: the public half on the caller's thread, the private half on the launcher's
 
     def forward(
         self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig, *, wants_grad: bool
     ) -> list[Any]:
-        """The outputs of all microbatches, on the host and joined to autograd if they can require grad."""
+        """Return the outputs of all microbatches, on the host; connected to autograd if they can require grad."""
         batch = Batch.of(parts, arrivals, wants_grad=wants_grad)
         launch = partial(self._forward, batch, config, wants_grad=wants_grad)
         run, outputs, version = self._runtime.launch(launch)
@@ -75,7 +75,7 @@ class Engine:
     def _forward(
         self, batch: Batch, config: RoundPipeRunConfig, *, wants_grad: bool
     ) -> tuple[Run, list[Packet], int]:
-        """The run, the outputs, and the version of the weights that it read."""
+        """Return the run, its outputs, and the version of the weights that it read."""
         with in_call("forward", self._name):
             self.host.get_ready(training=False)
             with_grad = bool(batch.inputs) or (wants_grad and bool(self.host.state.trainable))
@@ -113,12 +113,12 @@ class Engine:
         *,
         keep: bool,
     ) -> tuple[Losses, list[Any]]:
-        """The sums of the losses, and the outputs of all microbatches if they are to be kept."""
+        """Return the sums of the losses, and the outputs of all microbatches if `keep`."""
         batch = Batch.of(parts, arrivals, labels)
         launch = partial(self._forward_backward, batch, config, loss_fn, keep=keep)
         losses, outputs, grads = self._runtime.launch(launch)
         if batch.inputs:
-            # Outside the launch lock: what made the inputs may be a RoundPipe model, too.
+            # Outside the launch lock: the inputs may come from another RoundPipe model, whose backward takes it.
             batch.backpropagate(grads)
         trees = [packet.tree() for packet in outputs]
         return sum_losses(losses), self._returned(trees, outputs, batch, config) if keep else []
@@ -126,7 +126,7 @@ class Engine:
     def _forward_backward(
         self, batch: Batch, config: RoundPipeRunConfig, loss_fn: LossFn, *, keep: bool
     ) -> tuple[list[Packet], list[Packet], list[Packet]]:
-        """The losses, the outputs if they are to be kept, and the gradients of the inputs if these want any."""
+        """Return the losses, the outputs if `keep`, and the gradients of the inputs that require grad."""
         with in_call("forward_backward", self._name):
             self.host.get_ready(training=True)
             run = self._start("fused", batch, config, loss_fn, keep=keep)
@@ -141,7 +141,7 @@ class Engine:
         events = [(packet.events[0], None) for packet in outputs]
         return RoundPipePackedData(trees, events, sizes=batch.parts.sizes, backend=self._runtime.backend)
 
-    # Launching: a batch and its settings become tasks, tasks a run; after that nothing is decided any more
+    # Launching: plans tasks for a batch and its settings, then starts a run, which decides nothing more
 
     def _start(
         self,
@@ -183,19 +183,19 @@ class Engine:
             keep_outputs=keep,
         )
 
-    # What has changed on the host: see `Observer`
+    # Notices of changes on the host: see `Observer`
 
     def note_over(self, work: Launched) -> None:
-        """The planner learns what the layers of a run took."""
+        """Give the measured times of a run's layers to the planner."""
         for times in work.take_times() if isinstance(work, Run) else ():
             self._planner.take(times)
 
     def note_altered(self) -> None:
-        """Devices need new copies of the layers."""
+        """Replace the device copies of the layers."""
         self._twins = self._new_twins()
 
     def note_rebuilt(self) -> None:
-        """Devices need new copies of the layers, and plans are made for other ones."""
+        """Replace the device copies of the layers, and discard plans made for the old layers."""
         self._twins = self._new_twins()
         self._planner.forget()
 

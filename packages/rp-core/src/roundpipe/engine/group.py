@@ -1,4 +1,4 @@
-"""What is done with a whole model between its calls, over one engine or several: steps, and waiting for them."""
+"""Operations on a whole model between calls, over one or several engines: steps, publication, gradients, reset."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from roundpipe.telemetry.tracing import in_call
 
 
 class Joint:
-    """The hosts of one model: a single one, or those of the parts that a model was taken apart into.
+    """The host states of one model: a single one, or one for each part of a model wrapped in parts.
 
-    Each method is one body of the runtime's launcher for all of them.
+    Each method runs as one body on the runtime's launcher, for all of them.
     """
 
     def __init__(self, name: str, hosts: Sequence[HostParameters], runtime: Runtime) -> None:
@@ -29,11 +29,11 @@ class Joint:
         self._runtime = runtime
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
-        """The optimizer's parameter of each trainable one."""
+        """The master weight of each trainable parameter."""
         return {parameter: master for host in self._hosts for parameter, master in host.masters().items()}
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
-        """Run a step function over the gradients of all calls so far."""
+        """Run a step function on the gradients of all calls so far. `is_async`: return before it has ended."""
         self._runtime.launch(partial(self._step, step_fn, is_async=is_async))
 
     def _step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
@@ -50,7 +50,7 @@ class Joint:
                 self._raise_late_errors()
 
     def synchronize(self) -> None:
-        """Wait for everything, publish the last result and show the gradients."""
+        """Wait for all work, publish the last step's result, and set ``.grad`` on the parameters."""
         self._runtime.launch(self._synchronize)
 
     def _synchronize(self) -> None:
@@ -62,7 +62,10 @@ class Joint:
                 host.show_gradients()
 
     def sync_optim_param(self) -> None:
-        """Publish the last result and wait for it; a step function finds that of the steps before it published."""
+        """Publish the last step's result and wait for it.
+
+        Inside a step function of this model it does nothing: the results of earlier steps are published already.
+        """
         if self._runtime.optimizer.is_current() and all(host.state.is_stepping for host in self._hosts):
             return
         self._runtime.launch(self._sync_optim_param)
@@ -71,12 +74,12 @@ class Joint:
         with in_call("sync_optim_param", self._name):
             for host in self._hosts:
                 host.raise_late_errors()
-                # A model with nothing to publish keeps its gradients where code outside reads them.
+                # A model with nothing to publish keeps ``.grad`` set for code outside.
                 if host.state.unpublished:
                     host.publish()
 
     def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:
-        """What the model takes, as it is now."""
+        """Measure the memory that the model uses now."""
         self._runtime.refuse_forked()
         foreseen = [host.predicted_bytes for host in self._hosts]
         predicted = max((nbytes for nbytes in foreseen if nbytes is not None), default=None)
@@ -87,21 +90,24 @@ class Joint:
         self._runtime.launch(self._for_each(lambda host: host.drop_gradients()))
 
     def reset(self) -> None:
-        """Drop gradients and go back to the published weights."""
+        """Drop gradients, pending errors and a failed step's result; keep the published weights."""
         self._runtime.launch(self._for_each(lambda host: host.reset()))
 
-    # Inside `Runtime.launching`, which the caller holds while it writes the weights
+    # Call these inside `Runtime.launching`, which the caller holds while it writes the weights
 
     def make_current(self) -> None:
-        """Let the weights be current, so that the caller may write them."""
+        """Wait for all work and publish the last result, so that the caller may write the weights."""
         self._runtime.carry_out(self._for_each(lambda host: host.make_current()))
 
     def take_over(self) -> None:
-        """The caller has written the weights: the masters follow."""
+        """Update the masters from weights that the caller has written."""
         self._runtime.carry_out(self._for_each(lambda host: host.take_over()))
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Before `take_over`: new parameters, by the old ones, keep the optimizer's masters."""
+        """Give replaced parameters the masters of the old ones; call it before `take_over`.
+
+        `parameters`: the new parameter for each old one.
+        """
         self._runtime.carry_out(self._for_each(lambda host: host.replaced(parameters)))
 
     def _for_each(self, do: Callable[[HostParameters], None]) -> Callable[[], None]:

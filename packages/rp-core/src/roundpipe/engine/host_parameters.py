@@ -1,4 +1,4 @@
-"""What one model keeps on the host between its calls: weights, gradients, masters, and its steps."""
+"""One model's host state between calls: weights, gradients, master weights, steps and late errors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from roundpipe.telemetry.tracing import Tracer
 
 
 class Launched(Protocol):
-    """Work of a model that may still be under way after the call that launched it has returned."""
+    """Work of a model that may continue after the call that launched it has returned."""
 
     def over(self) -> bool:
-        """Whether all of it is over, or has failed."""
+        """Whether all of it has ended, or part of it has failed."""
         ...
 
     def outcome(self) -> BaseException | None:
-        """Block until all of it is over; its error, once."""
+        """Block until all of it has ended; return its error, once."""
         ...
 
 
 class Observer(Protocol):
-    """Who must know what has changed on the host: whoever has copies of the layers on devices."""
+    """Receives notice of changes on the host; implemented by the owner of the layers' device copies."""
 
     def note_over(self, work: Launched) -> None:
-        """The work is over."""
+        """This work has ended."""
         ...
 
     def note_altered(self) -> None:
@@ -44,14 +44,15 @@ class Observer(Protocol):
         ...
 
     def note_rebuilt(self) -> None:
-        """The blocks were built anew."""
+        """The blocks were rebuilt."""
         ...
 
 
 class HostParameters:
-    """One model on the host. All but `masters` runs on the launcher's thread, between calls and steps.
+    """One model's parameters on the host.
 
-    `predicted_bytes`: what the last call was expected to take on a device, None if unknown.
+    Call every method but `masters` on the launcher's thread, between calls and steps. `predicted_bytes`: device
+    memory predicted for the last call; None if unknown.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class HostParameters:
         self._launched: list[Launched] = []
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
-        """The optimizer's parameter of each trainable one."""
-        # A step function sees what was there when it was launched.
+        """The master weight of each trainable parameter."""
+        # A step function sees the parameters that existed at its launch.
         if not self._runtime.optimizer.is_current() and self._has_changed():
             self._runtime.launch(partial(self.get_ready, training=False))
         self.state.make_masters()
         return self.state.masters
 
-    # Parts of what `Joint` does
+    # One model's share of the methods of `Joint`
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
         """Take a step's turns."""
@@ -97,58 +98,61 @@ class HostParameters:
         return self._updates.submit(job)
 
     def share_steps(self, other: HostParameters) -> None:
-        """From now on both models are stepped together."""
+        """Step both models together from now on."""
         self._updates.share(other._updates)
         self.state.is_part = other.state.is_part = True
 
     def drain(self) -> None:
-        """Wait for everything that was launched before."""
+        """Wait for all steps and tasks launched before."""
         self._updates.wait()
         for line in self.state.lines():
             with own_turn(line, write=True):
                 pass
 
     def publish(self) -> None:
-        """Publish the last result, if calls do not read it yet, and wait for it."""
+        """Publish the last step's result, if calls do not read it yet, and wait until it is published."""
         self.get_ready(training=False)
         self._updates.publish()
         self._updates.wait()
         self.raise_late_errors()
 
     def show_gradients(self) -> None:
-        """Set ``.grad`` on every parameter, when all gradients have come."""
+        """Wait for all gradients, then set ``.grad`` on every trainable parameter."""
         self._settle()
-        # Lanes are done with the last runs only now: nothing of these is kept.
+        # Runs may have ended only now: raise their errors, and drop the references to them and their memory.
         self.raise_late_errors()
         if self.state.broken is None:
             self._exposure.show(self.state.trainable)
 
     def drop_gradients(self) -> None:
-        """Drop all gradients, when all have come."""
+        """Wait for all gradients, then drop them."""
         self._settle()
         self._drop_gradients()
 
     def reset(self) -> None:
-        """Drop gradients and go back to the published weights."""
+        """Drop gradients, pending errors and a failed step's result; keep the published weights."""
         self._settle()
         self._late_errors()
         self._drop_gradients()
         self._forget_failed_step()
 
     def make_current(self) -> None:
-        """Let the weights be current, so that the caller may write them."""
+        """Wait for all work and publish the last result, so that the caller may write the weights."""
         self.drain()
         self._late_errors()
         self._updates.publish()
         self._updates.wait()
 
     def take_over(self) -> None:
-        """The caller has written the weights: the masters follow."""
+        """Update the masters from weights that the caller has written."""
         self._refresh()
         self._forget_failed_step()
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Before `take_over`: new parameters, by the old ones, keep the optimizer's masters."""
+        """Give replaced parameters the masters of the old ones; call it before `take_over`.
+
+        `parameters`: the new parameter for each old one.
+        """
         for old, new in parameters.items():
             if new is not old and (master := self.state.masters.pop(old, None)) is not None:
                 self.state.masters[new] = master
@@ -160,10 +164,13 @@ class HostParameters:
             self.state.unpublished = False
             self._masters_from_weights(self.state.trainable_tensors())
 
-    # Getting ready
+    # Before a call or a step
 
     def get_ready(self, *, training: bool) -> None:
-        """Raise what failed meanwhile, and take over what was changed outside."""
+        """Raise errors of earlier work, and take over changes made outside the engine.
+
+        `training`: also refuse to continue after a failed step or with incomplete gradients.
+        """
         self.raise_late_errors()
         if training:
             self._refuse_half_made()
@@ -175,15 +182,15 @@ class HostParameters:
             self._observer.note_altered()
 
     def raise_late_errors(self) -> None:
-        """Raise what failed since this was last asked."""
+        """Raise the errors of work that has ended since the last call of this."""
         errors = self._late_errors()
         for another in errors[1:]:
-            add_note(errors[0], f"RoundPipe: besides, {in_words(another)}")
+            add_note(errors[0], f"RoundPipe: another error was {in_words(another)}")
         if errors:
             raise errors[0]
 
     def follow(self, work: Launched) -> None:
-        """Errors of this work are this model's, also those that come after the call has returned."""
+        """Track this work: if it fails after the launching call has returned, a later call raises its error."""
         if work not in self._launched:
             self._launched.append(work)
 
@@ -217,7 +224,7 @@ class HostParameters:
             )
 
     def _collect_gradients(self) -> None:
-        # What code outside, such as a penalty on the weights, has put on the model's own parameters.
+        # Gradients that code outside the engine, such as a penalty on the weights, put on the model's parameters.
         for block in self.state.trainable:
             found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
             if found and block.gradient is not None:
@@ -234,14 +241,14 @@ class HostParameters:
             self._updates.wait()
             self._masters_from_weights(written)
         if changed:
-            # A parameter that is trained no more would never get the last step's result.
+            # A parameter that is no longer trained would never receive the last step's result.
             self._updates.publish()
             self._updates.wait()
             self._claim.take(self.state.modules)
             self.state.rebuild()
             if self._observer is not None:
                 self._observer.note_rebuilt()
-        # A forward from before read other weights than its backward would.
+        # An earlier forward read other weights than its backward would.
         self.state.version += changed or bool(written)
 
     def _has_changed(self) -> bool:

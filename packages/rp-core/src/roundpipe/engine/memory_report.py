@@ -1,4 +1,4 @@
-"""What a model and its runtime take of the host's memory and the devices'."""
+"""Report of the host and device memory that a model and its runtime use."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from roundpipe.telemetry.tables import readable_bytes, table
 class MemoryReport:
     """Memory in bytes, at one moment; prints as a table.
 
-    `weights_bytes` (frozen and trained, these with second copies), `buffers_bytes`, `gradients_bytes` and
-    `masters_bytes` (the optimizer's parameters) are this model's on the host. `optimizer_bytes` is the state of
-    the optimizers that were given, None if none was. `activations_bytes` is what is left of the runtime's memory
-    without blocks and gradients of all its models: activations, results, idle buffers kept for later calls, and
-    what copies go through. `pinned_bytes`, of the machine's `host_total_bytes`, are the runtime's. `devices` are
-    used and peak bytes of each device, all models together. `predicted_bytes` is what this model's last call was
-    to take on one, foreseen from the calls before it; None where none was measured, and on CPU devices.
+    On the host, of this model: `weights_bytes` (frozen and trained, including second copies), `buffers_bytes`,
+    `gradients_bytes` and `masters_bytes` (master weights). `optimizer_bytes`: the state of the given optimizers;
+    None if none was given. `activations_bytes`: the runtime's host memory without the blocks and gradients of all
+    its models, that is activations, results, idle buffers kept for later calls, and staging memory of copies.
+    `pinned_bytes`: all pinned memory of the runtime. `host_total_bytes`: the machine's memory. `devices`: used and
+    peak bytes of each device, all models together. `predicted_bytes`: device memory that this model's last call
+    was expected to use, from measurements of earlier calls; None if there are none, and on CPU devices.
 
     >>> MemoryReport(2, 0, 2, 4, 8, 100, 4096, 1 << 30, ()).host_bytes
     116
@@ -44,7 +44,7 @@ class MemoryReport:
 
     @property
     def host_bytes(self) -> int:
-        """The host's kinds together; optimizer state only where it is known."""
+        """The sum of the host's kinds; without optimizer state if that is unknown."""
         kinds = (self.weights_bytes, self.buffers_bytes, self.gradients_bytes, self.masters_bytes)
         return sum(kinds) + (self.optimizer_bytes or 0) + self.activations_bytes
 
@@ -57,9 +57,9 @@ class MemoryReport:
             ["masters", readable_bytes(self.masters_bytes)],
             ["optimizer state", unknown],
             ["activations and pool", readable_bytes(self.activations_bytes)],
-            ["together", readable_bytes(self.host_bytes)],
+            ["total", readable_bytes(self.host_bytes)],
             ["pinned", readable_bytes(self.pinned_bytes)],
-            ["the machine has", readable_bytes(self.host_total_bytes)],
+            ["machine total", readable_bytes(self.host_total_bytes)],
         ]
         devices = [
             [
@@ -70,8 +70,8 @@ class MemoryReport:
             ]
             for use in self.devices
         ]
-        foreseen = [] if self.predicted_bytes is None else [f"foreseen: {readable_bytes(self.predicted_bytes)}"]
-        tables = [table(["host", "bytes"], host), "", table(["device", "used", "peak", "has"], devices)]
+        foreseen = [] if self.predicted_bytes is None else [f"predicted: {readable_bytes(self.predicted_bytes)}"]
+        tables = [table(["host", "bytes"], host), "", table(["device", "used", "peak", "total"], devices)]
         return "\n".join(tables + foreseen)
 
 
@@ -81,9 +81,9 @@ def memory_report(
     optimizers: Sequence[object],
     predicted_bytes: int | None = None,
 ) -> MemoryReport:
-    """The memory of one model, in one part or several, and of the runtime it shares.
+    """Measure the memory of one model, in one or several parts, and of its runtime.
 
-    Raises `TypeError` for what is no optimizer.
+    Raises `TypeError` if an item of `optimizers` is not a ``torch.optim.Optimizer``.
     """
     host = runtime.host_memory()
     blocks = [block for state in states for block in state.blocks]
@@ -95,7 +95,7 @@ def memory_report(
         gradients_bytes=sum(map(_gradient_bytes, blocks)),
         masters_bytes=sum(master.nbytes for state in states for master in list(state.masters.values())),
         optimizer_bytes=sum(map(_state_bytes, optimizers)) if optimizers else None,
-        # Blocks may come and go between two looks.
+        # Blocks may be allocated or released between the two measurements.
         activations_bytes=max(host.used_bytes - given, 0),
         pinned_bytes=host.pinned_bytes,
         host_total_bytes=host.total_bytes,
@@ -109,7 +109,7 @@ def _bytes(blocks: Iterable[Block]) -> int:
 
 
 def _given_bytes(block: Block) -> int:
-    # What stayed where it was is not the runtime's.
+    # Tensors left in their original memory are not the runtime's.
     return 0 if block.memory is None else block.memory.nbytes + _back_bytes(block)
 
 

@@ -1,4 +1,4 @@
-"""What stays on the host of a model that was taken apart: parameters that plain PyTorch reads."""
+"""Parameters outside the wrapped parts of a model: plain PyTorch reads them on the host, the engine steps them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from roundpipe.runtime.tickets import Take, own_turn
 
 
 class _Holder(nn.Module):
-    """Parameters as a layer that never runs."""
+    """A layer that never runs: it presents loose parameters as a module."""
 
     def hold(self, parameters: Iterable[nn.Parameter]) -> _Holder:
-        """Hold these and no others."""
+        """Replace the held parameters by these; return itself."""
         self._parameters = {str(index): parameter for index, parameter in enumerate(parameters)}
         return self
 
 
 class Resident(HostParameters):
-    """The parameters of a module outside all of its parts, under the rules that hold for layers.
+    """The parameters of a model outside all of its wrapped parts, stepped and published like those of layers.
 
-    Calls read the result of the step before the last one; gradients are those that autograd leaves in ``.grad``.
+    With asynchronous steps, calls read the result of the step before the last one. Gradients are collected from
+    ``.grad``, where autograd puts them.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Resident(HostParameters):
         super().__init__(name, modules, runtime, "off", optim_dtype)
 
     def enter_call(self) -> None:
-        """Wait until the weights may be read, which they may until the next step is launched."""
+        """Wait until the weights are readable; they stay so until the next step is launched."""
         self._runtime.launch(partial(self._wait_for_weights, training=torch.is_grad_enabled()))
 
     def _wait_for_weights(self, *, training: bool) -> None:
@@ -55,7 +56,7 @@ class Resident(HostParameters):
                 pass
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
-        """Take a step's turns; no graph of before can be gone through if it reads what is published now."""
+        """Take a step's turns; if it publishes weights, autograd then refuses backward through older graphs."""
         version = self.state.version
         part = super().prepare_step(take, is_async=is_async)
         if self.state.version != version:
@@ -70,7 +71,7 @@ class Resident(HostParameters):
             self._note_written()
 
     def _note_written(self) -> None:
-        # The engine writes past autograd's version counters, by which autograd tells that a saved weight is gone.
+        # The engine writes past the version counters that tell autograd that a saved weight was overwritten.
         torch.autograd.graph.increment_version(self.state.trainable_tensors())
         for block in self.state.trainable:
             block.changed_outside()

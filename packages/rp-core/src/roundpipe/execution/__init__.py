@@ -1,1 +1,1 @@
-"""One call under way: its tasks and what they hand to each other."""
+"""Execution of one call: its tasks and the data passed between them."""

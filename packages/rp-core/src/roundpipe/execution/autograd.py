@@ -1,4 +1,4 @@
-"""The autograd node behind `forward`: host tensors in, host tensors out, and a run of backward tasks between."""
+"""The autograd node behind `forward`: its backward runs the call's backward tasks, on host tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class _Node(torch.autograd.Function):
-    """Takes the inputs that require grad (and an anchor that does, for the weights), returns such outputs."""
+    """Connects the inputs that require grad to the outputs that do.
+
+    An empty anchor tensor that requires grad is one more input: weights may need gradients where no input does.
+    """
 
     @staticmethod
     def forward(
@@ -42,12 +45,12 @@ def connect(
     inputs: Sequence[torch.Tensor],
     backward: Callable[[Gradients], Gradients],
 ) -> list[Any]:
-    """The output trees of all microbatches, joined to autograd by one node.
+    """Return the output trees of all microbatches, connected to autograd by one node.
 
     Args:
         packets: the outputs of each microbatch.
         inputs: the user's input tensors that require grad, of all microbatches.
-        backward: from gradients of all outputs that require grad to those of `inputs`.
+        backward: takes the gradients of all outputs that require grad, returns those of `inputs`.
     """
     tracked = [leaf for packet in packets for leaf, grad in zip(packet.leaves, packet.grads, strict=True) if grad]
     anchor = torch.empty(0, requires_grad=True, device="cpu")

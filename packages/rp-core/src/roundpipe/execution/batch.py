@@ -1,4 +1,4 @@
-"""What a call is given, cut into microbatches, and the gradients that go back to it."""
+"""A call's arguments and labels in microbatches, and the gradients of its inputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from roundpipe.execution.packed_data import Arrivals
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The arguments and labels of each microbatch, and what of the caller's settings belongs to its thread.
+    """The arguments and labels of each microbatch, with the autocast settings and streams of the caller's thread.
 
-    `inputs` are the tensors among the arguments that a gradient goes back to.
+    `inputs`: the tensors among the arguments that require grad.
     """
 
     parts: rp_batch.Parts[Any]
@@ -32,12 +32,12 @@ class Batch:
     def of(
         cls, parts: rp_batch.Parts[Any], arrivals: Arrivals, labels: Sequence[Any] = (), *, wants_grad: bool = True
     ) -> Batch:
-        """On the caller's thread. `wants_grad`: gradients may go back to the inputs."""
+        """Make a batch; call it on the caller's thread. `wants_grad`: whether inputs may receive gradients."""
         inputs = tuple(leaf for part in parts for leaf in _leaves(part) if wants_grad and _wants_grad(leaf))
         return cls(parts, arrivals, labels, inputs, Autocast.current(), Streams.current((parts, labels)))
 
     def grads(self, packets: Sequence[Packet]) -> list[torch.Tensor | None]:
-        """The gradients of `inputs`, in their order, out of those of all leaves of each microbatch."""
+        """Select the gradients of `inputs`, in their order, from those of all leaves of each microbatch."""
         return [
             grad
             for part, packet in zip(self.parts, packets, strict=True)
@@ -46,7 +46,7 @@ class Batch:
         ]
 
     def backpropagate(self, packets: Sequence[Packet]) -> None:
-        """Go on with the backward pass through whatever made the inputs."""
+        """Continue the backward pass into the graph that computed the inputs."""
         pairs = [
             (tensor, grad)
             for tensor, grad in zip(self.inputs, self.grads(packets), strict=True)

@@ -1,4 +1,4 @@
-"""What all tasks of one call share and none of them changes."""
+"""The settings of one call, read by all its tasks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Autocast:
 
     @classmethod
     def current(cls) -> tuple[Autocast, ...]:
-        """The calling thread's settings."""
+        """The calling thread's settings for the CPU and CUDA."""
         return tuple(
             cls(
                 kind,
@@ -42,20 +42,20 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The CUDA streams on which a caller's tensors were made, so that they may be read there."""
+    """The CUDA streams on which a caller's tensors were computed; reading on them needs no further wait."""
 
     streams: tuple[torch.cuda.Stream, ...]
 
     @classmethod
     def current(cls, tree: Any) -> Streams:
-        """The calling thread's, of the devices that the tree's tensors are on."""
+        """The calling thread's current stream on each device that holds a tensor of the tree."""
         tensors = [leaf for leaf in rp_batch.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
         devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
         return cls(tuple(map(torch.cuda.current_stream, devices)))
 
     @contextmanager
     def current_here(self) -> Generator[None]:
-        """Within it they are the current ones of this thread."""
+        """Make them this thread's current streams inside the context."""
         with ExitStack() as stack:
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
@@ -66,8 +66,8 @@ class Streams:
 class Call:
     """One training or inference call.
 
-    `flags` are the layers' training flags at launch; `randomness` is None where random numbers are left alone;
-    `spare_bytes` are free on each device while it is carried out.
+    `flags`: the `training` flags of each layer's modules at launch. `randomness`: None if the call does not seed
+    random numbers. `spare_bytes`: the memory left free on each device while the call runs.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Call:
 
     @contextmanager
     def ambience(self) -> Generator[None]:
-        """The caller's grad mode and autocast, in a worker's thread."""
+        """Apply the caller's grad mode and autocast settings to a worker thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.with_grad))
             for setting in self.autocast:
@@ -102,7 +102,7 @@ class Call:
 
     @contextmanager
     def without_autocast(self) -> Generator[None]:
-        """Backward runs outside autocast, as the caller's own would: forward has chosen the dtypes already."""
+        """Turn autocast off, for backward, as PyTorch advises: forward has chosen the dtypes already."""
         with ExitStack() as stack:
             for setting in self.autocast:
                 if setting.enabled:
@@ -110,5 +110,5 @@ class Call:
             yield
 
     def where(self, layer: int) -> str:
-        """A layer in words."""
+        """Name a layer in words: its index and type."""
         return f"layer {layer} ({type(self.state.layers[layer].module).__name__})"

@@ -1,4 +1,4 @@
-"""What the tasks of one call hand to each other, and its caller to them: packets in named slots."""
+"""Packets in named slots: the data passed between the tasks and the caller of one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rp_sched import Task
 from roundpipe.device.packet import Packet, Slot
 
 WaitUntil = Callable[[Callable[[float], bool]], None]
-"""Calls a function, which waits for so many seconds, until it returns true."""
+"""Calls a function repeatedly until it returns true; the function waits for up to the given seconds."""
 
 
 class Aborted(Exception):
@@ -18,7 +18,7 @@ class Aborted(Exception):
 
 
 class _Place:
-    """Holds one packet for a known number of readers; locked while it is empty."""
+    """Holds one packet for a known number of readers; its lock is held while it is empty."""
 
     __slots__ = ("_empty", "packet", "readers")
 
@@ -29,19 +29,19 @@ class _Place:
         self._empty.acquire()
 
     def fill(self, packet: Packet | None) -> None:
-        """Once; None where nothing will come."""
+        """Store the packet, once, and wake the readers. None: the run has failed and no packet will arrive."""
         self.packet = packet
         self._empty.release()
 
     def is_filled(self, seconds: float) -> bool:
-        """Wait so long at most; whether it is filled, perhaps with nothing."""
+        """Wait for at most `seconds`; return whether it was filled, perhaps with None."""
         if not self._empty.acquire(timeout=seconds):
             return False
         self._empty.release()
         return True
 
     def wait(self) -> Packet:
-        """Block until it is filled; raise `Aborted` where nothing will come."""
+        """Block until it is filled and return the packet. Raises `Aborted` if it was filled with None."""
         with self._empty:
             if self.packet is None:
                 raise Aborted
@@ -49,10 +49,11 @@ class _Place:
 
 
 class Exchange:
-    """The slots of one call.
+    """The slots of one call, of two kinds.
 
-    Those that `expect` was told of are filled once, and `take` blocks until they are; the others are kept for
-    whoever comes (`keep` and `fetch`): what a layer wrote or saved may be nothing.
+    Expected slots are declared with `expect`, filled once with `put`, and read with `take`, which waits for `put`.
+    Optional slots need no declaration: `keep` stores a packet, and `fetch` returns None if there is none, since a
+    layer may have written or saved nothing.
     """
 
     def __init__(self) -> None:
@@ -65,12 +66,12 @@ class Exchange:
     # Before the tasks are launched
 
     def expect(self, slots: Iterable[Slot]) -> None:
-        """One more reader for each of these slots."""
+        """Add one reader to each of these slots."""
         for slot in slots:
             self._places.setdefault(slot, _Place()).readers += 1
 
     def expect_tasks(self, tasks: Iterable[Task], *, by_layer: bool) -> None:
-        """Make the slots that these tasks take; `by_layer`: a backward task recomputes one layer at a time."""
+        """Expect the slots that these tasks take. `by_layer`: backward tasks recompute one layer at a time."""
         for task in tasks:
             self.expect(_taken_by(task, by_layer=by_layer))
             if task.recomputes:
@@ -79,23 +80,23 @@ class Exchange:
     # While they run
 
     def is_expected(self, slot: Slot) -> bool:
-        """Whether somebody takes what is put there."""
+        """Whether the slot has readers, so that it must be filled."""
         return slot in self._places
 
     def will_recompute(self, layer: int, microbatch: int) -> bool:
-        """Whether the layer will be run again."""
+        """Whether the layer will be recomputed for this microbatch."""
         return (layer, microbatch) in self._recomputed
 
     def put(self, slot: Slot, packet: Packet) -> None:
-        """Fill a slot that is expected."""
+        """Fill an expected slot; do nothing after `close`."""
         with self._lock:
             if not self._closed:
                 self._places[slot].fill(packet)
 
     def take(self, slot: Slot, wait_until: WaitUntil | None = None) -> Packet:
-        """Block until the slot is filled, and return what is in it. The last reader empties it.
+        """Block until the slot is filled and return its packet. The last reader removes the slot.
 
-        `wait_until` waits in place of a lock, and may raise: a caller's interrupt ends it.
+        `wait_until` replaces the blocking wait and may raise, for example the caller's interrupt.
 
         Raises `Aborted` once the run has failed.
         """
@@ -113,19 +114,19 @@ class Exchange:
         return packet
 
     def keep(self, slot: Slot, packet: Packet) -> None:
-        """Keep a packet for whoever fetches it."""
+        """Store a packet in an optional slot, for `fetch`."""
         with self._lock:
             self._kept[slot] = packet
 
     def fetch(self, slot: Slot) -> Packet | None:
-        """What was kept there, once."""
+        """Remove and return the packet of an optional slot; None if it has none."""
         with self._lock:
             return self._kept.pop(slot, None)
 
     # The end
 
     def close(self) -> None:
-        """Nothing comes any more: wake everybody who waits."""
+        """End the exchange after a failure: every waiting or later `take` raises `Aborted`."""
         with self._lock:
             self._closed = True
             waiting = [place for place in self._places.values() if place.packet is None]
@@ -133,7 +134,7 @@ class Exchange:
             place.fill(None)
 
     def clear(self) -> None:
-        """Let go of what nobody took."""
+        """Release the packets that were not taken."""
         self._places.clear()
         self._kept.clear()
 

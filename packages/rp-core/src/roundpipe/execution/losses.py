@@ -1,4 +1,4 @@
-"""The losses of a call: what a loss function may return, and their sums over the microbatches."""
+"""Checks of what a loss function returned, and sums of losses over the microbatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Losses = torch.Tensor | list[torch.Tensor]
 
 
 def check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:
-    """The tensors that a loss function returned, and their tree; `TypeError` for what cannot be a loss."""
+    """Return a loss function's result as a list of tensors and its tree structure.
+
+    Raises `TypeError` unless it is a tensor of one element or a sequence of such tensors.
+    """
     leaves, treedef = rp_batch.flatten(found)
     if isinstance(found, torch.Tensor | list | tuple):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -33,7 +36,7 @@ def _described(found: Any) -> str:
 
 
 def sum_losses(packets: Sequence[Packet]) -> Losses:
-    """The sums over the microbatches, in their order: a tensor, or a list where the loss function gave several."""
+    """Sum the losses over the microbatches, in order: a tensor, or a list if `loss_fn` returned several."""
     columns = zip(*(packet.leaves for packet in packets), strict=True)
     sums = [_sum(column) for column in columns]
     found = rp_batch.unflatten(packets[0].treedef, sums)

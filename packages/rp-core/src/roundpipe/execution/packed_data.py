@@ -1,4 +1,4 @@
-"""Packed data: outputs that stay in microbatches on the host, perhaps still on their way there."""
+"""Packed data: outputs that stay in microbatches on the host, perhaps while they are still being downloaded."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ TransferEvent = tuple[Event | None, Event | None]
 
 
 class RoundPipePackedData(rp_batch.Parts[Any]):
-    """What a call with ``merge_output=False`` returns: a list with the output of each microbatch.
+    """The result of a call with ``merge_output=False``: a list with the output of each microbatch.
 
-    Its tensors are on the host, but may still be on their way: call `synchronize` before reading them. Given to
-    another RoundPipe model, alone or beside plain arguments, it needs no waiting: part i goes into microbatch i,
-    and gradients flow back through it (in one backward for all microbatches).
+    Its tensors are on the host but may still be downloading: call `synchronize` before reading them. Another
+    RoundPipe model takes it without `synchronize`, alone or together with plain arguments: part i becomes
+    microbatch i, and gradients flow back through it (in one backward for all microbatches).
 
     Args:
         data: the microbatches' outputs, any trees.
-        transfer_event: for each of them, the event after which its tensors may be read, or None; and None, since
-            gradients come through autograd, which waits for them.
+        transfer_event: one pair for each microbatch: the event after which its tensors may be read, or None; and
+            None, since autograd returns the gradients and waits for them.
         sizes: the microbatches' sizes along the batch, if they are known.
-        backend: whose memory the tensors lie in; devices of others wait for the whole.
+        backend: the backend that allocated the tensors; models on another backend wait for all of them.
 
-    Whoever writes its tensors in place after giving them to a model waits for that model's `synchronize` first.
+    Before writing its tensors in place after a model has taken them, wait for that model's `synchronize`.
 
     >>> from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
     >>> with Runtime("cpu:2") as runtime:
@@ -57,17 +57,17 @@ class RoundPipePackedData(rp_batch.Parts[Any]):
                 f"transfer_event must have one entry for each of the {len(self)} microbatches, but has "
                 f"{len(self.transfer_event)}"
             )
-        # As it was made: what is put in their places later is the user's own.
+        # The tensors at construction: the events say nothing about items that the user assigns later.
         self._made = [list(_tensors(part)) for part in self]
 
     def arriving(self) -> Iterator[tuple[torch.Tensor, Event]]:
-        """The tensors that this was made with, each with the event after which it may be read."""
+        """The tensors at construction, each with the event after which it may be read."""
         for tensors, (here, _) in zip(self._made, self.transfer_event, strict=True):
             if here is not None:
                 yield from ((tensor, here) for tensor in tensors)
 
     def synchronize(self) -> None:
-        """Block until all tensors have come; they may be read afterwards."""
+        """Block until all tensors are downloaded; they may be read afterwards."""
         for here, _ in self.transfer_event:
             if here is not None:
                 here.synchronize()
@@ -76,9 +76,9 @@ class RoundPipePackedData(rp_batch.Parts[Any]):
 
 
 class Arrivals:
-    """The packed tensors among a call's arguments, and when each will have come.
+    """The packed tensors among a call's arguments, each with the event after which it is readable.
 
-    Those of another backend, whose events mean nothing to these devices, are waited for here and left out.
+    Packed data of another backend, whose events these devices cannot wait for, are synchronized here and left out.
     """
 
     def __init__(self, backend: Backend, arguments: Any) -> None:
@@ -92,32 +92,30 @@ class Arrivals:
         self._versions = [(tensor, tensor._version) for tensor, _ in self._events.values()]
 
     def of(self, leaf: object) -> Event | None:
-        """When this tensor will have come; None for all that is there already."""
+        """The event after which this tensor is readable; None if it is readable already."""
         _, event = self._events.get(id(leaf), (None, None))
         return event
 
     def check(self, asked: int, parts: Sequence[Any]) -> None:
-        """Warn if the packed data have fewer microbatches than were asked for.
+        """Warn if there are fewer microbatches than `asked`, because the packed data have no more.
 
-        Raises `ValueError` where a whole of packed data stands in a microbatch, as a spec may have it.
+        Raises `ValueError` if a microbatch contains a whole packed list, as a split spec may request.
         """
         if any(isinstance(leaf, RoundPipePackedData) for leaf in rp_batch.flatten(list(parts))[0]):
             raise ValueError(
-                "packed data go into microbatches part by part; merge them first to give each the whole"
+                "packed data go into microbatches part by part, but the spec gives a microbatch the whole; merge "
+                "them first"
             )
         if self.packed and len(parts) < asked:
             warnings.warn(
                 f"{asked} microbatches were asked for, but the packed data have {len(parts)}, so there will be "
-                f"{len(parts)}; ask the model that made them for as many",
+                f"{len(parts)}; call the model that made them with num_microbatch={asked}",
                 rp_batch.FewerParts,
                 stacklevel=5,
             )
 
     def refuse_written(self) -> None:
-        """A backward reads the same memory again.
-
-        Raises `RuntimeError` if a packed tensor was written in place since its call.
-        """
+        """Raise `RuntimeError` if a packed tensor was written in place since the call: backward reads it again."""
         for tensor, version in self._versions:
             if tensor._version != version:
                 raise RuntimeError(

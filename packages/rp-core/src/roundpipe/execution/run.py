@@ -1,8 +1,8 @@
-"""One call under way: its tasks on their lanes, what they hand to each other, and its end, good or bad.
+"""Execution of one call: launches its tasks on their lanes, collects results, and reports the first error.
 
-The launcher takes every ticket and makes every slot here, before any task runs; workers only fill and take.
-Errors go the same way as results: the first one is kept, whoever waits for a slot wakes up, and the tasks that
-have not run step aside.
+The launcher takes every ticket and creates every slot before any task runs; workers only fill and take slots.
+After the first error, every thread that waits for a slot wakes up, and the tasks that have not run release what
+they hold without running.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from roundpipe.telemetry.layer_times import LayerTimes
 
 
 class _TaskJob:
-    """A task in its lane's queue."""
+    """A task in its lane's queue; its errors abort the run."""
 
     def __init__(self, run: Run, stage: Stage, weights: Weights) -> None:
         self._run = run
@@ -56,7 +56,7 @@ class _TaskJob:
         self.leave()
 
     def leave(self) -> None:
-        """Give up the turns that are left."""
+        """Release the tickets that it still holds."""
         for ticket in self._weights.tickets():
             ticket.leave()
 
@@ -70,10 +70,11 @@ class _TaskJob:
 
 
 class Run:
-    """A call under way: `tasks` in the order of their launch, on `batch`.
+    """A call being executed: `tasks`, in the order of their launch, on `batch`.
 
-    All is decided when it is made: each slot, who fills it, who takes it. `start` launches what needs nothing more
-    of the caller: all tasks, or those before a backward pass that may never come, which `backward` launches.
+    The constructor decides every slot, its writer and its readers. With a loss function, `start` launches all
+    tasks. Without one, it launches the forward tasks, and `backward` launches the others if the caller ever runs a
+    backward pass.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Run:
         self.call = call
         self.tasks = tuple(tasks)
         self.aborted = False
-        # Counts the runs of the model that add gradients.
+        # This run's place in the sequence of the model's runs that add gradients.
         self.number = 0
         self._batch = batch
         self._runtime = runtime
@@ -92,11 +93,11 @@ class Run:
         self._late = Late()
         self._outcomes: list[Outcome[None]] = []
         self._deliveries: list[Outcome[None]] = []
-        # What the layers took, one for each launch in which that is measured.
+        # Time and memory of the layers: one entry for each measured launch.
         self._times: list[LayerTimes] = []
         self._tracer = tracing.SILENT
         self._adds_gradients = False
-        # Whether a gradient on the host may hold a part of this run's.
+        # Whether part of this run's gradients may have been added on the host.
         self._has_delivered = False
         self._exchange = Exchange()
         self._exchange.expect_tasks(self.tasks, by_layer=call.grain == "layer")
@@ -124,7 +125,7 @@ class Run:
             add_note(error, f"RoundPipe: in model {self.call.name!r}, copying {what}")
             raise
 
-    # What the caller takes
+    # Results for the caller
 
     def _slots(self, what: Literal["loss", "input", "grad"], at: int) -> list[Slot]:
         return [Slot(what, at, m) for m in range(self.call.num_microbatches)]
@@ -143,30 +144,30 @@ class Run:
         return self._collect(self._loss_slots())
 
     def outputs(self, *, wait: bool) -> list[Packet]:
-        """The outputs of each microbatch, if the call keeps them; `wait` until they have come."""
+        """The outputs of each microbatch, if the call keeps them. `wait`: block until they are on the host."""
         return self._collect(self._output_slots(), wait=wait)
 
     def input_grads(self) -> list[Packet]:
-        """The gradients of each microbatch's inputs, if these want any."""
+        """The gradients of each microbatch's inputs, if any input requires grad."""
         return self._collect(self._grad_slots())
 
     # Launch, on the launcher's thread
 
     @property
     def first_tasks(self) -> tuple[Task, ...]:
-        """Those that `start` launches."""
+        """The tasks that `start` launches."""
         return self.tasks if self.call.loss_fn is not None else self._tasks_that_add(False)
 
     @property
     def later_tasks(self) -> tuple[Task, ...]:
-        """Those that `backward` launches."""
+        """The tasks that `backward` launches."""
         return () if self.call.loss_fn is not None else self._tasks_that_add(True)
 
     def _tasks_that_add(self, adds_gradients: bool) -> tuple[Task, ...]:
         return tuple(task for task in self.tasks if task.adds_gradients == adds_gradients)
 
     def start(self, times: LayerTimes | None) -> None:
-        """Launch the first tasks; never blocks. `times` takes in what their layers take."""
+        """Launch the first tasks; never blocks. `times` records the time and memory of their layers."""
         if self.call.loss_fn is not None:
             self._begin_adding()
         self._launch(self.first_tasks, times)
@@ -180,7 +181,7 @@ class Run:
     ) -> None:
         """Launch the later tasks.
 
-        `grads` are those of the outputs that require any, microbatch by microbatch, made on `streams`.
+        `grads`: the gradients of the outputs that require grad, microbatch by microbatch, computed on `streams`.
         """
         self._begin_adding()
         with streams.current_here():
@@ -195,8 +196,8 @@ class Run:
                 self._exchange.put(slot, self._copied(found, f"gradients of outputs, microbatch {m}"))
 
     def _begin_adding(self) -> None:
-        # Once a run: backward tasks use up what forward saved. If they fail before any gradient has begun to leave
-        # its device, the host has those of before.
+        # Once a run: backward tasks consume what forward saved. If they fail before any gradient leaves its
+        # device, the gradients on the host are unchanged.
         if self._adds_gradients:
             raise RuntimeError(
                 "backward() was called a second time through the same forward; its saved activations are gone"
@@ -206,11 +207,11 @@ class Run:
         self._adds_gradients = True
 
     def _launch(self, tasks: Sequence[Task], times: LayerTimes | None) -> None:
-        """Take all turns in the order of the tasks, then queue them."""
+        """Take all tickets in the order of the tasks, then queue the tasks."""
         self._tracer = tracing.current()
         if times is not None:
             self._times.append(times)
-        # A layer that cannot be copied must show before any turn is taken: nobody would leave it.
+        # A layer that cannot be copied must fail before any ticket is taken: no task would release the ticket.
         for task in tasks:
             self._twins[task.device].ensure(task.layers)
         jobs: deque[tuple[Lane, _TaskJob]] = deque()
@@ -221,7 +222,7 @@ class Run:
                 self._outcomes.append(self._followed(lane.submit(job)))
                 jobs.popleft()
         except BaseException as error:
-            # Such as Ctrl-C: those behind must not wait for tasks that will never run.
+            # For example Ctrl-C: later work must not wait for tasks that will never run.
             self.abort(error, "while it was launched")
             self._error = None
             self._late.tell()
@@ -263,7 +264,7 @@ class Run:
     # Gradients on their way to the host
 
     def send_home(self, delivery: Delivery, where: str) -> None:
-        """See `Outbox`."""
+        """Submit a delivery of gradients to its porter. See `Outbox`."""
         delivered = delivery.porter.submit(self._deliver, delivery, where)
         delivery.porter.note_load(delivered, delivery.nbytes)
         self._deliveries.append(self._followed(delivered))
@@ -286,12 +287,12 @@ class Run:
     # The end
 
     def abort(self, error: BaseException, where: str) -> None:
-        """Keep the first error with a note of where it happened, and wake everyone who waits for a slot."""
+        """Keep the first error, note on it where it happened, and wake every thread that waits for a slot."""
         with self._lock:
             if self.aborted:
                 return
             if self._leaves_gradients():
-                # Before anybody steps aside and lets a step come to what there is of the gradients.
+                # Before any task releases its tickets, which would let a step read the incomplete gradients.
                 self.call.state.note_broken(self.number, type(error).__name__)
             self.aborted = True
             self._error = error
@@ -299,11 +300,11 @@ class Run:
         self._describe(error, where)
 
     def _leaves_gradients(self) -> bool:
-        # The other parts of a whole may have their gradients of this backward already.
+        # In a model of several parts, the other parts may have added their gradients of this backward already.
         return self._has_delivered or (self._adds_gradients and self.call.state.is_part)
 
     def _describe(self, error: BaseException, where: str) -> None:
-        # After all are awake, and not under the lock: words, and what ends with the frames, may be anyone's code.
+        # After the wake-up and without the lock: formatting the error and clearing frames may run users' code.
         add_note(error, f"RoundPipe: in model {self.call.name!r}, {where}")
         if issubclass(type(error), torch.OutOfMemoryError):
             add_note(error, remedies(self.call.num_microbatches, self.call.grain, is_planned=self.call.is_planned))
@@ -313,9 +314,10 @@ class Run:
             self.call.state.describe_broken(self.number, in_words(error))
 
     def _collect(self, slots: Sequence[Slot], *, wait: bool = True) -> list[Packet]:
-        """Take slots on the launcher's thread; their memory may be read afterwards, or after their events.
+        """Take the packets of `slots`; call it on the launcher's thread.
 
-        Raises the run's first error, once all its tasks have stepped aside; what interrupts the caller is one.
+        With `wait`, the packets are readable on return, otherwise after their events. Raises the run's first
+        error, after all its tasks have ended. An interrupt of the caller counts as an error of the run.
         """
         try:
             with self._tracer.on_host(tracing.CALLER, "wait", "wait for results of the devices", reason="results"):
@@ -325,14 +327,14 @@ class Run:
                         event.synchronize()
                     self._runtime.backend.host_touch(read=packet.tensors(), what="results")
             if self.call.randomness is not None and self.call.randomness.drew_any():
-                # The generators are the caller's too: nothing may use them once the call has returned.
+                # The caller uses the same generators: no task may use them after the call has returned.
                 self._await_all()
             return packets
         except Aborted:
             pass
         except BaseException as error:
             self.abort(error, "while the caller waited")
-        # Not where another error is handled, which would take the place of what the run's own was raised after.
+        # Outside the except blocks, which would overwrite the `__context__` of the run's own error.
         self.finish()
         raise AssertionError("an aborted run has an error")
 
@@ -342,42 +344,42 @@ class Run:
                 wait_until(outcome.wait)
 
     def wait(self) -> None:
-        """Block until all tasks are over, and all gradients on the host."""
+        """Block until all tasks have ended and all gradients are on the host."""
         wait_for_all(self._outcomes)
         wait_for_all(self._deliveries)
 
     def wait_for_any(self, seconds: float) -> bool:
-        """Wait so long for a first task to be over; whether one is, or the run has failed."""
+        """Wait for at most `seconds`; return whether a task has ended or the run has failed."""
         return self.aborted or wait_for_any(self._outcomes, seconds)
 
     def take_times(self) -> list[LayerTimes]:
-        """What its layers took, of a run that is over; each launch once, and nothing of a run that failed."""
+        """Remove and return the layers' times of a run that has ended, one entry a launch; empty if it failed."""
         found, self._times = self._times, []
         return [] if self.aborted else found
 
     def finish(self) -> None:
-        """Block until all tasks are over and raise the run's error, once."""
+        """Block until all tasks have ended; raise the run's error, once."""
         if (error := self.outcome()) is not None:
             raise error
 
     def outcome(self) -> BaseException | None:
-        """Block until all tasks are over; the run's error, once."""
+        """Block until all tasks have ended; return the run's error, once."""
         self.wait()
         if self._error is None:
             return None
         self._late.tell()
         self._exchange.clear()
-        # The error holds its frames and all that is in them: it is the caller's from here on.
+        # The error keeps its frames and their objects alive, so this run drops its reference.
         error, self._error = self._error, None
         return error
 
     def over(self) -> bool:
-        """Whether all tasks are over, or have failed."""
+        """Whether all tasks have ended, or one has failed."""
         return self.aborted or all(outcome.done() for outcome in [*self._outcomes, *self._deliveries])
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of what the frames of an error hold, and of those behind it: kept, they would keep a device full."""
+    """Clear the frames of an error and of its causes: their tensors would keep device memory allocated."""
     behind: list[BaseException | None] = [error]
     seen: set[int] = set()
     while behind:

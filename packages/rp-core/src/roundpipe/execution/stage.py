@@ -1,4 +1,4 @@
-"""The bodies of tasks: a range of layers, forward, backward, or both with the loss between, on one device."""
+"""Execution of one task on its device: forward, backward, or forward, loss and backward of a range of layers."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from roundpipe.state.model_state import Block
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import NOTHING, Tracer
 
-# Between layers a worker waits for its device where so much travelled that it would pile up.
+# After transfers of so many bytes a worker waits for its device between layers, or they would fill its memory.
 _LARGE_BYTES = 64 << 20
-# Gradients that leave before the task is over wait for each other up to so many bytes of weights: each departure
-# costs turns of Python's lock while backward is being launched.
+# Gradients leave during backward in groups of so many bytes of weights: each departure takes the GIL from the
+# thread that launches backward.
 _DEPARTURE_BYTES = 128 << 20
 _FORWARD = "in {0}, forward, microbatch {1}"
 _RECOMPUTATION = "in {0}, recomputation, microbatch {1}"
 
 
 class Outbox(Protocol):
-    """Who has gradients carried to the host."""
+    """Sends gradients to the host."""
 
     def send_home(self, delivery: Delivery, where: str) -> None:
-        """Submit a delivery; `where` says in words what failed if it does."""
+        """Submit a delivery; `where` names it in words for an error's note."""
         ...
 
 
 class Stage:
-    """Carries out one task on its lane's device."""
+    """Runs one task on its lane's device."""
 
     def __init__(
         self,
@@ -71,21 +71,21 @@ class Stage:
         self._outbox = outbox
         self._courier = Courier(backend, lane, weights.holds, tracer)
         self._memory = Memory(lane.device.torch_device, self._courier, exchange)
-        # What is being done: in words once somebody asks, with the layer's name for ``{0}`` and the microbatch for
+        # Current activity, layer and microbatch; `where` formats the layer's name as ``{0}``, the microbatch as
         # ``{1}``.
         self._place: tuple[str, int, int] | None = None
-        # The buffers that a layer's next microbatch starts from, where they have gone home already.
+        # By layer: host copy of the buffers that its next microbatch starts from, if they were sent already.
         self._snapshots: dict[int, Packet] = {}
 
     def where(self) -> str:
-        """What was being done last, in words."""
+        """Name the last activity in words, for an error's note."""
         if self._place is None:
             return f"{self._task!r}, on {self._device.name}"
         words, layer, microbatch = self._place
         return f"{words.format(self._call.where(layer), microbatch)}, on {self._device.name}"
 
     def run(self) -> None:
-        """All microbatches, then the gradients and buffers home."""
+        """Run all microbatches, then send the gradients and buffers to the host."""
         body = self._body()
         with self._device.computing(), self._call.ambience():
             self._lane.retainer.flush()
@@ -112,7 +112,7 @@ class Stage:
                 assert_never(self._task.kind)
 
     def _send_home(self, blocks: Sequence[Block]) -> None:
-        where = f"{self._task!r}, gradients on their way home, from {self._device.name}"
+        where = f"{self._task!r}, sending gradients to the host, from {self._device.name}"
         self._outbox.send_home(self._weights.deliver(blocks), where)
 
     def _check_layers(self) -> None:
@@ -120,7 +120,7 @@ class Stage:
             self._place = ("in {0}, after its last microbatch", layer, -1)
             self._twins.check(layer)
 
-    # Told to whoever records
+    # Spans for the tracer
 
     def _told(self, microbatch: int) -> AbstractContextManager[None]:
         task, device = self._task, self._device
@@ -134,7 +134,7 @@ class Stage:
         return self._tracer.waiting(self._device, reason, what)
 
     def step_aside(self) -> None:
-        """Let go of what is on the device, once the work already put there is done with it."""
+        """Release the task's device memory after the work already queued there. For a run that has failed."""
         with self._device.computing():
             self._courier.let_go(self._device.compute.record())
             self._weights.abandon()
@@ -154,7 +154,7 @@ class Stage:
         self._courier.carried_bytes = 0
         self._lane.pace(done)
 
-    # Forward: each layer's graph is dropped at once; it only tells which results require grad.
+    # Forward: each layer's graph is dropped at once; it only shows which results require grad.
 
     def _forward(self, microbatch: int) -> None:
         arrived, origins = self._arrive(self._task.layers.start, microbatch)
@@ -164,7 +164,7 @@ class Stage:
             arrived = self._cut(self._layer(layer, microbatch, arrived.tree(), again=False), origins)
             self._hand_over(layer + 1, microbatch, arrived, origins)
             if layer + 1 < self._task.layers.stop and self._courier.carried_bytes >= _LARGE_BYTES:
-                # What arrived may pass through all layers: it is not let go.
+                # No release of the stage's inputs: a layer may pass them through to the next one.
                 self._pace(self._device.compute.record())
 
     def _cut(self, output: Any, origins: Origins) -> Arrived:
@@ -182,7 +182,7 @@ class Stage:
         if self._exchange.is_expected(slot):
             grads = [door is not None for door in arrived.doors]
             goes_on = boundary < self._task.layers.stop
-            # What the caller gets is theirs to write: nothing that a backward task will read.
+            # The caller may write the outputs, so these are copies of their own, not memory that backward reads.
             known = origins if boundary < self._call.num_layers else Origins()
             packet = self._courier.send(arrived.treedef, arrived.inside, grads, known, in_use=goes_on)
             self._exchange.put(slot, packet)
@@ -192,7 +192,7 @@ class Stage:
 
     def _arrive(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         self._place = ("before {0}, microbatch {1}", boundary, microbatch)
-        with self._waiting("stage before", "what comes before this layer, to be computed"):
+        with self._waiting("stage before", "this layer's inputs, from the stage before"):
             packet = self._exchange.take(Slot("input", boundary, microbatch))
         grads = packet.grads if self._call.with_grad else [False] * len(packet.grads)
         inside, doors = enter(self._courier.bring(packet), grads)
@@ -253,12 +253,12 @@ class Stage:
         prepare = cast("Callable[..., Any]", twin.prepare)
         buffers = self._weights.buffers(self._call.state.layers[layer])
         versions = self._weights.versions(buffers)
-        # Random numbers of its own: the recomputation draws those of forward without it.
+        # A seed of its own: the recomputation skips `prepare` and must still draw the numbers of forward.
         found = self._seeded(
             Drawer("prepare", layer), microbatch, lambda: prepare(*call[0], **call[1]), again=False
         )
         if self._weights.versions(buffers) != versions:
-            raise TypeError("prepare wrote a buffer, which a recomputation would not; write it in forward")
+            raise TypeError("prepare wrote a buffer, but recomputation does not call it; write it in forward")
         return self._memory.keep_prepared(layer, microbatch, found)
 
     def _seeded(self, drawer: Drawer, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
@@ -278,7 +278,7 @@ class Stage:
         versions = self._weights.versions(memories)
 
         def from_the_start() -> Any:
-            # A layer that turns out to need random numbers of its own is run a second time.
+            # A layer that draws from the CPU generator unexpectedly is run a second time: restore its buffers.
             _set(memories.values(), before.values())
             return body()
 
@@ -296,7 +296,7 @@ class Stage:
     def _writes(
         self, layer: int, block: Block, before: torch.Tensor, after: torch.Tensor, versions: list[int]
     ) -> bool:
-        # Batch norm writes its statistics past the version counters, so a layer's first run is looked at closely.
+        # Batch norm writes its statistics past the version counters, so a layer's first run compares the values.
         if self._weights.versions((block,))[block] != versions:
             return True
         if layer not in block.looked_at:
@@ -305,8 +305,9 @@ class Stage:
         return bool(block.writes)
 
     def _refuse_torn(self, block: Block) -> None:
-        # Stages take all microbatches through one layer before the next: the writes would come in another order
-        # than in plain PyTorch. Whether a planned stage holds all these layers may change from call to call.
+        # A stage runs all microbatches before the next stage starts, so layers in different stages would write in
+        # another order than in plain PyTorch. A planned stage may hold all these layers in one call, not in the
+        # next.
         together = not self._call.is_planned and set(block.users) <= set(self._task.layers)
         if len(block.users) == 1 or self._call.num_microbatches == 1 or together:
             return
@@ -342,7 +343,7 @@ class Stage:
         return tree
 
     def _used_bytes(self, microbatch: int) -> int | None:
-        # Of the first microbatch, which is none of the smaller ones.
+        # Measured on the first microbatch: no later one is larger.
         is_measured = self._times is not None and microbatch == self._task.microbatches.start
         return self._device.memory().used_bytes if is_measured else None
 
@@ -362,7 +363,7 @@ class Stage:
                 leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
 
     def _send_complete(self, layer: int) -> None:
-        # What was made later goes through first: all that is above the layer has been gone through.
+        # Backward runs through later layers first: it has passed all layers above this one.
         blocks = self._weights.complete_above(layer, self._task.layers)
         if sum(block.nbytes for block in blocks) >= _DEPARTURE_BYTES:
             self._send_home(blocks)
@@ -405,13 +406,13 @@ class Stage:
         for part in [layers] if whole else [range(layer, layer + 1) for layer in reversed(layers)]:
             grads = self._backward_through(part, microbatch, grads)
             if part.start > layers.start and self._courier.carried_bytes >= _LARGE_BYTES:
-                # Gradients may be views of those that arrived.
+                # `grads` stay: they may be views of the gradients that arrived.
                 self._end_of_part(still=grads)
         self._return_grads(layers.start, microbatch, grads)
 
     def _arriving_grads(self, boundary: int, microbatch: int) -> Sequence[Any]:
         self._place = ("after {0}, backward, microbatch {1}", boundary - 1, microbatch)
-        with self._waiting("stage before", "the gradients of what comes after, to be computed"):
+        with self._waiting("stage before", "the gradients of this layer's outputs, from the stage before"):
             packet = self._exchange.take(Slot("grad", boundary, microbatch))
         return self._courier.bring(packet)
 

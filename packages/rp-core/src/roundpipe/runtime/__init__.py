@@ -1,1 +1,1 @@
-"""Threads, locks and the devices they serve."""
+"""The runtime: devices, their threads, and the order of calls."""

@@ -1,11 +1,11 @@
-"""The launcher: the thread on which calls are launched and waited for, where no Ctrl-C comes.
+"""The launcher: a thread that launches calls and waits for them, safe from Ctrl-C.
 
-Python raises Ctrl-C anywhere in the main thread's code, also where a turn was just taken or is about to be given
-up. So that thread only hands bodies over and waits; what has begun goes on to its end, or to its next wait, which
-the caller's interrupt ends.
+Python raises Ctrl-C anywhere in the main thread's code, even between taking a ticket and recording it. So the
+calling thread only submits bodies and waits; the launcher runs them. An interrupt of the caller ends a body only
+at its next wait, never in between.
 
-Why not defer the signal instead: exchanging its handler takes another program's handler away, works in the main
-thread only, and holds back neither `SIGTERM` nor a timeout's alarm, which may raise in the same places.
+Deferring the signal instead would replace the user's signal handler, would work in the main thread only, and would
+not hold back `SIGTERM` handlers or a timeout's alarm, which may raise in the same places.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Result = TypeVar("_Result")
 
 # How often the launcher looks for an interrupt of its caller while it waits.
 _LOOK_S = 0.02
-# So long an interrupted caller waits for the launcher to come to its next wait, and for tasks to step aside. What
-# is still under way then goes on behind its back, and the next call waits for that.
+# How long an interrupted caller waits for the launcher to reach its next wait and for tasks to end. Work still
+# running after that continues in the background, and the next call waits for it.
 _PATIENCE_S = 0.3
 
 
 class _Caller:
-    """Whoever waits for a body; `interrupt` is what that wait was ended by."""
+    """A thread that waits for a body. `interrupt`: the exception that ended its wait, if any."""
 
     def __init__(self) -> None:
         self.interrupt: BaseException | None = None
@@ -45,9 +45,9 @@ _HERE = _Here()
 
 
 def wait_until(over: Callable[[float], bool]) -> None:
-    """Call `over`, which waits so many seconds for something, until it is true.
+    """Call `over` until it returns true. Its argument: for how many seconds it may wait.
 
-    On a launcher's thread: raises what has interrupted the caller meanwhile.
+    On a launcher's thread: raises the exception that interrupted the caller meanwhile.
     """
     caller = _HERE.caller
     while not over(_LOOK_S):
@@ -68,17 +68,18 @@ class Launcher:
         self._worker = Worker("roundpipe-launcher", partial(_compute_with, num_threads))
 
     def is_current(self) -> bool:
-        """Whether the calling thread is this one."""
+        """Whether the calling thread is the launcher's."""
         return self._worker.is_current()
 
     def is_here(self) -> bool:
-        """Whether its thread is in this process, not in the one that this one was forked from."""
+        """Whether its thread is in this process; false in a process forked from the one that started it."""
         return self._worker.is_here()
 
     def run(self, body: Callable[[], _Result]) -> _Result:
-        """What `body` returns or raises, on the launcher's thread.
+        """Run `body` on the launcher's thread; return its result or raise its error.
 
-        An interrupt of the calling thread ends the body at its next `wait_until`, and arrives as itself.
+        An interrupt of the calling thread, such as `KeyboardInterrupt`, ends the body at its next `wait_until` and
+        is raised here.
         """
         caller = _Caller()
         outcome = self._worker.submit(copy_context().run, _carry_out, caller, body)
@@ -92,17 +93,17 @@ class Launcher:
         try:
             return outcome.result()
         finally:
-            # What is raised holds this frame.
+            # An error's traceback keeps this frame alive, and with it these references.
             del outcome, body
 
     def close(self) -> None:
-        """Finish the bodies and end the thread. May be called twice."""
+        """Finish the submitted bodies and end the thread. May be called twice."""
         self._worker.close()
 
 
 def _note_besides(interrupt: BaseException, error: BaseException | None) -> None:
     if error is not None:
-        add_note(interrupt, f"RoundPipe: besides, {in_words(error)}")
+        add_note(interrupt, f"RoundPipe: another error was {in_words(error)}")
 
 
 def _carry_out(caller: _Caller, body: Callable[[], _Result]) -> _Result:
@@ -114,6 +115,7 @@ def _carry_out(caller: _Caller, body: Callable[[], _Result]) -> _Result:
 
 
 def _compute_with(num_threads: int) -> None:
-    # A device's worker may have set the count that new threads take; asked first, as in rp_optim.
+    # A device's worker may have set the number that new threads start with. The number is read first, since a
+    # thread's first read would undo an earlier set, as in rp_optim.
     torch.get_num_threads()
     torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""Porters: threads that carry blocks between the host and one device, one way each, off the lane's way."""
+"""Porters: threads that copy blocks between the host and one device, one for each direction."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _Result = TypeVar("_Result")
 
 
 class Porter:
-    """A thread with a conveyor; its jobs wait for their turns in the order in which the lane submits them.
+    """A thread with a conveyor. It runs jobs, which may wait for tickets, in the order of their submission.
 
-    So they are in launch order, as the lane's tasks are, and the oldest unfinished one can always go on.
-    `num_threads` are torch's intra-op threads for additions and for memory that is not pinned, which goes through
-    slots of `slot_bytes`.
+    The lane submits in launch order, so the oldest unfinished job can always continue: no deadlock. `num_threads`:
+    torch's intra-op threads for additions and for copies of unpinned memory, staged through slots of `slot_bytes`.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class Porter:
         self.stream = stream
         self.conveyor = Conveyor(backend, device, stream, slot_bytes=slot_bytes)
         self._worker = Worker(f"roundpipe-{stream.name}", partial(_start, device, num_threads))
-        # Jobs and the bytes on the device that each lets go of at its end.
+        # Jobs and the device memory that each releases at its end, in bytes.
         self._loads: deque[tuple[Outcome[Any], int]] = deque()
         self.submit(_nothing).result()
 
@@ -41,11 +40,11 @@ class Porter:
         return self._worker.submit(job, *args, **kwargs)
 
     def note_load(self, job: Outcome[Any], nbytes: int) -> None:
-        """The job that was submitted last lets go of so many bytes on the device."""
+        """Record that the job submitted last will release `nbytes` on the device."""
         self._loads.append((job, nbytes))
 
     def wait_for_room(self, spare_bytes: int) -> None:
-        """Block until what jobs have yet to let go of is no more than this; a job may also end by failing."""
+        """Block until unfinished jobs hold at most `spare_bytes` on the device; failed jobs count as finished."""
         while self._loads and (self._loads[0][0].done() or self._loaded_bytes() > spare_bytes):
             self._loads.popleft()[0].wait()
 

@@ -1,4 +1,4 @@
-"""The runtime: the devices, one worker thread for each, and the optimizer's thread."""
+"""The runtime: owner of the devices, a worker thread for each, the launcher and the optimizer's thread."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
     from roundpipe.state.model_state import ModelState
 
 
-# Slots of the porters' rings. Weights that are not pinned are written there and then read by the device: faster
-# while they fit into the cores' caches. Gradients are added from there: fewer slots, fewer turns of Python's lock.
+# Slot sizes of the porters' staging rings. Unpinned weights are copied to a slot, then read by the device: faster
+# while slots fit into the CPU caches. Gradients are added from slots: larger slots take the GIL less often.
 _FILLED_BYTES = 16 << 20
 _ADDED_BYTES = 32 << 20
-# So many microbatches, or large parts of one, lie on a device before its worker waits for the oldest.
+# How many microbatches, or large parts of one, a worker queues on its device before it waits for the oldest.
 _AHEAD = 2
 
 _Result = TypeVar("_Result")
 
 
 class Job(Protocol):
-    """What a lane carries out. Neither method raises: errors go where the job's results go."""
+    """Work for a lane. Neither method raises: the job reports its errors where it puts its results."""
 
     def prefetch(self) -> None:
-        """Start what can be started now without waiting for anything; the job before is still running."""
+        """Start transfers that need no wait; called while the job before is still running."""
         ...
 
     def run(self) -> None:
-        """Do the work."""
+        """Do the work; it may wait."""
         ...
 
 
 class Lane:
-    """One device and the thread that runs its tasks, job by job in the order of launch.
+    """One device and the worker thread that runs its jobs in the order of launch.
 
-    Its porters carry blocks: `inbox` weights to the device, `outbox` gradients from it.
+    Its porters copy blocks: `inbox` uploads weights, `outbox` downloads gradients.
     """
 
     def __init__(self, backend: Backend, device: Device, num_threads: int) -> None:
@@ -90,8 +90,8 @@ class Lane:
             self._waiting.remove(job)
 
     def settle(self) -> None:
-        """Wait for the jobs and let go of what was kept for them."""
-        # A delivery gives its turns up before it lets go of its sums.
+        """Wait for all jobs and release the memory retained for them."""
+        # Tickets are not enough: a delivery leaves its tickets before it releases its gradient sums.
         jobs = [
             self.inbox.submit(_nothing),
             self.outbox.submit(_nothing),
@@ -102,9 +102,10 @@ class Lane:
             job.result()
 
     def pace(self, done: Event) -> None:
-        """Wait for the device if much was put on it, the last of it over with `done`; let go of what is over.
+        """Wait for the device if too much is queued on it, and release memory of finished work.
 
-        What travels takes room on a device from the moment it is asked for.
+        `done`: the event after the work queued last. A transfer takes device memory from the moment it is queued,
+        so queueing without a limit would fill the device.
         """
         self._ahead.append(done)
         if len(self._ahead) > _AHEAD:
@@ -112,7 +113,7 @@ class Lane:
         self.retainer.flush()
 
     def prefetch_next(self) -> None:
-        """Let the next job, if it is known already, start what it can."""
+        """Let the next queued job, if there is one, start its transfers."""
         try:
             job = self._waiting[0]
         except IndexError:
@@ -120,7 +121,7 @@ class Lane:
         job.prefetch()
 
     def close(self) -> None:
-        """Finish the jobs and end the thread."""
+        """Finish the jobs and end the threads."""
         self._worker.close()
         self.inbox.close()
         self.outbox.close()
@@ -128,18 +129,18 @@ class Lane:
 
 
 class Runtime:
-    """Owns devices and threads; models run on one. Several may live side by side.
+    """Owns devices and threads; each model runs on one runtime. Several may be open at once.
 
     Args:
-        devices: ``"cuda"``, ``"cuda:0,2"``, ``"cpu"``, ``"cpu:4"``; None asks ``ROUNDPIPE_DEVICES``, then takes
-            all CUDA devices, else one CPU device.
+        devices: ``"cuda"``, ``"cuda:0,2"``, ``"cpu"``, ``"cpu:4"``; None takes those of ``ROUNDPIPE_DEVICES`` if
+            it is set, else all CUDA devices, else one CPU device.
         strict: whether CPU devices check the order of every memory access; False for benchmarks.
 
     >>> with Runtime("cpu:2") as runtime:
     ...     [use.name for use in runtime.memory()]
     ['cpu:0', 'cpu:1']
 
-    It is closed at exit, if not before.
+    It is closed when the process exits, if not before.
 
     Raises `rp_transfer.DeviceStringError` and `rp_transfer.BackendUnavailable`.
     """
@@ -152,31 +153,31 @@ class Runtime:
         share = _share(threads, len(self.backend.devices))
         self.lanes = tuple(Lane(self.backend, device, share) for device in self.backend.devices)
         self.optimizer = OptimizerThread(leave_cores=_left(threads, len(self.lanes)))
-        # Whose turn it is, across the models that share the devices.
+        # The next device in the round, across the models that share the devices.
         self.next_device = 0
         self.dealer = Dealer(len(self.lanes))
-        # The models whose memory comes from this backend.
+        # The models whose host memory this backend allocated.
         self.states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._launch = threading.Lock()
         self.closed = False
         self._has_ended = False
         self._launcher = Launcher(num_threads=threads)
-        # Workers of CPU devices take one core each; a thread that the user starts must not inherit that.
+        # Workers of CPU devices set one intra-op thread; a thread that the user starts must not inherit that.
         torch.set_num_threads(threads)
         quick_switching.hold()
         _AT_EXIT.close(self)
 
     def launching(self) -> AbstractContextManager[object]:
-        """The right to decide orders, for a ``with``; held by one thread at a time and never by the engine's own.
+        """The launch lock, for a ``with``: its holder decides the order of tasks. Engine threads are refused.
 
-        It is the lock itself: in code of ours, Ctrl-C could come between taking it and the ``with`` that gives it
-        back.
+        It is the lock itself, not a context manager of ours: in Python code, Ctrl-C could come between acquiring
+        the lock and the ``with`` that releases it.
         """
         self.refuse()
         return self._launch
 
     def refuse(self) -> None:
-        """Raise if nothing may be launched now, by this thread."""
+        """Raise `RoundPipeError`, `Busy` or `Closed` if this thread may not launch now."""
         self.refuse_forked()
         self._refuse_own_threads()
         if self._launch.locked():
@@ -185,18 +186,18 @@ class Runtime:
             )
         if self.closed:
             raise Closed(
-                "the process is ending, and has closed its runtimes; let the main thread join those that train"
+                "the process is ending and has closed its runtimes; join the training threads in the main thread"
                 if _AT_EXIT.has_begun
                 else "the runtime was closed; open another one and wrap the model again"
             )
 
     def launch(self, body: Callable[[], _Result]) -> _Result:
-        """What `body` returns or raises, run by the launcher with the right to decide orders."""
+        """Run `body` on the launcher's thread, holding the launch lock; return its result or raise its error."""
         with self.launching():
             return self._launcher.run(body)
 
     def carry_out(self, body: Callable[[], _Result]) -> _Result:
-        """`launch` for whoever is inside `launching` already."""
+        """Like `launch`, for a caller that holds the launch lock already."""
         return self._launcher.run(body)
 
     def refuse_forked(self) -> None:
@@ -222,7 +223,7 @@ class Runtime:
         return self.backend.host_memory()
 
     def close(self) -> None:
-        """Finish what was launched, end the threads, give the devices back. May be called again."""
+        """Finish launched work, end the threads, release the devices. May be called again."""
         self.closed = True
         if not self._launcher.is_here():
             return
@@ -257,19 +258,20 @@ def _nothing() -> None:
 
 
 def lasting() -> AbstractContextManager[object]:
-    """What is made within outlives the caller's inference mode."""
+    """Leave inference mode inside the context: tensors made there stay usable in training."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _share(num_threads: int, num_devices: int) -> int:
-    # Two porters a device. Where several devices add to one gradient, calls wait for these additions, and so does
-    # the optimizer.
+    # Two porters a device. They need threads: where several devices add to one gradient, calls and the optimizer
+    # wait for these additions.
     return max(num_threads // (2 * num_devices), 1)
 
 
 def _left(num_threads: int, num_devices: int) -> int:
-    # A worker, its backward thread and two porters a device, and the caller: where one of them finds no core, a
-    # whole device waits. The optimizer is bound by memory, so that it hardly needs the last third.
+    # Each device has a worker, its backward thread and two porters; if one of them or the caller finds no free
+    # core, a whole device waits. The optimizer is limited by memory bandwidth, so the last third of the cores
+    # hardly speeds it up.
     return max(num_devices, min(5 * num_devices, num_threads // 3))
 
 
@@ -278,12 +280,12 @@ _default: list[Runtime] = []
 
 
 def default_runtime() -> Runtime:
-    """The runtime of models that were given none; opened by the first of them and closed at exit.
+    """The runtime of models made without one; opened for the first of them and closed at exit.
 
     Raises `RoundPipeError` in a process that was forked from the one that opened it.
     """
     for runtime in _default:
-        # Before the lock, which another thread may have held when the process was forked.
+        # Before the lock: another thread may have held it at the fork, and it would then never be released here.
         runtime.refuse_forked()
     with _default_lock:
         if not _default or _default[-1].closed:
@@ -292,7 +294,7 @@ def default_runtime() -> Runtime:
 
 
 class _AtExit:
-    """Closes the runtimes that are open as the process ends, and tells of what failed and nobody asked for."""
+    """Closes open runtimes when the process exits, and reports errors that no call raised."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -300,9 +302,10 @@ class _AtExit:
         self._hook = partial(self._run)
 
     def close(self, runtime: Runtime) -> None:
-        """Have one closed."""
+        """Close this runtime at exit."""
         self._open.add(runtime)
-        # Each time anew: it must run before what the devices' libraries have registered.
+        # Register again for each runtime: exit hooks run last first, and this one must run before those of the
+        # devices' libraries.
         before, self._hook = self._hook, partial(self._run)
         atexit.register(self._hook)
         atexit.unregister(before)

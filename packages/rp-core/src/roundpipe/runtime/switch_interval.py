@@ -1,16 +1,16 @@
-"""How soon Python hands its lock on while models run: who brings weights must not wait for who calls layers."""
+"""A shorter GIL switch interval while a runtime is open: threads that copy weights must not wait for the GIL."""
 
 from __future__ import annotations
 
 import sys
 import threading
 
-# By default a thread keeps the lock for 5 ms, in which a link moves a layer. Handing it on takes some 10 µs.
+# By default a thread keeps the GIL for 5 ms, enough to upload a layer. A switch takes about 10 µs.
 _SECONDS = 2e-4
 
 
 class QuickSwitching:
-    """From the first `hold` to the last `release`, no thread keeps Python's lock for long.
+    """Shortens the GIL switch interval from the first `hold` to the last `release`.
 
     >>> switching = QuickSwitching()
     >>> before = sys.getswitchinterval()
@@ -28,7 +28,7 @@ class QuickSwitching:
         self._before = 0.0
 
     def hold(self) -> None:
-        """Shorten the interval, unless it is shorter already."""
+        """Shorten the interval unless it is shorter already, and count one more holder."""
         with self._lock:
             self._holders += 1
             if self._holders == 1:
@@ -36,12 +36,12 @@ class QuickSwitching:
                 sys.setswitchinterval(min(self._before, _SECONDS))
 
     def release(self) -> None:
-        """The end of one `hold`; the last one brings back what was before."""
+        """End one `hold`; the last one restores the earlier interval."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
                 sys.setswitchinterval(self._before)
 
 
-# Python has one lock, and so has every process one of these.
+# One for the process, as the interval is.
 quick_switching = QuickSwitching()

@@ -1,4 +1,4 @@
-"""Turns that are taken on the launcher's thread: for those who will work, or for that thread itself."""
+"""Tickets taken on the launcher's thread, for tasks and jobs that enter them later or for that thread itself."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from roundpipe.runtime.launcher import wait_until
 
 
 class Take(Protocol):
-    """Takes one place in a line."""
+    """Takes a ticket: a place in one line."""
 
     def __call__(self, line: Turns, *, write: bool) -> Ticket:
-        """The last one, as a reader or a writer."""
+        """Take the last place, as a reader or a writer."""
         ...
 
 
 @contextmanager
 def taking() -> Generator[Take]:
-    """Within it, tickets are taken for somebody who will leave them; if it fails, nobody would.
+    """Take tickets for work that will leave them later; leave them all if an exception ends the context.
 
     >>> line = Turns()
     >>> with taking() as take:
@@ -45,7 +45,7 @@ def taking() -> Generator[Take]:
 
 @contextmanager
 def own_turn(line: Turns, *, write: bool) -> Generator[None]:
-    """Within it the launcher itself has its turn, for which it waits until its caller is interrupted.
+    """Hold a turn in the line on the launcher's own thread. An interrupt of the caller ends the wait for it.
 
     >>> with own_turn(Turns(), write=True):
     ...     pass

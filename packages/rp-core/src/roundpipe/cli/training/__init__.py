@@ -1,1 +1,1 @@
-"""One training job: its text, its model, its machine."""
+"""A training job of the command: its text, its model, and its devices."""

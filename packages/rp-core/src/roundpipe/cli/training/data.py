@@ -1,4 +1,4 @@
-"""The text that a job trains on, and the part of it that is held out."""
+"""The text of a training job: reading it, holding a part out, and choosing the sequences of each step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HELD_OUT_MOST = 0.10
 MOST_TEXT_BYTES = 2**30
 _PART_BYTES = 2**20
 
-# Third-party packages are not the library's own; its test folders are mostly tables of odd inputs.
+# Folders to skip: third-party packages are not part of the library; its tests are mostly tables of odd inputs.
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"})
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The content of a file; `digest` is its SHA-256, by which files are chosen to be held out."""
+    """The content of a file. `digest`: its SHA-256, by which held-out files are chosen."""
 
     digest: str
     content: bytes
@@ -32,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes to train on, and bytes never trained on; each of whole files, one after the other in order of path."""
+    """Bytes to train on, and held-out bytes, never trained on; each joins files in the order of reading."""
 
     training: bytes
     held_out: bytes
@@ -41,10 +41,11 @@ class Corpus:
 def read_corpus(paths: Sequence[Path] | None) -> Corpus:
     """Read files and folders, or the standard library's source if paths are None, and hold a part out.
 
-    The same content always falls in the same part, whatever its name and however often it is there; it counts
-    once. Folders are searched to any depth; hidden files and binary ones (with a zero byte) are left out.
+    Equal contents count once, and file names do not affect which part a content falls in. Folders are searched to
+    any depth, without hidden files and binary files (with a zero byte).
 
-    Raises `Refused` if a path is missing or cannot be read, or if nothing readable or more than 1 GiB was found.
+    Raises `Refused` if a path is missing, cannot be read or is a binary file, or if no text or more than 1 GiB was
+    found.
     """
     texts = _distinct(_library() if paths is None else _contents(paths))
     if not texts:
@@ -53,10 +54,10 @@ def read_corpus(paths: Sequence[Path] | None) -> Corpus:
 
 
 def hold_out(texts: Sequence[Text]) -> Corpus:
-    """Take whole files out, in order of their digest, until they are a twentieth of the bytes.
+    """Hold out whole files, in order of their digest, until they make up a twentieth of the bytes.
 
-    A file that would make them more than a tenth is passed over. If that leaves none, as with a single file, the
-    last tenth of the largest file is held out instead.
+    Skip a file that would make them more than a tenth. If no file is chosen, as with a single file, hold out the
+    last tenth of the largest file instead.
 
     >>> hold_out([Text(digest="a", content=b"0123456789")])
     Corpus(training=b'012345678', held_out=b'9')
@@ -71,7 +72,7 @@ def hold_out(texts: Sequence[Text]) -> Corpus:
 
 
 def check_size(corpus: Corpus, *, batch_size: int, seq_len: int) -> None:
-    """Refuse a corpus that cannot fill one batch, or whose held-out part cannot fill one sequence."""
+    """Raise `Refused` if the training part cannot fill one batch, or the held-out part one sequence."""
     wanted, found = batch_size * seq_len + 1, len(corpus.training)
     if found < wanted:
         raise Refused(
@@ -80,24 +81,26 @@ def check_size(corpus: Corpus, *, batch_size: int, seq_len: int) -> None:
         )
     if len(corpus.held_out) <= seq_len:
         raise Refused(
-            f"a sequence takes {seq_len + 1} bytes of held-out text, but there are {len(corpus.held_out)} beside "
-            f"the {found} to train on; give more text, or lower --seq-len"
+            f"a sequence takes {seq_len + 1} bytes of held-out text, but there are {len(corpus.held_out)}, and "
+            f"{found} to train on; give more text, or lower --seq-len"
         )
 
 
 def training_starts(text_bytes: int, *, seed: int, step: int, batch_size: int, seq_len: int) -> list[int]:
-    """Where the sequences of one step begin; it depends on the arguments alone, not on devices or earlier steps.
+    """Draw the offsets of one step's sequences.
+
+    They depend on the arguments alone, not on devices or earlier steps.
 
     >>> training_starts(100, seed=0, step=3, batch_size=2, seq_len=8)
     [7, 67]
     """
-    # A string seeds by its SHA-512, so neighbouring seeds and steps have nothing in common.
+    # A string seeds by its SHA-512, so neighbouring seeds and steps give unrelated numbers.
     numbers = random.Random(f"{seed} {step}")
     return [numbers.randrange(text_bytes - seq_len) for _ in range(batch_size)]
 
 
 def held_out_starts(text_bytes: int, *, count: int, seq_len: int) -> list[int]:
-    """Where the held-out sequences begin: evenly spaced, overlapping if the text is short.
+    """Return the offsets of the held-out sequences: evenly spaced, overlapping if the text is short.
 
     >>> held_out_starts(101, count=4, seq_len=10)
     [0, 30, 60, 90]
@@ -143,7 +146,7 @@ def _library() -> Iterator[bytes]:
 
 
 def _contents(paths: Sequence[Path]) -> Iterator[bytes]:
-    # os.path here and below, since pathlib raises where a folder on the way is not ours to read.
+    # os.path here and below: pathlib raises an error if a parent folder may not be read.
     for path in paths:
         if os.path.isdir(path):
             yield from _readable(_files_in(path))
@@ -164,7 +167,7 @@ def _named_file(path: Path) -> bytes:
 
 
 def _text(path: Path) -> bytes | None:
-    """What a file holds, or None if there is a zero byte in it; no more is read than there may be."""
+    """Read a file; return None if it has a zero byte. Raises `Refused` as soon as it exceeds the limit."""
     content = bytearray()
     with path.open("rb") as file:
         while part := file.read(_PART_BYTES):
@@ -184,8 +187,8 @@ def _check_most(found: int) -> None:
 
 
 def _readable(paths: Iterable[Path]) -> Iterator[bytes]:
-    """The texts among files that nobody named one by one; whatever else lies in a folder is passed over."""
-    # A pipe in a folder would never end: regular files only.
+    """Read the text files among the files of a folder; skip empty, binary and unreadable ones."""
+    # Regular files only: reading a pipe would never end.
     for path in filter(os.path.isfile, paths):
         try:
             content = _text(path)
@@ -197,7 +200,7 @@ def _readable(paths: Iterable[Path]) -> Iterator[bytes]:
 
 def _files_in(folder: Path, *, without: frozenset[str] = frozenset()) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
-        # Changed in place: this is how os.walk is told where to go, and in which order.
+        # Changed in place: os.walk then visits these folders only, in this order.
         folders[:] = sorted(name for name in folders if name not in without and not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 

@@ -1,4 +1,4 @@
-"""One training job: a model, its optimizer and its text on one runtime."""
+"""A training job: steps, evaluation and saving of one model on one runtime."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ HELD_OUT_BYTES = 64 * 1024
 WARM_UP = 0.1
 LAST_RATE = 0.1
 
-# A step that runs beside the next one reads gradients of older weights; less momentum makes up for it.
+# An asynchronous step applies gradients of older weights; lower momentum compensates for the delay.
 BETAS = (0.5, 0.95)
 WEIGHT_DECAY = 0.1
 
-# Small gradients vanish in 16 bits with a narrow exponent, so the loss is scaled up and the gradients down again.
+# Small gradients underflow in float16, so the loss is scaled up before backward and the gradients down after it.
 LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 1024.0}
 
 
 class Job:
-    """Trains on the windows that the seed chooses; `options` have their devices and dtype filled in."""
+    """Trains a model on windows of text that the seed chooses.
+
+    `options` must have their devices and dtype filled in.
+    """
 
     def __init__(self, options: Options, corpus: data.Corpus, size: ModelSize, runtime: Runtime) -> None:
         self.options = options
@@ -53,7 +56,7 @@ class Job:
         )
 
     def step(self, step: int) -> StepFigures:
-        """Do the training step of this number, counted from 1; its update may still be under way afterwards."""
+        """Run training step number `step`, counted from 1; unless `sync`, its update may end after the return."""
         began = time.perf_counter()
         rate = learning_rate(step, steps=self.options.steps, highest=self.options.lr)
         inputs, labels = self.training.at(self._starts(step))
@@ -62,7 +65,7 @@ class Job:
         return self._figures(step, loss.item() / self.scale, rate, time.perf_counter() - began)
 
     def held_out_loss(self) -> float:
-        """Nats a byte on the held-out windows, with every step done so far."""
+        """Compute the loss on the held-out windows, in nats per byte, after waiting for all updates."""
         self.model.synchronize()
         self.model.eval()
         with torch.no_grad():
@@ -71,7 +74,7 @@ class Job:
         return sum(losses) / (len(losses) * self.options.batch_tokens)
 
     def save(self, folder: Path) -> None:
-        """Write the model as it is after every step done so far: all of it or, with `Unwritable`, nothing."""
+        """Write the model after all updates; if a write fails, raise `Unwritable` and leave none of it."""
         self.model.synchronize()
         folder.mkdir(parents=True, exist_ok=True)
         with writing(f"--output {folder}: the model"), finished_files(folder) as unfinished:
@@ -100,12 +103,12 @@ class Job:
         return causal_lm_loss(outputs, labels, reduction="sum", aligned=True).item()
 
     def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
-        """A microbatch's share of the mean over the batch, since the engine sums over microbatches."""
+        """Compute a microbatch's share of the mean over the batch: the engine sums losses over microbatches."""
         total = causal_lm_loss(outputs, labels, reduction="sum", aligned=True)
         return total * (self.scale / self.options.batch_tokens)
 
     def _update(self, rate: float) -> None:
-        """Runs on the optimizer's thread."""
+        """Apply the gradients at this learning rate; runs on the optimizer's thread."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.scale == 1 or self._unscale():
@@ -113,7 +116,7 @@ class Job:
         self.optimizer.zero_grad()
 
     def _unscale(self) -> bool:
-        """Divide the gradients by the loss scale; whether all of them are finite."""
+        """Divide the gradients by the loss scale; return whether all of them are finite."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         grads: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for grad in grads:
@@ -135,7 +138,7 @@ class Job:
 
 
 def learning_rate(step: int, *, steps: int, highest: float) -> float:
-    """The rate of a step, counted from 1: a linear rise over the first tenth, then half a cosine down.
+    """Compute the learning rate of a step, counted from 1: linear warm-up over a tenth of the steps, cosine decay.
 
     >>> [round(learning_rate(step, steps=20, highest=1.0), 2) for step in (1, 2, 11, 20)]
     [0.5, 1.0, 0.55, 0.1]

@@ -16,7 +16,7 @@ from roundpipe.cli.options import Options
 
 
 def fitted(options: Options) -> Options:
-    """The options with devices and dtype filled in.
+    """Fill in the devices and the dtype.
 
     Devices: the option's, else those of ``ROUNDPIPE_DEVICES``, else all GPUs, else two CPU devices. Dtype: the
     option's, else float32 on CPU devices and bfloat16 on GPUs.

@@ -28,7 +28,7 @@ class ModelSize:
 
 
 def make_model(size: ModelSize, *, dtype: torch.dtype, seed: int, seq_len: int) -> Qwen3ForCausalLM:
-    """Make the model on the host. A seed gives the same weights in every dtype, but for rounding.
+    """Make the model on the host. A seed gives the same weights in every dtype, except for rounding.
 
     The caller's random state does not change.
     """
@@ -60,7 +60,7 @@ def _config(size: ModelSize, seq_len: int) -> Qwen3Config:
         head_dim=size.head_numbers,
         max_position_embeddings=max(1024, seq_len),
         tie_word_embeddings=True,
-        # Wider than for a large model: in a few hundred steps weights move little from their initial values.
+        # Larger than for a large model: in a few hundred steps weights stay close to their initial values.
         initializer_range=0.05,
         use_cache=False,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Windows:
-    """All sequences of one length in a text; a token is a byte.
+    """All sequences of one length in a text, by their start; a token is a byte.
 
     >>> inputs, labels = Windows(b"abcdef", seq_len=2).at([0, 3])
     >>> bytes(inputs.flatten().tolist()), bytes(labels.flatten().tolist())
@@ -26,7 +26,7 @@ class Windows:
         return len(self._tokens)
 
     def at(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels, which are one byte further: each (sequences, seq_len) int64 on the host."""
+        """Return inputs and labels, which are shifted by one byte: each (sequences, seq_len) int64 on the host."""
         rows = torch.stack([self._tokens[start : start + self._seq_len + 1] for start in starts])
         tokens = rows.to(torch.int64)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
