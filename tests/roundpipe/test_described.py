@@ -63,7 +63,19 @@ class Full(torch.OutOfMemoryError):
     add_note = Refusing.add_note
 
 
-KINDS = (Unspoken, Noted, Refusing, Sealed, Rude, Full)
+class Hidden(type):
+    """Classes whose name cannot be read."""
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise AttributeError("no name")
+
+
+class Nameless(Exception, metaclass=Hidden):
+    """Its class hides its name."""
+
+
+KINDS = (Unspoken, Noted, Refusing, Sealed, Rude, Full, Nameless)
 
 
 class Failing(nn.Module):

@@ -49,7 +49,17 @@ def in_words(error: BaseException) -> str:
     try:
         return repr(error)
     except BaseException:
-        return f"{type(error).__name__} (whose repr fails)"
+        return f"{class_name(error)} (whose repr fails)"
+
+
+def class_name(error: BaseException) -> str:
+    """The name of an error's class, also where a metaclass hides it.
+
+    >>> class_name(ValueError("no"))
+    'ValueError'
+    """
+    # `type(error).__name__` runs the code of a metaclass that has its own.
+    return type.__dict__["__name__"].__get__(type(error))
 
 
 def add_note(error: BaseException, words: str) -> None:

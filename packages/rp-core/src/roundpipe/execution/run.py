@@ -21,7 +21,7 @@ from roundpipe.device.packet import Packet, Slot
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
-from roundpipe.errors import add_note, in_words
+from roundpipe.errors import add_note, class_name, in_words
 from roundpipe.execution.batch import Batch
 from roundpipe.execution.call import Call, Streams
 from roundpipe.execution.exchange import Aborted, Exchange
@@ -293,7 +293,7 @@ class Run:
                 return
             if self._leaves_gradients():
                 # Before any task releases its tickets, which would let a step read the incomplete gradients.
-                self.call.state.note_broken(self.number, type(error).__name__)
+                self.call.state.note_broken(self.number, class_name(error))
             self.aborted = True
             self._error = error
         self._exchange.close()

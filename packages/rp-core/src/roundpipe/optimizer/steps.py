@@ -18,7 +18,7 @@ from rp_optim.jobs import Outcome
 from rp_transfer import Ticket
 
 from roundpipe.context import OptimizerCtx
-from roundpipe.errors import add_note, in_words
+from roundpipe.errors import add_note, class_name, in_words
 from roundpipe.optimizer.gradient_loan import Incomplete, Loan, abandon, take_back
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
@@ -170,7 +170,7 @@ def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tra
             _note_failed(parts, "a call failed while its step was under way")
         abandon(loans)
     except BaseException as error:
-        _note_failed(parts, type(error).__name__)
+        _note_failed(parts, class_name(error))
         abandon(loans)
         add_note(error, f"RoundPipe: in model {name!r}, in the step function, on the optimizer's thread")
         _note_failed(parts, in_words(error))
