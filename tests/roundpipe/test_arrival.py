@@ -154,7 +154,7 @@ def test_optimizers_of_this_package_make_no_copy_of_the_gradients(two: Runtime) 
 
     def step() -> None:
         optimizer.step()
-        seen.extend(parameter._link.counts == "source" for parameter in model.optim_parameters())
+        seen.extend(parameter._link.gradient_in == "source" for parameter in model.optim_parameters())
         assert all(parameter.grad.dtype == torch.float32 for parameter in model.optim_parameters())
 
     model.step(step, is_async=False)

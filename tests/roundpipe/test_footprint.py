@@ -10,6 +10,7 @@ from plain import square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.planning.adaptive import PlanInUse
 from roundpipe.planning.footprint import Footprint, resident_bytes, rows_of
+from roundpipe.runtime.switch_interval import QuickSwitching
 from roundpipe.telemetry.layer_times import ModelTimer
 from rp_sched import LayerCost, Limits, Task
 from rp_transfer import MemoryUse
@@ -208,3 +209,17 @@ def test_a_gpus_peak_is_foreseen_after_the_first_call() -> None:
             model.synchronize()
         report = model.memory_report()
     assert report.predicted_bytes == pytest.approx(report.devices[0].peak_bytes, rel=0.1)
+
+
+def test_whatever_the_switch_interval_is_it_comes_back_whole() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for microseconds in range(1, 400):
+            sys.setswitchinterval((microseconds + 0.5) * 1e-6)
+            found = sys.getswitchinterval()
+            switching = QuickSwitching()
+            switching.hold()
+            switching.release()
+            assert sys.getswitchinterval() == found
+    finally:
+        sys.setswitchinterval(before + 5e-7)

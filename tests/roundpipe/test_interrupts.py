@@ -21,6 +21,7 @@ from interrupting import Trained
 from plain import batch, square_error
 from roundpipe import Runtime
 
+pytestmark = pytest.mark.untraced
 NIGHTLY = int(os.environ.get("ROUNDPIPE_INTERRUPTS", "10000"))
 OURS = tuple(str(Path(package.__file__).parent) for package in (roundpipe, rp_optim, rp_transfer))
 

@@ -79,7 +79,7 @@ REFUSED: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED.keys())
 def test_what_would_have_no_bound_is_refused_with_the_most_that_may_be(call: Callable[[], object]):
     with pytest.raises(ValueError, match=r"must be at most \d+, since .*, but is "):
@@ -115,7 +115,7 @@ def test_a_search_for_fewer_devices_ends_however_many_there_are(monkeypatch: pyt
     Search([LAYER, LAYER], **size, limits=Limits(upload_gb_s=1.0)).finish()
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_bisection_ends_between_neighbouring_numbers():
     least = math.ulp(0.0)
     assert least_cap(lambda cap: 1 if cap > least else 2, 1, least, 2 * least) == 2 * least
@@ -185,7 +185,7 @@ def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> int:
     return found
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"layers":' * 20_000, '{"layers": ' + "[" * 900 + "]" * 900 + "}"]
 )

@@ -33,14 +33,19 @@ class QuickSwitching:
             self._holders += 1
             if self._holders == 1:
                 self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, _SECONDS))
+                _set(min(self._before, _SECONDS))
 
     def release(self) -> None:
         """End one `hold`; the last one restores the earlier interval."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
-                sys.setswitchinterval(self._before)
+                _set(self._before)
+
+
+def _set(seconds: float) -> None:
+    # Python counts whole microseconds and cuts off what is left: what it told must come back whole.
+    sys.setswitchinterval(seconds + 5e-7)
 
 
 # One for the process, as the interval is.
