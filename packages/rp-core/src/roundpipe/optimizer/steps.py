@@ -32,7 +32,7 @@ Turns = dict[Block, Ticket]
 
 
 class Updates:
-    """The steps of one model, launched by the calling thread."""
+    """The steps of one model, launched by the launcher."""
 
     def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
         self._name = name
@@ -40,7 +40,7 @@ class Updates:
         self._runtime = runtime
         self._pending: list[tuple[Outcome[None], Late]] = []
 
-    # Launch, on the calling thread
+    # Launch, on the launcher's thread
 
     def prepare(self, take: Take, *, is_async: bool) -> Part:
         """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own."""
@@ -116,7 +116,7 @@ class Part:
         self._is_async = is_async
 
     def note_launched(self) -> None:
-        """Record that the step will run; on the calling thread."""
+        """Record that the step will run; on the launcher's thread."""
         self.state.unpublished = self._is_async
 
     def loans(self, tracer: Tracer) -> list[Loan]:

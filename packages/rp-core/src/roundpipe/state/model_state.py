@@ -237,7 +237,7 @@ class Broken:
 
 
 class ModelState:
-    """The host side of one model. The calling thread changes it under the runtime's launch lock.
+    """The host side of one model. The launcher changes it.
 
     `version`: number of launched publications of new weights. `unpublished`: the optimizer has a result that is
     not published yet. `quiet`: see `Randomness`. `num_runs`: number of launched runs that add gradients. `broken`:

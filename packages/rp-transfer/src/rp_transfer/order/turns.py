@@ -97,7 +97,7 @@ class Ticket:
 
 
 class Turns:
-    """The queue of one piece of host memory. Only the calling thread takes tickets, under its launch lock.
+    """The queue of one piece of host memory. Only one thread takes tickets.
 
     >>> line = Turns()
     >>> first, second = line.write(), line.read()
