@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, stage
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.execution import stage
 from rp_sched import Plan
 from torch import nn
 
