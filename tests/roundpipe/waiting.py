@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -352,25 +351,44 @@ def nothing_piles_up(runtime: Runtime) -> None:
     assert max(kept) < 40, kept
 
 
+class Drawing(nn.Module):
+    """Draws; when it runs again for backward of the last microbatch, it waits for the caller in between."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = pair
+        first = torch.rand(x.shape)
+        LATE_CALLS.append(1)
+        # The fourth recomputation, after four runs forward: all losses are on the host by then. Before, the layers
+        # that compute them would wait, since no other layer runs while one draws.
+        if DELAYS and len(LATE_CALLS) == 8:
+            under_way, drawn = DELAYS
+            under_way.set()
+            drawn.wait(DELAY_S)
+        return x + first + torch.rand(x.shape), mask
+
+
 def the_callers_random_numbers() -> None:
     """A call draws one number of the caller's generator, and is done with it when it returns."""
     model_layers = layers()
-    model_layers[1] = nn.Sequential(model_layers[1], Masked(nn.Dropout(0.5)))
-    model_layers[3] = nn.Sequential(model_layers[3], Late())
+    model_layers[1] = nn.Sequential(model_layers[1], Drawing())
     with Runtime("cpu:2") as runtime:
         model = wrap(model_layers, runtime, STAGED)
         call(model, 0)
-        torch.manual_seed(7)
-        hold_up(model)
-        end = time.monotonic() + 3 * DELAY_S
-        mine: list[torch.Tensor] = []
-        while time.monotonic() < end:
-            mine.append(torch.rand(1000))
         model.synchronize()
+        under_way, drawn = threading.Event(), threading.Event()
+        DELAYS[:] = [under_way, drawn]
+        LATE_CALLS.clear()
+        torch.manual_seed(7)
+        call(model, 3)
+        # Where the call does not wait for its layers, one of them is using the generator now.
+        assert under_way.wait(30)
+        mine = torch.rand(1000)
+        drawn.set()
+        model.synchronize()
+        DELAYS.clear()
         torch.manual_seed(7)
         torch.randint(1 << 62, ())
-        for numbers in mine:
-            assert torch.equal(numbers, torch.rand(1000))
+        assert torch.equal(mine, torch.rand(1000))
 
 
 def a_step_over_nothing() -> None:
