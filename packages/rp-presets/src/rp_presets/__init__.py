@@ -1,10 +1,9 @@
-"""Convert Hugging Face language models to `nn.Sequential` rows of layers."""
+"""Convert Hugging Face models to `nn.Sequential` rows of layers."""
 
-from rp_presets.carry import Carry
-from rp_presets.errors import UnsupportedModel
+from rp_presets.convert import to_sequential
+from rp_presets.errors import NotARow, UnsupportedModel
 from rp_presets.losses import causal_lm_loss
-from rp_presets.registry import supported, to_sequential
 
 __version__ = "0.1.0"
 
-__all__ = ["Carry", "UnsupportedModel", "__version__", "causal_lm_loss", "supported", "to_sequential"]
+__all__ = ["NotARow", "UnsupportedModel", "__version__", "causal_lm_loss", "to_sequential"]

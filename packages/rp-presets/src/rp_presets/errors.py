@@ -1,10 +1,8 @@
-"""The error raised for a model without a preset."""
+"""The errors raised for a model that is no row of layers."""
 
 
 class UnsupportedModel(NotImplementedError):
-    """No preset can convert this model.
-
-    The message names the model type, the class of the model, and the types and classes that are supported.
+    """The model cannot be shown to be a row of layers; the message names what it does.
 
     >>> from torch import nn
     >>> from rp_presets import UnsupportedModel, to_sequential
@@ -14,3 +12,12 @@ class UnsupportedModel(NotImplementedError):
     ...     print("Linear" in str(error))
     True
     """
+
+
+class NotARow(UnsupportedModel):
+    """A list of layers is no row. `path`: the name of the list in the model."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path!r} is no row of layers: {reason}")
+        self.path = path
+        self.reason = reason

@@ -1,0 +1,123 @@
+"""Convert a model to a row of layers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rp_presets.errors import NotARow, UnsupportedModel
+from rp_presets.observing.candidates import lists_of_layers, spine_of
+from rp_presets.observing.inputs import example_inputs as inputs_for
+from rp_presets.observing.proof import proven
+from rp_presets.observing.trace import Trace, undisturbed
+from rp_presets.rows.capture import install_hooks
+from rp_presets.rows.glue import Epilogue, Interlude, Prologue
+from rp_presets.rows.layer import Layer
+from rp_presets.rows.layout import Layout
+
+
+def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None = None) -> nn.Sequential:
+    """Convert a model to a row of layers that holds the model's own modules and computes the same outputs.
+
+    >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+    >>> config = Qwen3Config(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+    ...     num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    ... )
+    >>> model = Qwen3ForCausalLM(config)
+    >>> row = to_sequential(model)
+    >>> [type(layer).__name__ for layer in row]
+    ['Prologue', 'Layer', 'Layer', 'Epilogue']
+    >>> row[1].layer is model.model.layers[0]
+    True
+
+    The first layer takes the arguments of the model's forward; every other layer takes the result of the layer
+    before; the last returns the model's output object. No parameter is copied: training the row trains the model,
+    and tied weights stay tied.
+
+    No family is known by name. The model's own forward is run on a few tokens with its layers watched, one of each
+    kind of layer is run, and the code around them is run alone. The model is a row if that code computes nothing
+    from what a layer returned before the last one has, and misses nothing that it was not handed.
+
+    Args:
+        model: any model whose layers are in lists of modules; with PEFT adapters or without.
+        example_inputs: arguments of forward to observe it with; default: a few tokens, pixels or sounds, from the
+            model's config. Parts that these do not reach, such as a vision tower, are not in the row.
+
+    Raises:
+        TypeError: the model is not a torch module.
+        UnsupportedModel: it is not a row of layers; the message says where.
+        ValueError: the model has a setting that the row does not support; the message says what to do.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+        raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}")
+    lists = lists_of_layers(model)
+    if not lists:
+        raise UnsupportedModel(f"{type(model).__name__} has no list of layers (nn.ModuleList)")
+    _refuse_settings(model)
+    install_hooks(model)
+    with undisturbed(model), torch.random.fork_rng(), torch.no_grad():
+        model.train()
+        layout = _layout(model, lists, dict(example_inputs or inputs_for(model)))
+    return _row(model, layout)
+
+
+def _layout(model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any]) -> Layout:
+    """Observe the model; lists of layers that are no rows count as code around the others, except the largest."""
+    refused: dict[str, str] = {}
+    while True:
+        chosen = {path: list(layers) for path, layers in lists.items() if path not in refused}
+        try:
+            layout = _observed(model, chosen, inputs)
+        except NotARow as error:
+            refused[error.path] = error.reason
+            if error.path == next(iter(lists)):
+                raise
+            continue
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot be observed: {type(error).__name__}: {error}"
+            ) from error
+        return layout
+
+
+def _observed(model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: dict[str, Any]) -> Layout:
+    cache = _takes_cache(model)
+    arguments = {**inputs, **({"use_cache": False} if cache else {})}
+    trace = Trace(model, chosen, spine_of(chosen))
+    trace.run((), arguments)
+    layout = trace.layout(cache_argument=cache)
+    if not layout.segments:
+        raise UnsupportedModel(f"{type(model).__name__} called none of its lists of layers: {', '.join(chosen)}")
+    return proven(model, layout, trace.seen(), inputs)
+
+
+def _takes_cache(model: nn.Module) -> bool:
+    inner = getattr(model, "get_base_model", lambda: model)()
+    return "use_cache" in inspect.signature(type(inner).forward).parameters
+
+
+def _row(model: nn.Module, layout: Layout) -> nn.Sequential:
+    layers: list[nn.Module] = [Prologue(model, layout)]
+    for number, segment in enumerate(layout.segments):
+        if number:
+            layers.append(Interlude(model, layout, number))
+        own = list(model.get_submodule(segment.path).children())[: len(segment.results)]
+        layers += [Layer(layer, index) for index, layer in enumerate(own)]
+    row = nn.Sequential(*layers, Epilogue(model, layout))
+    row.training = model.training
+    return row
+
+
+def _refuse_settings(model: nn.Module) -> None:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError(
+            "gradient checkpointing must be off, but is on: the engine that runs the layers recomputes them; "
+            "call model.gradient_checkpointing_disable() first"
+        )

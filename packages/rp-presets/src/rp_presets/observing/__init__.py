@@ -1,0 +1,1 @@
+"""Observation of a model's forward: where its layers are, and the proof that they form a row."""

@@ -1,0 +1,117 @@
+"""Proof that a model is a row: the code around its layers is run alone, and must not miss what it was not handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rp_presets.errors import NotARow
+from rp_presets.observing.trace import Seen
+from rp_presets.rows.carry import Carry, Origin, Value
+from rp_presets.rows.glue import Epilogue, Glue, Interlude, Prologue
+from rp_presets.rows.layout import Layout
+from rp_presets.rows.trees import leaves
+
+_SEEDS = (1, 2, 3)
+
+
+def proven(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> Layout:
+    """The layout, with what the code behind layers needs of what comes before them.
+
+    Raises `NotARow` where a list of layers is no row.
+    """
+    floats = {(-1, name, 0) for name, value in inputs.items() if isinstance(value, Tensor)}
+    for stage in range(1, len(layout.segments) + 1):
+        everything = replace(layout, needed=layout.needed | floats | _origins(model, layout, seen, inputs, stage))
+        reference = _outcome(model, everything, seen, inputs, stage)
+        for origin in sorted(everything.needed - layout.needed):
+            fewer = replace(everything, needed=everything.needed - {origin})
+            if _same(_outcome(model, fewer, seen, inputs, stage), reference):
+                everything = fewer
+        if not _same(_outcome(model, everything, seen, inputs, stage, seed=_SEEDS[1]), reference):
+            raise NotARow(
+                layout.segments[stage - 1].path,
+                "the code behind its layers reads random numbers that are drawn before them, as by a dropout",
+            )
+        layout = everything
+    return layout
+
+
+def _origins(
+    model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int
+) -> set[Origin]:
+    """What is computed before the code of a stage."""
+    carry = _handed_on(model, layout, seen, inputs, stage, _SEEDS[0])
+    layers = {(number, "", index) for number in range(stage - 1) for index in range(len(seen[number].results))}
+    return {origin for origin in carry.program.past if origin[1]} | layers
+
+
+def _handed_on(
+    model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int, seed: int
+) -> Carry:
+    """What the code of a stage is handed, when the layers return what was seen."""
+    _seed(seed)
+    carry: Any = None
+    for number in range(stage):
+        glue = Prologue(model, layout) if number == 0 else Interlude(model, layout, number)
+        carry = glue(**inputs) if number == 0 else glue(carry)
+        carry = _behind_layers(carry, seen[number])
+    return carry
+
+
+def _behind_layers(carry: Carry, seen: Seen) -> Carry:
+    computed = {
+        wanted.key: found
+        for call, result in zip(carry.program.calls, seen.results, strict=True)
+        for wanted, found in zip(leaves(call.result), leaves(result), strict=True)
+        if isinstance(wanted, Value)
+    }
+    done = frozenset[int]().union(*(call.done for call in carry.program.calls))
+    values = {key: value for key, value in (carry.values | computed).items() if key not in done}
+    return carry._replace(values=values, boxes=dict(seen.written), written=frozenset(seen.written))
+
+
+def _outcome(
+    model: nn.Module,
+    layout: Layout,
+    seen: Sequence[Seen],
+    inputs: Mapping[str, Any],
+    stage: int,
+    *,
+    seed: int = _SEEDS[0],
+) -> list[Any]:
+    """What the code of a stage computes. `seed`: of the random numbers before it; its own are always the same."""
+    carry = _handed_on(model, layout, seen, inputs, stage, _SEEDS[0])
+    _seed(seed)
+    is_last = stage == len(layout.segments)
+    glue: Glue = Epilogue(model, layout) if is_last else Interlude(model, layout, stage)
+    glue.at_its_code = _seeding(_SEEDS[2])
+    found = glue(carry)
+    if isinstance(found, Carry):
+        own = [part for origin, part in found.parts.items() if origin[0] == stage]
+        return [*leaves(found.values), *leaves(found.boxes), *leaves(own), repr(found.program.calls)]
+    return list(leaves(found))
+
+
+def _seeding(seed: int) -> Callable[[], object]:
+    return lambda: _seed(seed)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def _same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(ones) == len(others) and all(map(_equal, ones, others))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
+    return one == other

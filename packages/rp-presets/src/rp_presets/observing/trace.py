@@ -1,0 +1,200 @@
+"""A model's forward, run once with its layers watched: which lists of layers it calls, and what they return."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from rp_presets.errors import NotARow
+from rp_presets.rows.layout import Layout, Like, Segment
+from rp_presets.rows.recorder import boxes_of, direct_tensors
+from rp_presets.rows.skeleton import Part, Stub, in_session, skeleton
+from rp_presets.rows.trees import contents_of, leaves, mapped, same
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one run showed of one list of layers: their results, and the containers that they wrote, as they left them."""
+
+    results: list[Any]
+    written: dict[int, Any]
+
+
+class Trace:
+    """A `Session` in which everything runs, but only one of several like layers.
+
+    `lists`: the lists of layers to watch, by name.
+    """
+
+    def __init__(self, model: nn.Module, lists: Mapping[str, Sequence[nn.Module]], spine: frozenset[str]) -> None:
+        self._names = list(lists)
+        self._lists = [list(layers) for layers in lists.values()]
+        self._order: list[int] = []
+        self._next = 0
+        self._used: defaultdict[int, set[str]] = defaultdict(set)
+        self._templates: defaultdict[int, list[Any]] = defaultdict(list)
+        self._results: defaultdict[int, list[Any]] = defaultdict(list)
+        self._of_kind: dict[Any, Any] = {}
+        self._boxes: defaultdict[int, dict[int, tuple[Any, Any]]] = defaultdict(dict)
+        self._skeleton = skeleton(
+            model, {name: number for number, name in enumerate(lists)}, lambda _: True, spine
+        )
+        self._spine = spine
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Run the model's forward."""
+        with in_session(self):
+            self._skeleton(*args, **kwargs)
+
+    def layout(self, *, cache_argument: bool) -> Layout:
+        """What the run showed."""
+        segments = [Segment(self._names[number], tuple(self._templates[number])) for number in self._order]
+        parts = [frozenset(self._used[phase]) for phase in range(len(segments) + 1)]
+        return Layout(tuple(segments), self._spine, tuple(parts), frozenset(), cache_argument)
+
+    def seen(self) -> list[Seen]:
+        """What it showed of each list of layers, in the order of the segments."""
+        return [Seen(self._results[number], self._written(number)) for number in self._order]
+
+    def _written(self, number: int) -> dict[int, Any]:
+        boxes = self._boxes[number].values()
+        return {
+            key: contents_of(box) for key, (box, first) in enumerate(boxes) if not same(contents_of(box), first)
+        }
+
+    # What stubs and parts ask
+
+    def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Session.layer`."""
+        self._check_turn(stub)
+        for box in boxes_of((args, kwargs)):
+            self._boxes[stub.segment].setdefault(id(box), (box, contents_of(box)))
+        layer = self._lists[stub.segment][stub.index]
+        result = self._result(stub, layer, args, kwargs)
+        given = direct_tensors((args, kwargs))
+        self._templates[stub.segment].append(mapped(lambda leaf: _like(leaf, given), result))
+        self._results[stub.segment].append(result)
+        return result
+
+    def part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Session.part`."""
+        self._used[self._phase].add(part.path)
+        return part.run(args, kwargs)
+
+    def read(self, part: Part, name: str) -> Any:
+        """See `Session.read`."""
+        self._used[self._phase].add(part.path)
+        return getattr(part.held(), name)
+
+    # Inside
+
+    @property
+    def _phase(self) -> int:
+        # Between two layers of a list, and behind its last one: which is the last is known when it has been called.
+        is_inside = self._order and self._next < len(self._lists[self._order[-1]])
+        return len(self._order) - 1 if is_inside else len(self._order)
+
+    def _check_turn(self, stub: Stub) -> None:
+        if stub.segment not in self._order:
+            self._order.append(stub.segment)
+            self._next = 0
+        if stub.segment != self._order[-1] or stub.index != self._next:
+            raise NotARow(
+                self._names[stub.segment],
+                f"layer {stub.index} is called out of turn; in a row every layer runs once, in order",
+            )
+        self._next += 1
+
+    def _result(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = (stub.segment, _kind(layer), _shapes((args, kwargs)))
+        if kind in self._of_kind:
+            return mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self._of_kind[kind])
+        before = [contents_of(box) for box in boxes_of((args, kwargs))]
+        result = self._watched(stub, layer, args, kwargs)
+        after = [contents_of(box) for box in boxes_of((args, kwargs))]
+        if same(before, after):
+            self._of_kind[kind] = result
+        return result
+
+    def _watched(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in given]
+        attributes = _attributes(layer)
+        result = layer(*args, **kwargs)
+        if [tensor._version for tensor in given] != versions:
+            raise NotARow(self._names[stub.segment], f"layer {stub.index} writes a tensor that it is handed")
+        if (changed := _changed(attributes, _attributes(layer))) is not None:
+            raise NotARow(self._names[stub.segment], f"layer {stub.index} sets its attribute {changed!r}")
+        return result
+
+
+def _like(leaf: Any, given: Sequence[Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    alike = (number for number, one in enumerate(given) if (one.shape, one.dtype) == (leaf.shape, leaf.dtype))
+    return Like(next(alike, None))
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves(tree))
+
+
+_STATE = frozenset(vars(nn.Module())) | {"layer_idx", "layer_id", "layer_number", "block_idx"}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The plain attributes of a module and its submodules, by name."""
+    return {
+        f"{name}.{own}" if name else own: value
+        for name, child in module.named_modules()
+        for own, value in vars(child).items()
+        if own not in _STATE
+    }
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    names = [*after, *(name for name in before if name not in after)]
+    return next((name for name in names if before.get(name) is not after.get(name)), None)
+
+
+def _kind(module: nn.Module) -> Any:
+    """What layers have in common that return alike things: classes, plain attributes, shapes of parameters."""
+    plain = {
+        name: value for name, value in _attributes(module).items() if isinstance(value, bool | int | float | str)
+    }
+    return (
+        tuple((name, type(child)) for name, child in module.named_modules()),
+        tuple(sorted(plain.items(), key=lambda item: item[0])),
+        tuple((name, parameter.shape) for name, parameter in module.named_parameters()),
+    )
+
+
+class _Restored:
+    """Tensors and flags that observation must not change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._flags = [module.training for module in model.modules()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._tables = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in model.modules()]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for module, flag in zip(self._model.modules(), self._flags, strict=True):
+            module.training = flag
+        for table, before in self._tables:
+            table.clear()
+            table.update(before)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+
+
+def undisturbed(model: nn.Module) -> _Restored:
+    """Restore the model's buffers and training flags at the end of the context."""
+    return _Restored(model)

@@ -1,0 +1,159 @@
+"""Recorder of the calls of a list of layers, whose results are not there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from rp_presets.rows.absent import Absent, Spec
+from rp_presets.rows.carry import BoxKey, LayerCall, Value
+from rp_presets.rows.layout import Like
+from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, leaves, mapped, same
+
+
+class Recorder:
+    """Records the calls of a list of layers.
+
+    `values`: the tensors among their arguments that no layer computed, by key. `touched`: see `Absent`. `refuse`:
+    raises an error with a reason.
+    """
+
+    def __init__(
+        self, device: torch.device, touched: Callable[[str], Any], refuse: Callable[[str], NoReturn]
+    ) -> None:
+        self._device = device
+        self._touched = touched
+        self._refuse = refuse
+        self.values: dict[int, Tensor] = {}
+        self._count = 0
+        self._boxes: dict[int, Box] = {}
+        self._at_first: dict[int, Any] = {}
+        # Results by key: their weak references tell what the model's code still holds.
+        self._computed: dict[int, weakref.ref[Tensor]] = {}
+        self._recorded: list[tuple[Any, Any]] = []
+
+    def record(self, arguments: Any, like: Any) -> Any:
+        """A layer is called; return its result, of tensors that are not there."""
+        encoded = _encoded(self._key, arguments)
+        specs = [leaf.spec if isinstance(leaf, Absent) else Spec.of(leaf) for leaf in direct_tensors(arguments)]
+        result = mapped(lambda leaf: self._absent(leaf, specs) if isinstance(leaf, Like) else leaf, like)
+        self._recorded.append((encoded, mapped(self._result_key, result)))
+        return result
+
+    def calls(self) -> list[LayerCall]:
+        """The recorded calls; call it where the frames of the model's code are alive."""
+        alive = {key for key, weak in self._computed.items() if weak() is not None}
+        last_use, last_box = self._last_uses()
+        return [
+            LayerCall(
+                encoded,
+                result,
+                frozenset(key for key, last in last_use.items() if last == index and key not in alive),
+                frozenset(key for key, last in last_box.items() if last == index),
+            )
+            for index, (encoded, result) in enumerate(self._recorded)
+        ]
+
+    def empty(self) -> dict[int, Box]:
+        """An empty container for each one among the arguments."""
+        return {key: emptied(box) for key, box in self._boxes.items()}
+
+    def contents(self) -> dict[int, Any]:
+        """What each container held when the first layer was called with it."""
+        return self._at_first
+
+    def _last_uses(self) -> tuple[dict[int, int], dict[int, int]]:
+        values: dict[int, int] = {}
+        boxes: dict[int, int] = {}
+        for index, tree in enumerate(self._recorded):
+            for leaf in leaves(tree):
+                if isinstance(leaf, Value):
+                    values[leaf.key] = index
+                elif isinstance(leaf, BoxKey):
+                    boxes[leaf.key] = index
+        return values, boxes
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _absent(self, leaf: Like, specs: list[Spec | None]) -> Absent:
+        found = Absent.make(leaf.spec(specs), self._device, self._touched)
+        found.key = self._next()
+        self._computed[found.key] = weakref.ref(found)
+        return found
+
+    def _result_key(self, leaf: Any) -> Any:
+        return Value(leaf.key) if isinstance(leaf, Absent) else leaf
+
+    def _key(self, leaf: Any) -> Any:
+        if is_box(leaf):
+            return self._box_key(leaf)
+        if isinstance(leaf, Absent):
+            known = self._computed.get(-1 if leaf.key is None else leaf.key)
+            if known is None or known() is not leaf or leaf.key is None:
+                self._refuse("a layer is handed what a layer of another list returned")
+            return Value(leaf.key)
+        if isinstance(leaf, Tensor):
+            key = next((key for key, value in self.values.items() if value is leaf), None)
+            if key is None:
+                key = self._next()
+                self.values[key] = leaf
+            return Value(key)
+        if not is_plain(leaf):
+            self._refuse(
+                f"its layers are handed a {type(leaf).__name__}, which cannot be handed on: it may be written, or hold "
+                "tensors"
+            )
+        return leaf
+
+    def _box_key(self, box: Box) -> BoxKey:
+        key = next((key for key, known in self._boxes.items() if known is box), None)
+        contents = contents_of(box)
+        if any(isinstance(leaf, Absent) for leaf in leaves(contents)):
+            self._refuse("the model writes what a layer returned into a container between its layers")
+        if key is None:
+            key = len(self._boxes)
+            self._boxes[key] = box
+            self._at_first[key] = contents
+        elif not same(contents, self._at_first[key]):
+            self._refuse("the model writes a container between its layers that they are handed")
+        return BoxKey(key)
+
+
+def _encoded(key: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with `key(leaf)` for its leaves; containers are leaves here, but for the two of a call itself."""
+    args, kwargs = tree
+    return (
+        tuple(_through_tuples(key, arg) for arg in args),
+        {name: _through_tuples(key, value) for name, value in kwargs.items()},
+    )
+
+
+def _through_tuples(key: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
+        items = [_through_tuples(key, item) for item in tree]
+        make = getattr(type(tree), "_make", tuple)
+        return make(items)
+    return key(tree)
+
+
+def _direct(arguments: Any) -> list[Any]:
+    """The leaves of a call's arguments, with containers as leaves."""
+    found: list[Any] = []
+    _encoded(found.append, arguments)
+    return found
+
+
+def boxes_of(arguments: Any) -> list[Box]:
+    """The containers among a call's arguments."""
+    return [leaf for leaf in _direct(arguments) if is_box(leaf)]
+
+
+def direct_tensors(arguments: Any) -> list[Tensor]:
+    """The tensors among a call's arguments that are in no container."""
+    return [leaf for leaf in _direct(arguments) if isinstance(leaf, Tensor)]

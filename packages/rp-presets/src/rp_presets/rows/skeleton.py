@@ -1,0 +1,211 @@
+"""Skeletons: private copies of the modules around a model's layers, with stubs for the layers and for their parts.
+
+A model's forward runs on a skeleton as it is. What a stub or a part does is decided by the `Session` of the running
+forward, so skeletons hold no state of a call, and each device may have a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from rp_presets.errors import UnsupportedModel
+from rp_presets.rows.absent import Spec
+
+
+class Session(Protocol):
+    """Decides what stubs and parts do while one forward runs on a skeleton."""
+
+    def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer is called; return its result."""
+        ...
+
+    def part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A part is called; return its result."""
+        ...
+
+    def read(self, part: Part, name: str) -> Any:
+        """An attribute of a part that is a tensor, a module or a method is read; return it."""
+        ...
+
+
+_SESSION: ContextVar[Session] = ContextVar("rp_presets_session")
+
+
+@contextmanager
+def in_session(session: Session):
+    """Let `session` decide inside the context, in this thread."""
+    token = _SESSION.set(session)
+    try:
+        yield session
+    finally:
+        _SESSION.reset(token)
+
+
+class Facts:
+    """The plain attributes of a module and of its submodules, for code that reads them of a layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._name = type(module).__name__
+        self._own = {name: value for name, value in vars(module).items() if _is_fact(name, value)}
+        self._children = {name: Facts(child) for name, child in module.named_children()}
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            for table in (self._own, self._children):
+                if name in table:
+                    return table[name]
+        raise AttributeError(f"{self._name}.{name} is read where only the layer's plain attributes are known")
+
+    def __deepcopy__(self, memo: object) -> Facts:
+        del memo
+        return self
+
+
+def _is_fact(name: str, value: object) -> bool:
+    return name not in _MODULE_STATE and not isinstance(value, nn.Module | Tensor)
+
+
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+
+class Stub(nn.Module):
+    """Stands for the layer `index` of the layers `segment`."""
+
+    def __init__(self, segment: int, index: int, layer: nn.Module) -> None:
+        super().__init__()
+        self.segment = segment
+        self.index = index
+        self.training = layer.training
+        vars(self)["facts"] = Facts(layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the session."""
+        return _SESSION.get().layer(self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["facts"], name)
+
+
+class Part(nn.Module):
+    """Stands for a module that the code around the layers calls; holds it where it runs for real.
+
+    `path`: its name in the model. `inner`: the module, or None.
+    """
+
+    inner: nn.Module | None
+
+    def __init__(self, path: str, module: nn.Module, *, is_held: bool) -> None:
+        super().__init__()
+        self.path = path
+        self.inner = module if is_held else None
+        self.training = module.training
+        facts = Facts(module)
+        vars(self)["facts"] = facts
+        vars(self)["specs"] = {name: Spec.of(tensor) for name, tensor in _own_tensors(module)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the session."""
+        return _SESSION.get().part(self, args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module. One without parameters runs as a copy: some write attributes, such as rotary tables."""
+        inner = self.held()
+        has_parameters = next(inner.parameters(), None) is not None
+        return (inner if has_parameters else shallow(inner))(*args, **kwargs)
+
+    def held(self) -> nn.Module:
+        """The module. Raises `UnsupportedModel` if it did not run here when the model was observed."""
+        if self.inner is None:
+            raise UnsupportedModel(
+                f"the model calls {self.path!r}, which it did not here when it was observed; observe it with "
+                "arguments like these: to_sequential(model, example_inputs=...)"
+            )
+        return self.inner
+
+    def stand_in(self, name: str, device: torch.device) -> Any:
+        """A stand-in for a tensor of the module where it is not held. It takes no memory."""
+        spec = vars(self)["specs"].get(name)
+        return (
+            getattr(self.held(), name)
+            if spec is None
+            else Spec(torch.Size(), spec.dtype).stand_in(device).expand(spec.shape)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            own = vars(self)["facts"]._own
+            if name in own:
+                return own[name]
+            return _SESSION.get().read(self, name)
+
+
+def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A copy of a module with tables of its own that holds the same submodules and tensors."""
+    found = copy.copy(module)
+    state = vars(found)
+    for table in ("_modules", "_parameters", "_buffers"):
+        state[table] = dict(state[table])
+    own = state.get("forward")
+    if own is not None:
+        state["forward"] = _rebound(own, module, found)
+    return found
+
+
+def _rebound(forward: Callable[..., Any], old: nn.Module, new: nn.Module) -> Callable[..., Any]:
+    if isinstance(forward, types.MethodType) and forward.__self__ is old:
+        return types.MethodType(forward.__func__, new)
+    raise UnsupportedModel(
+        f"{type(old).__name__}.forward was replaced on this object by something that is no method of it, such as the "
+        "hooks of device_map; load the model without them"
+    )
+
+
+def skeleton(
+    model: nn.Module, segments: Mapping[str, int], is_held: Callable[[str], bool], spine: frozenset[str]
+) -> nn.Module:
+    """Copy the model's modules named in `spine`, with stubs for layers and parts for other modules.
+
+    `segments`: the lists of layers, by name. `is_held`: whether a part holds its module.
+    """
+
+    def copied(module: nn.Module, path: str) -> nn.Module:
+        if path in segments:
+            stubs = [Stub(segments[path], index, layer) for index, layer in enumerate(module.children())]
+            return _list_like(module, stubs)
+        if path in spine or _is_container(module):
+            found = shallow(module)
+            for name, child in module.named_children():
+                found._modules[name] = copied(child, f"{path}.{name}" if path else name)
+            return found
+        return Part(path, module, is_held=is_held(path))
+
+    return copied(model, "")
+
+
+def _is_container(module: nn.Module) -> bool:
+    # A list or dict of modules is never called itself.
+    return type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _list_like(old: nn.Module, stubs: list[Stub]) -> nn.Module:
+    found = shallow(old)
+    vars(found)["_modules"] = {name: stub for (name, _), stub in zip(old.named_children(), stubs, strict=True)}
+    return cast(nn.Module, found)
