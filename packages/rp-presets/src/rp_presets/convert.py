@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from rp_presets.observing.candidates import lists_of_layers, spine_of
 from rp_presets.observing.inputs import example_inputs as inputs_for
 from rp_presets.observing.proof import proven
 from rp_presets.observing.trace import Trace, undisturbed
+from rp_presets.rows.arguments import names_of
 from rp_presets.rows.capture import install_hooks
 from rp_presets.rows.glue import Epilogue, Interlude, Prologue
 from rp_presets.rows.layer import Layer
@@ -60,7 +60,7 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
         raise UnsupportedModel(f"{type(model).__name__} has no list of layers (nn.ModuleList)")
     _refuse_settings(model)
     install_hooks(model)
-    with undisturbed(model), torch.random.fork_rng(), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         model.train()
         layout = _layout(model, lists, dict(example_inputs or inputs_for(model)))
     return _row(model, layout)
@@ -100,7 +100,7 @@ def _observed(model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: d
 
 def _takes_cache(model: nn.Module) -> bool:
     inner = getattr(model, "get_base_model", lambda: model)()
-    return "use_cache" in inspect.signature(type(inner).forward).parameters
+    return "use_cache" in names_of(inner)
 
 
 def _row(model: nn.Module, layout: Layout) -> nn.Sequential:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,14 +54,14 @@ def _tokens(config: Any) -> Tensor:
 
 def _special_tokens(config: Any) -> Iterable[int]:
     for one in (config, *_inner(config)):
-        for name, value in vars(one).items():
+        for name, value in _fields(one).items():
             if name.endswith(("_token_id", "_token_index")):
                 yield from value if isinstance(value, list) else (value,)
 
 
 def _pixels(config: Any) -> Tensor:
     size = _first(config, ("image_size",), 32)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
+    height, width = cast("list[int]", size) if isinstance(size, list | tuple) else (size, size)
     channels = int(_first(config, ("num_channels", "in_channels"), 3))
     return _varied(_ROWS, channels, height, width)
 
@@ -90,7 +90,13 @@ def _first(config: Any, names: Iterable[str], default: Any) -> Any:
     return default
 
 
+def _fields(config: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", vars(config))
+
+
 def _inner(config: Any) -> list[Any]:
     if config is None:
         return []
-    return [value for name, value in vars(config).items() if name.endswith("config") and hasattr(value, "to_dict")]
+    return [
+        value for name, value in _fields(config).items() if name.endswith("config") and hasattr(value, "to_dict")
+    ]

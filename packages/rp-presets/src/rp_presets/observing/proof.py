@@ -1,4 +1,4 @@
-"""Proof that a model is a row: the code around its layers is run alone, and must not miss what it was not handed."""
+"""Proof that a model is a row: the code around its layers runs alone and misses nothing."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _seeding(seed: int) -> Callable[[], object]:
 
 
 def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _same(ones: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rp_presets.errors import NotARow
@@ -18,7 +19,7 @@ from rp_presets.rows.trees import contents_of, leaves, mapped, same
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one run showed of one list of layers: their results, and the containers that they wrote, as they left them."""
+    """What one run showed of one list of layers: their results, and what the containers that they wrote hold."""
 
     results: list[Any]
     written: dict[int, Any]
@@ -94,7 +95,7 @@ class Trace:
 
     @property
     def _phase(self) -> int:
-        # Between two layers of a list, and behind its last one: which is the last is known when it has been called.
+        # The list that was called last is over when all its layers have been called.
         is_inside = self._order and self._next < len(self._lists[self._order[-1]])
         return len(self._order) - 1 if is_inside else len(self._order)
 
@@ -146,11 +147,16 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
 _STATE = frozenset(vars(nn.Module())) | {"layer_idx", "layer_id", "layer_number", "block_idx"}
 
 
+def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # With complete types.
+    yield from module.named_modules()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """The plain attributes of a module and its submodules, by name."""
     return {
         f"{name}.{own}" if name else own: value
-        for name, child in module.named_modules()
+        for name, child in _named_modules(module)
         for own, value in vars(child).items()
         if own not in _STATE
     }
@@ -167,19 +173,20 @@ def _kind(module: nn.Module) -> Any:
         name: value for name, value in _attributes(module).items() if isinstance(value, bool | int | float | str)
     }
     return (
-        tuple((name, type(child)) for name, child in module.named_modules()),
+        tuple((name, type(child)) for name, child in _named_modules(module)),
         tuple(sorted(plain.items(), key=lambda item: item[0])),
         tuple((name, parameter.shape) for name, parameter in module.named_parameters()),
     )
 
 
 class _Restored:
-    """Tensors and flags that observation must not change."""
+    """What observation must not change: buffers, training flags, and the state of the CPU's random generator."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._flags = [module.training for module in model.modules()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._random = torch.get_rng_state()
         self._tables = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in model.modules()]
 
     def __enter__(self) -> None:
@@ -188,6 +195,7 @@ class _Restored:
     def __exit__(self, *_: object) -> None:
         for module, flag in zip(self._model.modules(), self._flags, strict=True):
             module.training = flag
+        torch.set_rng_state(self._random)
         for table, before in self._tables:
             table.clear()
             table.update(before)
@@ -196,5 +204,5 @@ class _Restored:
 
 
 def undisturbed(model: nn.Module) -> _Restored:
-    """Restore the model's buffers and training flags at the end of the context."""
+    """Restore the model's buffers and training flags, and the random numbers, at the end of the context."""
     return _Restored(model)

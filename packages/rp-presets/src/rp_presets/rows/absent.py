@@ -40,8 +40,8 @@ class Absent(torch.Tensor):
     """Stands for a layer's result, and refuses every operation.
 
     Models may pass it on, compare it with None, and read its shape, dtype and device if they are known.
-    `spec`: its shape and dtype; None if unknown. `touched(what)`: called for anything else, and raises. `key`: set by
-    who made it.
+    `spec`: its shape and dtype; None if unknown. `touched(what)`: called for anything else; raises. `key`: a
+    number for its maker.
     """
 
     spec: Spec | None
@@ -84,10 +84,46 @@ def _spec_read(read: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
+def _constant(value: object) -> Callable[[Absent], object]:
+    return lambda one: value  # noqa: ARG005
+
+
+def _place(one: Absent) -> torch.device:
+    return one.place
+
+
+def _is_on_gpu(one: Absent) -> bool:
+    return one.place.type == "cuda"
+
+
+def _shape(spec: Spec) -> torch.Size:
+    return spec.shape
+
+
+def _dtype(spec: Spec) -> torch.dtype:
+    return spec.dtype
+
+
+def _rank(spec: Spec) -> int:
+    return len(spec.shape)
+
+
+def _size(spec: Spec, dim: int | None = None) -> torch.Size | int:
+    return spec.shape if dim is None else spec.shape[dim]
+
+
+def _length(spec: Spec) -> int:
+    return spec.shape[0]
+
+
+def _is_floating(spec: Spec) -> bool:
+    return spec.dtype.is_floating_point
+
+
 def _moved(one: Absent, *args: Any, **kwargs: Any) -> Any:
     # `x.to(...)` returns `x` itself where it has that dtype and is on that device.
-    wanted = {*args, *kwargs.values()} - {False, None}
-    known = {one.place, str(one.place)} | ({one.spec.dtype} if one.spec is not None else set())
+    wanted: set[Any] = {*args, *kwargs.values()} - {False, None}
+    known: set[Any] = {one.place, str(one.place)} | (set() if one.spec is None else {one.spec.dtype})
     return one if wanted <= known else NotImplemented
 
 
@@ -96,20 +132,17 @@ def _get(name: str) -> Any:
 
 
 _READS: dict[Any, Callable[..., Any]] = {
-    _get("shape"): _spec_read(lambda spec: spec.shape),
-    _get("dtype"): _spec_read(lambda spec: spec.dtype),
-    _get("ndim"): _spec_read(lambda spec: len(spec.shape)),
-    Tensor.size: _spec_read(lambda spec, dim=None: spec.shape if dim is None else spec.shape[dim]),
-    Tensor.dim: _spec_read(lambda spec: len(spec.shape)),
-    Tensor.__len__: _spec_read(lambda spec: spec.shape[0]),
-    Tensor.is_floating_point: _spec_read(lambda spec: spec.dtype.is_floating_point),
-    torch.is_floating_point: _spec_read(lambda spec: spec.dtype.is_floating_point),
-    _get("device"): lambda one: one.place,
-    _get("is_cuda"): lambda one: one.place.type == "cuda",
-    _get("layout"): lambda one: torch.strided,  # noqa: ARG005
-    _get("requires_grad"): lambda one: False,  # noqa: ARG005
-    _get("is_nested"): lambda one: False,  # noqa: ARG005
-    _get("is_sparse"): lambda one: False,  # noqa: ARG005
-    _get("is_quantized"): lambda one: False,  # noqa: ARG005
+    _get("shape"): _spec_read(_shape),
+    _get("dtype"): _spec_read(_dtype),
+    _get("ndim"): _spec_read(_rank),
+    Tensor.size: _spec_read(_size),
+    Tensor.dim: _spec_read(_rank),
+    Tensor.__len__: _spec_read(_length),
+    Tensor.is_floating_point: _spec_read(_is_floating),
+    torch.is_floating_point: _spec_read(_is_floating),
     Tensor.to: _moved,
+    _get("device"): _place,
+    _get("is_cuda"): _is_on_gpu,
+    _get("layout"): _constant(torch.strided),
+    **{_get(name): _constant(False) for name in ("requires_grad", "is_nested", "is_sparse", "is_quantized")},
 }

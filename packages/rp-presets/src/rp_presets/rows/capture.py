@@ -6,6 +6,7 @@ a row hands the lists on from layer to layer. Only this file knows transformers'
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,7 @@ def wanted() -> dict[str, Any]:
 @contextmanager
 def capturing(collected: Mapping[str, Any]) -> Generator[dict[str, Any]]:
     """Let hooks append to copies of these lists inside the context."""
-    lists = {key: list(value) if isinstance(value, list) else value for key, value in collected.items()}
+    lists = {key: copy.copy(value) for key, value in collected.items()}
     if not lists:
         yield {}
         return

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rp_presets.rows.trees import Box
 
-# What code around the layers has at hand: before which list of layers, by which name, for the nth time. The name is
-# that of a part, of an argument, or empty for the layers before.
+# What the code around the layers has at hand: before which list of layers, by which name, for the nth time. It is
+# the name of a part or of an argument, or empty for a layer.
 Origin = tuple[int, str, int]
 
 
@@ -33,9 +33,9 @@ class BoxKey:
 class LayerCall:
     """How a layer is called.
 
-    `arguments`: ``(args, kwargs)`` with `Value` and `BoxKey` for tensors and containers. `result`: what it returns,
-    with `Value` for tensors. `done`: keys of values that nothing reads after this layer. `done_boxes`: the same of
-    containers.
+    `arguments`: ``(args, kwargs)``, with `Value` and `BoxKey` for tensors and containers. `result`: what it
+    returns, with `Value` for tensors. `done`: keys of values that nothing reads after this layer. `done_boxes`:
+    the same for containers.
     """
 
     arguments: Any
@@ -67,8 +67,8 @@ class Carry(NamedTuple):
     `values`: tensors that a later layer, or the code after the layers, reads: hidden states, masks, tables of
     positions. `boxes`: containers that layers share, as new lists and dicts; `written`: keys of those that a layer
     has written. `collected`: results that the model returns beside its output, such as hidden states, by name.
-    `arguments`: the model's own, ``(args, kwargs)``. `parts`: results of parts of the model that the code after the
-    layers reads. `program`: one object, which is no tensor.
+    `arguments`: the model's own, ``(args, kwargs)``. `parts`: results of the model's parts that the code after the
+    layers reads. `program`: a constant.
     """
 
     values: dict[int, Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
-from rp_presets.rows.absent import Absent, Spec, standing_in
+from rp_presets.rows.absent import Absent, standing_in
+from rp_presets.rows.arguments import travelling, without_cache
 from rp_presets.rows.carry import Carry
 from rp_presets.rows.layout import Layout
 from rp_presets.rows.session import Reached, Run
 from rp_presets.rows.skeleton import in_session, skeleton
-from rp_presets.rows.trees import leaves, mapped
+from rp_presets.rows.trees import leaves
 
 
 class Glue(nn.Module):
@@ -61,8 +61,8 @@ class Prologue(Glue):
 
         Raises `ValueError` for a cache, and `UnsupportedModel` where the model does not treat its layers as a row.
         """
-        args, kwargs = _without_cache(self.model, self.layout, args, kwargs)
-        return self.ahead(args, kwargs, None, _travelling(self.model, self.layout, args, kwargs))
+        args, kwargs = without_cache(self.model, self.layout, args, kwargs)
+        return self.ahead(args, kwargs, None, travelling(self.model, self.layout, args, kwargs))
 
 
 class Interlude(Glue):
@@ -102,41 +102,3 @@ def _device(tree: Any) -> torch.device:
         (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, Absent)), None
     )
     return torch.device("cpu") if found is None else found.device
-
-
-def _without_cache(
-    model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    parameters = inspect.signature(type(model).forward).parameters
-    names = [name for name in parameters if name != "self"]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    for name in ("past_key_values", "cache_params"):
-        if given.get(name) is not None:
-            raise ValueError(
-                f"{name} must be None, but is a {type(given[name]).__name__}: a row of layers keeps no key-value "
-                "cache; generate text with the model itself"
-            )
-    if not layout.cache_argument:
-        return args, kwargs
-    if "use_cache" in names and names.index("use_cache") < len(args):
-        place = names.index("use_cache")
-        return (*args[:place], False, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "use_cache": False}
-
-
-def _travelling(model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Large tensors such as embeddings and images are read before the layers only: their shapes travel.
-    names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
-    keep: Callable[[str, Any], Any] = lambda name, value: (  # noqa: E731
-        value if "label" in name or (-1, name, 0) in layout.needed else mapped(_small, value)
-    )
-    padded = [*names, *["" for _ in args]]
-    return (
-        tuple(keep(name, value) for name, value in zip(padded, args, strict=False)),
-        {name: keep(name, value) for name, value in kwargs.items()},
-    )
-
-
-def _small(leaf: Any) -> Any:
-    is_large = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 0
-    return Spec.of(leaf) if is_large else leaf

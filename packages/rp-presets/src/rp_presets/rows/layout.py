@@ -1,4 +1,4 @@
-"""What the observation of a model found: the lists of its layers, what they return, and what their neighbours read."""
+"""What was observed of a model: its lists of layers, what they return, and the parts around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rp_presets.rows.carry import Origin
 
 
 class Like:
-    """A tensor in a layer's result. `argument`: the tensor argument whose shape and dtype it has, by its number."""
+    """A tensor in a layer's result. `argument`: the number of the tensor argument with its shape and dtype."""
 
     def __init__(self, argument: int | None) -> None:
         self.argument = argument

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from rp_presets.rows.absent import Absent, Spec
 from rp_presets.rows.carry import BoxKey, LayerCall, Value
 from rp_presets.rows.layout import Like
-from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, leaves, mapped, same
+from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, leaves, like_tuple, mapped, same
 
 
 class Recorder:
@@ -83,19 +83,19 @@ class Recorder:
 
     def _absent(self, leaf: Like, specs: list[Spec | None]) -> Absent:
         found = Absent.make(leaf.spec(specs), self._device, self._touched)
-        found.key = self._next()
-        self._computed[found.key] = weakref.ref(found)
+        key = found.key = self._next()
+        self._computed[key] = weakref.ref(found)
         return found
 
     def _result_key(self, leaf: Any) -> Any:
-        return Value(leaf.key) if isinstance(leaf, Absent) else leaf
+        return Value(leaf.key) if isinstance(leaf, Absent) and leaf.key is not None else leaf
 
     def _key(self, leaf: Any) -> Any:
         if is_box(leaf):
             return self._box_key(leaf)
         if isinstance(leaf, Absent):
-            known = self._computed.get(-1 if leaf.key is None else leaf.key)
-            if known is None or known() is not leaf or leaf.key is None:
+            known = None if leaf.key is None else self._computed.get(leaf.key)
+            if leaf.key is None or known is None or known() is not leaf:
                 self._refuse("a layer is handed what a layer of another list returned")
             return Value(leaf.key)
         if isinstance(leaf, Tensor):
@@ -106,8 +106,8 @@ class Recorder:
             return Value(key)
         if not is_plain(leaf):
             self._refuse(
-                f"its layers are handed a {type(leaf).__name__}, which cannot be handed on: it may be written, or hold "
-                "tensors"
+                f"its layers are handed a {type(leaf).__name__}, which cannot be handed on: it may be written, or "
+                "hold tensors"
             )
         return leaf
 
@@ -135,11 +135,10 @@ def _encoded(key: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _through_tuples(key: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
-        items = [_through_tuples(key, item) for item in tree]
-        make = getattr(type(tree), "_make", tuple)
-        return make(items)
-    return key(tree)
+    if not isinstance(tree, tuple) or isinstance(tree, torch.Size):
+        return key(tree)
+    items = cast("tuple[Any, ...]", tree)
+    return like_tuple(items, [_through_tuples(key, item) for item in items])
 
 
 def _direct(arguments: Any) -> list[Any]:

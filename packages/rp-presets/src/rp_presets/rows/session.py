@@ -1,8 +1,9 @@
-"""One run of a model's forward on a skeleton: the code between two lists of layers is run, everything else replayed.
+"""One run of a model's forward on a skeleton: the code of one stage runs, everything else is replayed.
 
-The code of stage `k` is what the model does after its list of layers `k - 1` and before its list `k`. Forward runs from
-its beginning. Until the code of this stage, layers and parts return what they returned, if it is read again, or
-stand-ins. Then parts run, and the calls of the next list's layers are recorded. Behind that the run stops.
+The code of stage `k` is what the model does after its list of layers `k - 1` and before its list `k`. Forward runs
+from the beginning. Before the stage, layers and parts return what they returned in earlier stages if it is read
+again, otherwise stand-ins. In the stage, parts run, and the calls of the next layers are recorded. After it, the
+run stops.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Run:
         if self._phase <= self._stage:
             count = len(self._layout.segments[self._phase].results)
             self._refuse(
-                f"the model called {self._position} of its {count} layers; in a row every layer runs once: none is "
-                "skipped at random (layerdrop) or by arguments"
+                f"the model called {self._position} of its {count} layers; in a row each layer runs once, and none "
+                "is skipped at random (layerdrop) or by arguments"
             )
         program = Program(self._recorder.calls(), self._recorder.empty(), self._past)
         return Carry(

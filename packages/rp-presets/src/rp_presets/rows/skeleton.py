@@ -1,17 +1,17 @@
 """Skeletons: private copies of the modules around a model's layers, with stubs for the layers and for their parts.
 
-A model's forward runs on a skeleton as it is. What a stub or a part does is decided by the `Session` of the running
-forward, so skeletons hold no state of a call, and each device may have a copy.
+A model's forward runs on a skeleton as it is. The `Session` of that run decides what stubs and parts do, so
+skeletons hold no state of a call, and each device may have a copy.
 """
 
 from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +40,11 @@ _SESSION: ContextVar[Session] = ContextVar("rp_presets_session")
 
 
 @contextmanager
-def in_session(session: Session):
+def in_session(session: Session) -> Generator[None]:
     """Let `session` decide inside the context, in this thread."""
     token = _SESSION.set(session)
     try:
-        yield session
+        yield
     finally:
         _SESSION.reset(token)
 
@@ -173,8 +173,8 @@ def _rebound(forward: Callable[..., Any], old: nn.Module, new: nn.Module) -> Cal
     if isinstance(forward, types.MethodType) and forward.__self__ is old:
         return types.MethodType(forward.__func__, new)
     raise UnsupportedModel(
-        f"{type(old).__name__}.forward was replaced on this object by something that is no method of it, such as the "
-        "hooks of device_map; load the model without them"
+        f"{type(old).__name__}.forward was replaced on this object by a function that is not bound to it, as the "
+        "hooks of device_map do; load the model without them"
     )
 
 
@@ -193,7 +193,7 @@ def skeleton(
         if path in spine or _is_container(module):
             found = shallow(module)
             for name, child in module.named_children():
-                found._modules[name] = copied(child, f"{path}.{name}" if path else name)
+                vars(found)["_modules"][name] = copied(child, f"{path}.{name}" if path else name)
             return found
         return Part(path, module, is_held=is_held(path))
 
@@ -208,4 +208,4 @@ def _is_container(module: nn.Module) -> bool:
 def _list_like(old: nn.Module, stubs: list[Stub]) -> nn.Module:
     found = shallow(old)
     vars(found)["_modules"] = {name: stub for (name, _), stub in zip(old.named_children(), stubs, strict=True)}
-    return cast(nn.Module, found)
+    return found

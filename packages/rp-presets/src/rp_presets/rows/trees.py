@@ -28,7 +28,7 @@ def is_box(tree: object) -> TypeGuard[Box]:
 
 def is_plain(leaf: object) -> bool:
     """Whether a leaf is a constant."""
-    return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, Tensor))
+    return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, Tensor | torch.nn.Module))
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -38,7 +38,9 @@ def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
     (2, [3], {'a': 4})
     """
     if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
-        return _like(cast("tuple[Any, ...]", tree), [mapped(fn, item) for item in cast("tuple[Any, ...]", tree)])
+        return like_tuple(
+            cast("tuple[Any, ...]", tree), [mapped(fn, item) for item in cast("tuple[Any, ...]", tree)]
+        )
     if isinstance(tree, list):
         return [mapped(fn, item) for item in cast("list[Any]", tree)]
     if isinstance(tree, MutableMapping):
@@ -49,7 +51,8 @@ def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
     return fn(tree)
 
 
-def _like(old: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+def like_tuple(old: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """A tuple of the type of `old`, such as a named tuple, with other items."""
     make = getattr(type(old), "_make", None)
     return tuple(items) if make is None else make(items)
 
