@@ -94,6 +94,8 @@ class Stub(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise
             return getattr(vars(self)["facts"], name)
 
 
@@ -146,10 +148,12 @@ class Part(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            own = vars(self)["facts"]._own
+            own, session = vars(self)["facts"]._own, _SESSION.get(None)
             if name in own:
                 return own[name]
-            return _SESSION.get().read(self, name)
+            if session is None or name.startswith("__"):
+                raise
+            return session.read(self, name)
 
 
 def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
