@@ -14,7 +14,7 @@ from rp_presets.observing.inputs import example_inputs as inputs_for
 from rp_presets.observing.proof import proven
 from rp_presets.observing.trace import Trace, undisturbed
 from rp_presets.rows.arguments import names_of
-from rp_presets.rows.capture import install_hooks
+from rp_presets.rows.capture import Hooks
 from rp_presets.rows.glue import Epilogue, Interlude, Prologue
 from rp_presets.rows.layer import Layer
 from rp_presets.rows.layout import Layout
@@ -59,20 +59,21 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
     if not lists:
         raise UnsupportedModel(f"{type(model).__name__} has no list of layers (nn.ModuleList)")
     _refuse_settings(model)
-    install_hooks(model)
+    hooks = Hooks(model)
     with undisturbed(model), torch.no_grad():
         model.train()
-        layout = _layout(model, lists, dict(example_inputs or inputs_for(model)))
+        layout = _layout(model, lists, dict(example_inputs or inputs_for(model)), hooks)
+    hooks.is_converted = True
     return _row(model, layout)
 
 
-def _layout(model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any]) -> Layout:
+def _layout(model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any], hooks: Hooks) -> Layout:
     """Observe the model; lists of layers that are no rows count as code around the others, except the largest."""
     refused: dict[str, str] = {}
     while True:
         chosen = {path: list(layers) for path, layers in lists.items() if path not in refused}
         try:
-            layout = _observed(model, chosen, inputs)
+            layout = _observed(model, chosen, inputs, hooks)
         except NotARow as error:
             refused[error.path] = error.reason
             if error.path == next(iter(lists)):
@@ -87,10 +88,12 @@ def _layout(model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[s
         return layout
 
 
-def _observed(model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: dict[str, Any]) -> Layout:
+def _observed(
+    model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: dict[str, Any], hooks: Hooks
+) -> Layout:
     cache = _takes_cache(model)
     arguments = {**inputs, **({"use_cache": False} if cache else {})}
-    trace = Trace(model, chosen, spine_of(chosen))
+    trace = Trace(model, chosen, spine_of(chosen), hooks)
     trace.run((), arguments)
     layout = trace.layout(cache_argument=cache)
     if not layout.segments:
@@ -109,7 +112,7 @@ def _row(model: nn.Module, layout: Layout) -> nn.Sequential:
         if number:
             layers.append(Interlude(model, layout, number))
         own = list(model.get_submodule(segment.path).children())[: len(segment.results)]
-        layers += [Layer(layer, index) for index, layer in enumerate(own)]
+        layers += [Layer(layer, index, layout.hooks) for index, layer in enumerate(own)]
     row = nn.Sequential(*layers, Epilogue(model, layout))
     row.training = model.training
     return row

@@ -37,7 +37,14 @@ class Trace:
     `lists`: the lists of layers to watch, by name.
     """
 
-    def __init__(self, model: nn.Module, lists: Mapping[str, Sequence[nn.Module]], spine: frozenset[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lists: Mapping[str, Sequence[nn.Module]],
+        spine: frozenset[str],
+        hooks: capture.Hooks,
+    ) -> None:
+        self._hooks = hooks
         self._names = list(lists)
         self._lists = [list(layers) for layers in lists.values()]
         self._order: list[int] = []
@@ -64,7 +71,7 @@ class Trace:
         """What the run showed."""
         segments = [Segment(self._names[number], tuple(self._templates[number])) for number in self._order]
         parts = [frozenset(self._used[phase]) for phase in range(len(segments) + 1)]
-        return Layout(tuple(segments), self._spine, tuple(parts), frozenset(), cache_argument)
+        return Layout(tuple(segments), self._spine, tuple(parts), frozenset(), cache_argument, self._hooks)
 
     def seen(self) -> list[Seen]:
         """What it showed of each list of layers, in the order of the segments."""
@@ -83,6 +90,8 @@ class Trace:
     def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.layer`."""
         self._check_turn(stub)
+        if capture.wanted():
+            self._hooks.ensure()
         for box in boxes_of((args, kwargs)):
             self._boxes[stub.segment].setdefault(id(box), (box, contents_of(box)))
         layer = self._lists[stub.segment][stub.index]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
-from rp_presets.rows.capture import capturing
+from rp_presets.rows.capture import Hooks, capturing
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Value
 from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 
@@ -16,16 +16,17 @@ from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 class Layer(nn.Module):
     """Calls one of the model's layers as the model does.
 
-    `layer`: the model's own module. `index`: its place among the layers.
+    `layer`: the model's own module. `index`: its place among the layers. `hooks`: those of transformers.
     """
 
     # An engine that compiles layers compiles these submodules: the code around them differs from layer to layer.
     compiled_submodules = ("layer",)
 
-    def __init__(self, layer: nn.Module, index: int) -> None:
+    def __init__(self, layer: nn.Module, index: int, hooks: Hooks) -> None:
         super().__init__()
         self.layer = layer
         self.index = index
+        self.hooks = hooks
         self.training = layer.training
 
     def forward(self, carry: Carry) -> Carry:
@@ -37,7 +38,7 @@ class Layer(nn.Module):
         boxes = {key: filled(carry.program.empty[key], carry.boxes[key]) for key in _boxes(call)}
         args, kwargs = mapped(lambda leaf: _read(leaf, carry, boxes), call.arguments)
         with capturing(carry.collected) as collected:
-            result = self.layer(*args, **kwargs)
+            result = self._callable(collected)(*args, **kwargs)
         after = {key: contents_of(box) for key, box in boxes.items()}
         written = carry.written | {key for key, now in after.items() if not same(now, carry.boxes[key])}
         return carry._replace(
@@ -46,6 +47,11 @@ class Layer(nn.Module):
             written=written,
             collected=collected,
         )
+
+    def _callable(self, collected: Mapping[str, Any]) -> Callable[..., Any]:
+        # A module's call without its compilation; torch leaves its type open.
+        uncompiled = cast("Callable[..., Any]", self.layer._call_impl)  # pyright: ignore[reportUnknownMemberType]
+        return uncompiled if collected and self.hooks.are_late else self.layer
 
     def _values(self, carry: Carry, call: LayerCall, result: Any) -> dict[int, Tensor]:
         expected, found = list(leaves(call.result)), list(leaves(result))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rp_presets.rows.absent import Spec
+from rp_presets.rows.capture import Hooks
 from rp_presets.rows.carry import Origin
 
 
@@ -37,7 +38,7 @@ class Layout:
     `segments`: its lists of layers, in the order in which they run. `spine`: the modules around them, by name.
     `parts`: for the code before each segment, and after the last one, the names of the modules that it calls.
     `needed`: what later code reads of what earlier code computed, or of arguments that would not travel otherwise.
-    `cache_argument`: whether forward takes `use_cache`.
+    `cache_argument`: whether forward takes `use_cache`. `hooks`: those of transformers on the model.
     """
 
     segments: tuple[Segment, ...]
@@ -45,6 +46,7 @@ class Layout:
     parts: tuple[frozenset[str], ...]
     needed: frozenset[Origin]
     cache_argument: bool
+    hooks: Hooks
 
     def __deepcopy__(self, memo: object) -> Layout:
         del memo

@@ -68,7 +68,7 @@ class Run:
             result = self._replayed(stub, (args, kwargs))
         else:
             if stub.index == 0:
-                self._collected = _without_values(capture.wanted())
+                self._collected = self._to_collect()
             like = self._layout.segments[stub.segment].results[stub.index]
             result = self._recorder.record((args, kwargs), like)
         self._position += 1
@@ -123,6 +123,12 @@ class Run:
         )
 
     # Inside
+
+    def _to_collect(self) -> dict[str, Any]:
+        lists = capture.wanted()
+        if lists:
+            self._layout.hooks.ensure()
+        return {key: [] if isinstance(value, list) else value for key, value in lists.items()}
 
     def _check_turn(self, stub: Stub) -> None:
         if (stub.segment, stub.index) != (self._phase, self._position):
@@ -203,7 +209,3 @@ class Gone:
 
 
 GONE = Gone()
-
-
-def _without_values(lists: dict[str, Any]) -> dict[str, Any]:
-    return {key: [] if isinstance(value, list) else value for key, value in lists.items()}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.absent import Spec
+from rp_presets.rows.capture import note_hooked
 
 
 class Session(Protocol):
@@ -196,6 +197,7 @@ def skeleton(
             return _list_like(module, stubs)
         if path in spine or _is_container(module):
             found = shallow(module)
+            note_hooked(found)
             for name, child in module.named_children():
                 vars(found)["_modules"][name] = copied(child, f"{path}.{name}" if path else name)
             return found
