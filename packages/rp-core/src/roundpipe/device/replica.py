@@ -1,19 +1,22 @@
 """Twins: replicas of the layers on one device, whose tensors point at the current task's blocks.
 
 A twin is a deep copy whose memo maps host tensors to device tensors, so bound methods and partials refer to the
-twin. It shares the hook tables of the host layer. It is built once; before each task its tensors are pointed at
-that task's blocks, which needs no walk of the module tree.
+twin. It shares the hook tables of the host layer; where a module has an `Entrance`, its own hooks run on the host,
+and its twin has none. It is built once; before each task its tensors are pointed at that task's blocks, which needs
+no walk of the module tree.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
 
 from roundpipe.device.compiling import Compiler
+from roundpipe.device.entrance import entrance_of
 from roundpipe.errors import in_words
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
@@ -42,6 +45,19 @@ def has_hooks(module: torch.nn.Module) -> bool:
     False
     """
     return any(getattr(module, table) for table in _HOOK_TABLES)
+
+
+def hooks_of(module: torch.nn.Module) -> Iterator[object]:
+    """The hooks that are registered on the module itself.
+
+    >>> layer = torch.nn.Tanh()
+    >>> _ = layer.register_forward_hook(print)
+    >>> list(hooks_of(layer))
+    [<built-in function print>]
+    """
+    for table in _HOOK_TABLES:
+        # Two of the tables hold flags for hooks that another one holds.
+        yield from (hook for hook in getattr(module, table).values() if hook is not True)
 
 
 class Twins:
@@ -163,7 +179,7 @@ class Twins:
         for module in layer.module.modules():
             for name in _HOOK_TABLES:
                 table: object = getattr(module, name)
-                memo[id(table)] = table
+                memo[id(table)] = table if entrance_of(module) is None else OrderedDict[int, object]()
         try:
             return copy.deepcopy(layer.module, memo)
         except Exception as error:

@@ -9,7 +9,7 @@ import rp_presets
 from torch import nn
 
 from roundpipe.models.auto import AutoRoundPipe
-from roundpipe.models.base import RoundPipeBase, caller
+from roundpipe.models.base import caller, wrappers
 from roundpipe.models.partition import Rules, Splitter, config_for, flat_row, module_bytes
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.runtime.runtime import default_runtime
@@ -40,9 +40,10 @@ def wrap_model_to_roundpipe(
         model_run_config, name, roundpipe_kwargs: for `RoundPipe`.
 
     An ``nn.Sequential`` is wrapped as a sequence of layers; nested ones larger than `upper_threshold` contribute
-    their own layers. In any other model without a preset, submodules are replaced by `RoundPipe` models, *in the
-    model itself*. The result is an `AutoRoundPipe`, which is slower and has no `forward_backward`. If no submodule
-    is replaced or skipped, the model is wrapped as a single layer.
+    their own layers. In any other model without a preset, `RoundPipe` models run its submodules: these stay where
+    they are, but calling one, also by *the model itself*, runs it on the devices. The result is an `AutoRoundPipe`,
+    which is slower and has no `forward_backward`. If no submodule is run so or skipped, the model is wrapped as a
+    single layer.
 
     The attributes of `model` stay accessible on the result.
 
@@ -95,7 +96,7 @@ def _taken_apart(
 ) -> RoundPipe | AutoRoundPipe:
     splitter = Splitter(model, name, rules, roundpipe_kwargs)
     try:
-        splitter.split(model)
+        splitter.split()
         if not splitter.wrapped and not any(module in rules.skip for module in model.modules()):
             return _whole(model, model, name, rules, roundpipe_kwargs)
         _check_used(rules, splitter.wrapped)
@@ -129,9 +130,8 @@ def _check_used(rules: Rules, wrapped: tuple[nn.Module, ...]) -> None:
 def _check(model: object, preset: object, lower: object, upper: object, skip: Container[nn.Module]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
-    for part in model.modules():
-        if isinstance(part, RoundPipeBase):
-            raise TypeError(f"the model, or a part of it, is wrapped already, as {part.name!r}; wrap it once")
+    for _, wrapper in wrappers(model):
+        raise TypeError(f"the model, or a part of it, is wrapped already, as {wrapper.name!r}; wrap it once")
     if preset not in (True, False, None):
         raise ValueError(f"use_sequential_preset must be True, False or None, but is {preset!r} instead")
     for name, value in (("lower_threshold", lower), ("upper_threshold", 0 if upper is None else upper)):
