@@ -9,6 +9,7 @@ no walk of the module tree.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
@@ -17,6 +18,7 @@ import torch
 
 from roundpipe.device.compiling import Compiler
 from roundpipe.device.entrance import entrance_of
+from roundpipe.device.parametrizing import cache_by_thread
 from roundpipe.errors import in_words
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
@@ -83,6 +85,8 @@ class Twins:
 
     def ensure(self, indices: range) -> None:
         """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""
+        if "peft" in sys.modules:
+            cache_by_thread()
         if self._compiler is not None:
             self._compiler.raise_limits()
         # A twin outlives this call. Built under the caller's inference mode, its tensors could never be trained.

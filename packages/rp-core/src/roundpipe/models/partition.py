@@ -12,6 +12,7 @@ from torch import nn
 
 from roundpipe.device.entrance import Entrance
 from roundpipe.device.replica import has_hooks
+from roundpipe.models.adapters import is_adapted
 from roundpipe.models.part import Part
 from roundpipe.models.side_outputs import hooked
 from roundpipe.settings.run_config import RoundPipeRunConfig
@@ -34,8 +35,8 @@ class Rules:
     larger one its own submodules are considered in turn. An ``nn.Sequential``, whose children become layers, and a
     module without submodules become models at any size above `lower_bytes`. A module that is never called itself
     (an ``nn.ModuleList``), one that contains a skipped module, and one that contains a module with hooks never
-    become models, only their submodules may: a module's own hooks run on the host and see whole batches. Modules
-    that share parameters become one model, which runs each of them.
+    become models, only their submodules may: a module's own hooks run on the host and see whole batches. A module
+    with adapters of PEFT is never divided. Modules that share parameters become one model, which runs each of them.
 
     `skip`: modules that stay on the host. `override`: settings by module, over `config`.
     """
@@ -81,14 +82,15 @@ class Splitter:
                 continue
             if self._fits(child, where):
                 self._chosen[child] = where
-            else:
+            elif not is_adapted(child):
                 self._choose(child, where)
 
     def _fits(self, module: nn.Module, where: str) -> bool:
         if not is_called(module) or _any_in(module, self._rules.skip) or hooked({where: module}) is not None:
             return False
         small = module_bytes(module) <= self._rules.upper_bytes
-        return small or isinstance(module, nn.Sequential) or next(module.children(), None) is None
+        whole = isinstance(module, nn.Sequential) or next(module.children(), None) is None or is_adapted(module)
+        return small or whole
 
     def _wrap(self, modules: Mapping[str, nn.Module]) -> None:
         configs = {where: config_for(module, self._rules) for where, module in modules.items()}

@@ -83,6 +83,7 @@ class RoundPipe(RoundPipeBase):
         super().__init__(model, name, optim_dtype)
         _check_model(model, pin_model, runtime, double_buffer)
         options = options_of(compile_layers)
+        self._own("_refused", {})
         self._own("model_run_config", given("model_run_config", model_run_config))
         self._own("runtime", runtime or default_runtime())
         engine = Engine(
@@ -92,6 +93,8 @@ class RoundPipe(RoundPipeBase):
         self._own("_joint", Joint(self.name, [engine.host], self.runtime))
         self._keep_current(model)
 
+    _refused: dict[str, str]
+
     # Calls
 
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
@@ -100,7 +103,7 @@ class RoundPipe(RoundPipeBase):
         Raises `RuntimeError` if gradients are requested while torch's grad mode is off, and what a layer raises.
         """
         config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
-        self._refuse_added()
+        self._refuse_call(kwargs)
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
         parts = self._split(args, kwargs, arrivals, config)
         return self._merge(self._run(parts, arrivals, config), parts, config)
@@ -131,7 +134,7 @@ class RoundPipe(RoundPipeBase):
         names the layer and the microbatch.
         """
         _check_arguments(input_args, input_kwargs, loss_fn)
-        self._refuse_added()
+        self._refuse_call(input_kwargs or {})
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
         config = given("run_config", run_config).over(self.model_run_config)
@@ -162,6 +165,16 @@ class RoundPipe(RoundPipeBase):
     def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
         """The planner's cost of each layer: measured in calls of this type, otherwise guessed from sizes."""
         return self._engine.layer_costs(run_type)
+
+    def refuse(self, arguments: Mapping[str, str]) -> None:
+        """Refuse these keyword arguments of calls from now on; each has the reason."""
+        self._own("_refused", dict(arguments))
+
+    def _refuse_call(self, kwargs: Mapping[str, Any]) -> None:
+        self._refuse_added()
+        for name in kwargs.keys() & self._refused.keys():
+            if kwargs[name] is not None:
+                raise ValueError(f"{name} must not be given, but is: {self._refused[name]}")
 
     def _run(self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig) -> list[Any]:
         wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad

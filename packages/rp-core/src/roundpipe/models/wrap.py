@@ -8,6 +8,7 @@ from typing import Any
 import rp_presets
 from torch import nn
 
+from roundpipe.models.adapters import PER_CALL, base_of
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller, wrappers
 from roundpipe.models.partition import Rules, Splitter, config_for, flat_row, module_bytes
@@ -45,7 +46,8 @@ def wrap_model_to_roundpipe(
     which is slower and has no `forward_backward`. If no submodule is run so or skipped, the model is wrapped as a
     single layer.
 
-    The attributes of `model` stay accessible on the result.
+    A PEFT model becomes the row of the model in it, whose modules hold the adapters; names stay those of the PEFT
+    model. The attributes of `model` stay accessible on the result.
 
     >>> from roundpipe import Runtime
     >>> with Runtime("cpu") as runtime:
@@ -57,7 +59,8 @@ def wrap_model_to_roundpipe(
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     name = caller() if name is None else name
-    row = None if use_sequential_preset is False else _preset(model, required=use_sequential_preset is True)
+    base = base_of(model)
+    row = None if use_sequential_preset is False else _preset(base, required=use_sequential_preset is True)
     rules = Rules(
         lower_threshold,
         _upper(model, upper_threshold, roundpipe_kwargs),
@@ -72,6 +75,8 @@ def wrap_model_to_roundpipe(
     wrapped = _whole(row, model, name, rules, roundpipe_kwargs)
     if row is not model:
         wrapped.set_original_model(model)
+    if base is not model:
+        wrapped.refuse(PER_CALL)
     return wrapped
 
 
