@@ -18,6 +18,7 @@ import torch
 
 from roundpipe.device.compiling import Compiler
 from roundpipe.device.entrance import entrance_of
+from roundpipe.device.lazy_hooks import register_lazy_hooks
 from roundpipe.device.parametrizing import cache_by_thread
 from roundpipe.errors import in_words
 from roundpipe.state.gradient import sum_dtype
@@ -176,6 +177,7 @@ class Twins:
         return twin
 
     def _copy(self, layer: LayerState) -> torch.nn.Module:
+        register_lazy_hooks(layer.module)
         memo: dict[int, object] = {}
         for block in layer.blocks:
             for tensor in block.tensors:

@@ -8,6 +8,7 @@ from typing import Any
 import rp_presets
 from torch import nn
 
+from roundpipe.device.lazy_hooks import register_lazy_hooks
 from roundpipe.models.adapters import PER_CALL, base_of
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller, wrappers
@@ -99,6 +100,7 @@ def _whole(
 def _taken_apart(
     model: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]
 ) -> RoundPipe | AutoRoundPipe:
+    register_lazy_hooks(model)
     splitter = Splitter(model, name, rules, roundpipe_kwargs)
     try:
         splitter.split()
