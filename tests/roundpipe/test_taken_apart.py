@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_near
 from roundpipe import AutoRoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from roundpipe import wrap_model_to_roundpipe as wrap
 from torch import nn
@@ -84,7 +83,13 @@ def apart(model: nn.Module, runtime: Runtime, upper: int | None = None, **kwargs
     """Taken apart; `upper` None: a share for each device and one more."""
     config = RoundPipeRunConfig(num_microbatch=3)
     found = wrap(
-        model, False, lower_threshold=1000, upper_threshold=upper, model_run_config=config, runtime=runtime, **kwargs
+        model,
+        False,
+        lower_threshold=1000,
+        upper_threshold=upper,
+        model_run_config=config,
+        runtime=runtime,
+        **kwargs,
     )
     assert isinstance(found, AutoRoundPipe)
     return found
@@ -145,7 +150,7 @@ UPPER = [None, 6000, 0, 10**6]
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("upper", UPPER)
 @pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 3, 5, 7])
 def test_losses_and_gradients_are_those_of_plain_transformers(
     devices: Runtime, family: str, upper: int | None, mask: bool, size: int
 ) -> None:
@@ -208,8 +213,8 @@ class Penalty:
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) else output
+    def __call__(self, *call: Any) -> None:
+        output = call[-1][0] if isinstance(call[-1], tuple) else call[-1]
         self.found.append(output.square().mean())
 
 
@@ -218,7 +223,9 @@ PLACES = ["model.layers.1", "model.layers.0.self_attn", "model.layers.1.mlp.gate
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("upper", UPPER)
-def test_users_hooks_see_whole_batches_and_their_penalties_train(two: Runtime, place: str, upper: int | None) -> None:
+def test_users_hooks_see_whole_batches_and_their_penalties_train(
+    two: Runtime, place: str, upper: int | None
+) -> None:
     layers = made("gemma2")
     truth = copy.deepcopy(layers)
     penalties = [Penalty(), Penalty()]

@@ -13,8 +13,9 @@ import torch
 class Entrance:
     """Takes the place of a module's `forward`: calling the module on the host calls `run` instead.
 
-    The module keeps its place, its name, its class and its hooks, which run on the host around `run`. Copies of the
-    module, among them its twins on devices, have their own forward again. `owner`: the model that `run` belongs to.
+    The module keeps its place, its name, its class and its hooks, which run on the host around `run`. Copies of
+    the module, among them its twins on devices, have their own forward again. `owner`: the model that `run`
+    belongs to.
 
     >>> layer = torch.nn.Linear(1, 1)
     >>> entrance = Entrance(layer, lambda x: x + 1, owner=None)

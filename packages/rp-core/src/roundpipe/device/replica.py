@@ -1,9 +1,9 @@
 """Twins: replicas of the layers on one device, whose tensors point at the current task's blocks.
 
 A twin is a deep copy whose memo maps host tensors to device tensors, so bound methods and partials refer to the
-twin. It shares the hook tables of the host layer; where a module has an `Entrance`, its own hooks run on the host,
-and its twin has none. It is built once; before each task its tensors are pointed at that task's blocks, which needs
-no walk of the module tree.
+twin. It shares the hook tables of the host layer; where a module has an `Entrance`, its own hooks run on the
+host, and its twin has none. It is built once; before each task its tensors are pointed at that task's blocks,
+which needs no walk of the module tree.
 """
 
 from __future__ import annotations

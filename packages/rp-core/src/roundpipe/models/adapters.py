@@ -11,7 +11,7 @@ from torch import nn
 _BY_HOOKS = "the PEFT model serves it by hooks for one call, which a row of layers does not run; wrap with "
 # Arguments that a PEFT model takes and its base model does not.
 PER_CALL: Mapping[str, str] = MappingProxyType(
-    {name: _BY_HOOKS + "use_sequential_preset=False" for name in ("adapter_names", "task_ids", "alora_offsets")}
+    dict.fromkeys(("adapter_names", "task_ids", "alora_offsets"), _BY_HOOKS + "use_sequential_preset=False")
 )
 
 

@@ -26,17 +26,18 @@ class AutoRoundPipe(RoundPipeBase):
     """Trains a module that is not a sequence of layers: its forward runs on the host, its parts on the devices.
 
     Args:
-        model: any module on the CPU, some of whose submodules are `RoundPipe` models, or are run by such: its parts.
+        model: any module on the CPU, some of whose submodules are `RoundPipe` models, or are run by them: its
+            parts.
         name: shown in errors; default: the ``file:line`` of the call.
         optim_dtype: dtype of the optimizer's parameters outside the parts; default: each parameter's own.
         runtime: the runtime of the parts; without parts, the default one.
         kwargs: other arguments of `RoundPipe`; accepted and ignored, since the parts have theirs.
 
     `wrap_model_to_roundpipe` makes one from a module. `parts`: the parts by the names of the submodules that they
-    run; one that runs several, which share parameters, has several names. `forward`, ``backward()``, `step`, `synchronize` and the
-    optimizer's parameters work as for `RoundPipe`, also for parameters outside the parts. Each part splits its own
-    inputs into microbatches and gathers its outputs on the host, so parts run one after another. A sequence of
-    layers is faster, and only that has `forward_backward`.
+    run; one that runs several, which share parameters, has several names. `forward`, ``backward()``, `step`,
+    `synchronize` and the optimizer's parameters work as for `RoundPipe`, also for parameters outside the parts.
+    Each part splits its own inputs into microbatches and gathers its outputs on the host, so parts run one after
+    another. A sequence of layers is faster, and only that has `forward_backward`.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):

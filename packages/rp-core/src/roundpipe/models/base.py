@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -180,7 +180,7 @@ class RoundPipeBase(nn.Module):
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
+    ) -> Generator[tuple[str, nn.Module]]:
         """The modules of the user's own model; this wrapper is not among them."""
         yield from self._named.named_modules(memo, prefix, remove_duplicate)
 
@@ -224,7 +224,7 @@ class RoundPipeBase(nn.Module):
         return self._joint.is_behind()
 
     def names_in_model(self) -> dict[str, list[str]]:
-        """The names in `model` of each parameter and buffer, by its name in the user's own model, where they differ."""
+        """The names in `model` of each tensor, by its name in the user's own model; empty if they are the same."""
         if self._named is self.model:
             return {}
         found: dict[torch.Tensor, list[str]] = {}
@@ -254,7 +254,7 @@ class RoundPipeBase(nn.Module):
         publish_first(module, self)
 
     def _refuse_added(self) -> None:
-        """Raise if `original_model` got a parameter after it was wrapped that no layer uses, such as an adapter."""
+        """Raise if `original_model` got a parameter, such as an adapter's, that no layer of the row uses."""
         if self._named is self.model:
             return
         modules = tuple(self._named.modules())
@@ -405,7 +405,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _rename_nested(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Where a wrapper is a submodule, torch loads into its `model`: give each tensor the name that it has there."""
+    """Give each tensor its name in `model`, into which torch loads where the wrapper is a submodule."""
     assert isinstance(wrapper, RoundPipeBase)
     found = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
     names = wrapper.names_in_model()

@@ -1,4 +1,4 @@
-"""Part: the RoundPipe model that runs one submodule of a module that was taken apart, or several that share weights."""
+"""Part: the model that runs one submodule of a module that was taken apart, or several that share weights."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ class Members(nn.Module):
         # Not `add_module`, which refuses names with dots.
         self._modules.update(modules)
 
+    def member(self, name: str) -> nn.Module:
+        """The submodule with this name."""
+        return vars(self)["_modules"][name]
+
     def forward(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one member; return what hooks in it collect as well, if any was asked for."""
-        member = vars(self)["_modules"][name]
+        member = self.member(name)
         if asked is None:
             return member(*args, **kwargs)
         return collecting(lambda: member(*args, **kwargs), asked)
@@ -51,7 +55,8 @@ class PreparingMember(Members):
     def prepare(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `roundpipe.device.recompute.prepares`."""
         del asked
-        return vars(self)["_modules"][name].prepare(*args, **kwargs)
+        prepare: Any = self.member(name).prepare
+        return prepare(*args, **kwargs)
 
     def forward(
         self,
@@ -128,8 +133,8 @@ class Part(RoundPipe):
             return self._merge(outputs, parts, call.config)
         if call.config.merge_output is False:
             raise ValueError(
-                f"{self.name} leaves its output in microbatches (merge_output=False), so what transformers collects "
-                "in it cannot be merged; leave merge_output as it is, or ask for the model's plain output"
+                f"{self.name} leaves its output in microbatches (merge_output=False), so what transformers "
+                "collects in it cannot be merged; leave merge_output as it is, or ask for the model's plain output"
             )
         deliver(_merged([found for _, found in outputs], parts.sizes))
         return self._merge([output for output, _ in outputs], parts, call.config)
@@ -151,8 +156,8 @@ def _model_of(modules: Mapping[str, nn.Module]) -> nn.Module:
 def _merged(outputs: Sequence[Any], sizes: Sequence[int] | None) -> Any:
     """The outputs of all microbatches as one tree.
 
-    A tensor whose leading dimension is 1 in every microbatch, whatever the microbatch's size, is broadcast over the
-    batch, as T5's position bias is: it must be equal in all, and the first one counts.
+    A tensor whose leading dimension is 1 in every microbatch, whatever the microbatch's size, is broadcast over
+    the batch, as T5's position bias is: it must be equal in all, and the first one counts.
     """
     rows = [rp_batch.flatten(output)[0] for output in outputs]
     if sizes is None or len({len(row) for row in rows}) > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -36,7 +38,8 @@ class Rules:
     module without submodules become models at any size above `lower_bytes`. A module that is never called itself
     (an ``nn.ModuleList``), one that contains a skipped module, and one that contains a module with hooks never
     become models, only their submodules may: a module's own hooks run on the host and see whole batches. A module
-    with adapters of PEFT is never divided. Modules that share parameters become one model, which runs each of them.
+    with adapters of PEFT is never divided. Modules that share parameters become one model, which runs each of
+    them; one of which less than half is shared with modules outside it is divided.
 
     `skip`: modules that stay on the host. `override`: settings by module, over `config`.
     """
@@ -55,6 +58,7 @@ class Splitter:
         self._name = name
         self._rules = rules
         self._kwargs = roundpipe_kwargs
+        self._users = _users(root)
         self._chosen: dict[nn.Module, str] = {}
         self._entrances: list[Entrance] = []
         self._choose(root, "")
@@ -88,11 +92,19 @@ class Splitter:
     def _fits(self, module: nn.Module, where: str) -> bool:
         if not is_called(module) or _any_in(module, self._rules.skip) or hooked({where: module}) is not None:
             return False
+        if next(module.children(), None) is None or is_adapted(module):
+            return True
         small = module_bytes(module) <= self._rules.upper_bytes
-        whole = isinstance(module, nn.Sequential) or next(module.children(), None) is None or is_adapted(module)
-        return small or whole
+        return (small or isinstance(module, nn.Sequential)) and self._is_worth_sharing(module)
+
+    def _is_worth_sharing(self, module: nn.Module) -> bool:
+        # What shares is one model, whose weights are all uploaded for each of its modules.
+        inside = set(module.modules())
+        shared = sum(p.nbytes for p in module.parameters() if not self._users[p] <= inside)
+        return shared == 0 or module_bytes(module) <= 2 * shared
 
     def _wrap(self, modules: Mapping[str, nn.Module]) -> None:
+        _warn_of_buffers(modules)
         configs = {where: config_for(module, self._rules) for where, module in modules.items()}
         config = next(iter(configs.values())) if len(configs) == 1 else self._rules.config
         part = Part(modules, self._name, model_run_config=config, **self._kwargs)
@@ -137,11 +149,33 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, child) for name, child in own.items() if child is not None)
 
 
+def _users(root: nn.Module) -> Mapping[nn.Parameter, set[nn.Module]]:
+    users: defaultdict[nn.Parameter, set[nn.Module]] = defaultdict(set)
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            users[parameter].add(module)
+    return users
+
+
+def _warn_of_buffers(modules: Mapping[str, nn.Module]) -> None:
+    seen: dict[int, str] = {}
+    for where, module in modules.items():
+        for name, buffer in module.named_buffers():
+            if (other := seen.setdefault(id(buffer), where)) != where:
+                warnings.warn(
+                    f"{other} and {where} share the buffer {name}, so the {len(modules)} modules that share "
+                    "tensors are one part, whose weights are all uploaded for each of them; write the model as an "
+                    "nn.Sequential, whose layers may share them",
+                    stacklevel=2,
+                )
+                return
+
+
 def _sharing(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The modules in groups: those that share a parameter, directly or through others, are together."""
+    """The modules in groups: those that share a tensor, directly or through others, are together."""
     groups: list[tuple[set[int], list[nn.Module]]] = []
     for module in modules:
-        found = ({id(parameter) for parameter in module.parameters()}, [module])
+        found = ({id(tensor) for _, tensor in tensors_of(module)}, [module])
         meeting = [group for group in groups if group[0] & found[0]]
         groups = [group for group in groups if not group[0] & found[0]]
         groups.append(reduce(lambda one, other: (one[0] | other[0], one[1] + other[1]), [*meeting, found]))

@@ -1,4 +1,4 @@
-"""What hooks inside a part see: outputs that transformers collects by hooks are returned, other hooks are refused."""
+"""Hooks inside a part: what transformers collects by hooks is returned, hooks of users are refused."""
 
 from __future__ import annotations
 
@@ -73,10 +73,14 @@ def deliver(found: Mapping[str, list[Any]]) -> None:
         collection[key].extend(values)
 
 
-# Compiled code does not see context variables.
-@torch.compiler.disable
 def collecting(body: Callable[[], Any], asked: Wanted) -> tuple[Any, dict[str, list[Any]]]:
     """Run a layer on its device; return its output and what the hooks in it have collected."""
+    # Compiled code does not see context variables.
+    run = cast("Callable[..., Any]", torch.compiler.disable(_collected))  # pyright: ignore[reportUnknownMemberType]
+    return run(body, asked)
+
+
+def _collected(body: Callable[[], Any], asked: Wanted) -> tuple[Any, dict[str, list[Any]]]:
     collection = asked.fresh()
     with _collected_in(collection):
         output = body()
@@ -120,9 +124,9 @@ def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
     if (name := hooked(modules)) is not None:
         part = next(where for where in modules if name.startswith(f"{where}."))
         raise RoundPipeError(
-            f"{name} has a hook that was registered after the model was wrapped; it lies inside {part}, which runs "
-            "on the devices, so the hook would see single microbatches without their gradients; register it before "
-            f"wrapping the model, or on {part} itself"
+            f"{name} has a hook that was registered after the model was wrapped; it lies inside {part}, which "
+            "runs on the devices, so the hook would see single microbatches without their gradients; register it "
+            f"before wrapping the model, or on {part} itself"
         )
 
 

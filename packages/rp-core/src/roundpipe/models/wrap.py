@@ -43,9 +43,9 @@ def wrap_model_to_roundpipe(
 
     An ``nn.Sequential`` is wrapped as a sequence of layers; nested ones larger than `upper_threshold` contribute
     their own layers. In any other model without a preset, `RoundPipe` models run its submodules: these stay where
-    they are, but calling one, also by *the model itself*, runs it on the devices. The result is an `AutoRoundPipe`,
-    which is slower and has no `forward_backward`. If no submodule is run so or skipped, the model is wrapped as a
-    single layer.
+    they are, but calling one, also *in the model's own forward*, runs it on the devices. The result is an
+    `AutoRoundPipe`, which is slower and has no `forward_backward`. If no submodule is run so or skipped, the model
+    is wrapped as a single layer.
 
     A PEFT model becomes the row of the model in it, whose modules hold the adapters; names stay those of the PEFT
     model. The attributes of `model` stay accessible on the result.

@@ -96,7 +96,7 @@ class Block:
                 tensor.data = new
 
     def note_written(self, chosen: set[int]) -> None:
-        """Raise the version counters of the tensors with these ids, for graphs outside the engine that saved them."""
+        """Raise the version counters of the tensors with these ids, which graphs on the host may have saved."""
         for index, tensor in enumerate(self.tensors):
             if id(tensor) in chosen:
                 torch.autograd.graph.increment_version(tensor)
