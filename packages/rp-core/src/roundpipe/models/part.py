@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,8 +89,11 @@ class Part(RoundPipe):
     def __init__(self, modules: Mapping[str, nn.Module], name: str, **kwargs: Any) -> None:
         super().__init__(_model_of(modules), name=f"{name}.{' and '.join(modules)}", **kwargs)
         self._own("members", dict(modules))
+        self._own("_inputs", {where: _input_name(module) for where, module in modules.items()})
 
     members: dict[str, nn.Module]
+    # The name of the first argument of each member's forward.
+    _inputs: dict[str, str | None]
 
     def _keep_current(self, module: nn.Module) -> None:
         # The whole model does, for all its parts together.
@@ -103,6 +107,8 @@ class Part(RoundPipe):
         self._refuse_arguments((*args, *kwargs.values()))
         _refuse_checkpointing(name, self.members[name])
         refuse_hooked(self.members)
+        if config.split_input is None:
+            args, kwargs = _input_first(self._inputs[name], args, kwargs)
         call = _Call(name, config, wanted(self.members))
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
         parts = self._split(args, kwargs, arrivals, config)
@@ -151,6 +157,20 @@ def _model_of(modules: Mapping[str, nn.Module]) -> nn.Module:
     if isinstance(first, nn.Sequential) and not others:
         return first
     return PreparingMember(modules) if prepares(first) and not others else Members(modules)
+
+
+def _input_name(module: nn.Module) -> str | None:
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    return None if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD else first.name
+
+
+def _input_first(
+    name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with the forward's first one by position: it tells the batch size, whatever the others are."""
+    if args or name is None or not isinstance(kwargs.get(name), torch.Tensor):
+        return args, kwargs
+    return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
 
 
 def _merged(outputs: Sequence[Any], sizes: Sequence[int] | None) -> Any:
