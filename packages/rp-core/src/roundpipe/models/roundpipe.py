@@ -12,12 +12,13 @@ from rp_sched import LayerCost, Mode
 from torch import nn
 
 from roundpipe.device.compiling import options_of
-from roundpipe.device.replica import has_hooks, named_modules
+from roundpipe.device.entrance import entrance_of
+from roundpipe.device.replica import has_hooks
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.group import Joint
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
-from roundpipe.models.base import RoundPipeBase
+from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.model_state import PinMode
@@ -82,6 +83,7 @@ class RoundPipe(RoundPipeBase):
         super().__init__(model, name, optim_dtype)
         _check_model(model, pin_model, runtime, double_buffer)
         options = options_of(compile_layers)
+        self._own("_refused", {})
         self._own("model_run_config", given("model_run_config", model_run_config))
         self._own("runtime", runtime or default_runtime())
         engine = Engine(
@@ -89,6 +91,9 @@ class RoundPipe(RoundPipeBase):
         )
         self._own("_engine", engine)
         self._own("_joint", Joint(self.name, [engine.host], self.runtime))
+        self._keep_current(model)
+
+    _refused: dict[str, str]
 
     # Calls
 
@@ -98,15 +103,10 @@ class RoundPipe(RoundPipeBase):
         Raises `RuntimeError` if gradients are requested while torch's grad mode is off, and what a layer raises.
         """
         config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
-        wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
-        if wants_grad and not torch.is_grad_enabled():
-            raise RuntimeError(
-                "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
-            )
-        _check_outputs(config)
+        self._refuse_call(kwargs)
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
         parts = self._split(args, kwargs, arrivals, config)
-        return self._merge(self._engine.forward(parts, arrivals, config, wants_grad=wants_grad), parts, config)
+        return self._merge(self._run(parts, arrivals, config), parts, config)
 
     def forward_backward(
         self,
@@ -134,6 +134,7 @@ class RoundPipe(RoundPipeBase):
         names the layer and the microbatch.
         """
         _check_arguments(input_args, input_kwargs, loss_fn)
+        self._refuse_call(input_kwargs or {})
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
         config = given("run_config", run_config).over(self.model_run_config)
@@ -165,6 +166,25 @@ class RoundPipe(RoundPipeBase):
         """The planner's cost of each layer: measured in calls of this type, otherwise guessed from sizes."""
         return self._engine.layer_costs(run_type)
 
+    def refuse(self, arguments: Mapping[str, str]) -> None:
+        """Refuse these keyword arguments of calls from now on; each has the reason."""
+        self._own("_refused", dict(arguments))
+
+    def _refuse_call(self, kwargs: Mapping[str, Any]) -> None:
+        self._refuse_added()
+        for name in kwargs.keys() & self._refused.keys():
+            if kwargs[name] is not None:
+                raise ValueError(f"{name} must not be given, but is: {self._refused[name]}")
+
+    def _run(self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig) -> list[Any]:
+        wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
+        if wants_grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
+            )
+        _check_outputs(config)
+        return self._engine.forward(parts, arrivals, config, wants_grad=wants_grad)
+
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, config: RoundPipeRunConfig
     ) -> rp_batch.Parts[Any]:
@@ -176,7 +196,9 @@ class RoundPipe(RoundPipeBase):
     def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
         if config.merge_output is False:
             return outputs
-        merged = rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes)
+        return self._placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)
+
+    def _placed(self, merged: Any, config: RoundPipeRunConfig) -> Any:
         if config.output_device is None:
             return merged
         return rp_batch.map_leaves(
@@ -190,7 +212,7 @@ def _row(model: nn.Module) -> list[nn.Module]:
         return [model]
     if len(model) == 0:
         raise ValueError("the nn.Sequential has no layers; give it at least one")
-    if has_hooks(model):
+    if has_hooks(model) and entrance_of(model) is None:
         raise ValueError(
             "the nn.Sequential itself has hooks, which would not run, since its layers are called one by one; "
             "register them on layers"
@@ -200,16 +222,15 @@ def _row(model: nn.Module) -> list[nn.Module]:
 
 def _is_plain(row: nn.Sequential) -> bool:
     own = type(row).forward is not nn.Sequential.forward  # pyright: ignore[reportUnknownMemberType]
-    return not own and "forward" not in vars(row)
+    return not own and ("forward" not in vars(row) or entrance_of(row) is not None)
 
 
 def _check_model(model: nn.Module, pin_model: object, runtime: object, double_buffer: object) -> None:
-    for name, module in named_modules(model):
-        if isinstance(module, RoundPipeBase):
-            raise TypeError(
-                f"{name!r} in the model is wrapped already, as {module.name!r}; wrap only the whole model, or use "
-                "AutoRoundPipe over the parts"
-            )
+    for name, wrapper in wrappers(model):
+        raise TypeError(
+            f"{name!r} in the model is wrapped already, as {wrapper.name!r}; wrap only the whole model, or use "
+            "AutoRoundPipe over the parts"
+        )
     if pin_model not in get_args(PinMode):
         raise ValueError(f"pin_model must be 'alloc', 'register' or 'off', but is {pin_model!r} instead")
     if double_buffer not in (True, False, None):
