@@ -1,4 +1,4 @@
-"""The error raised for a model without a preset."""
+"""The errors raised for models and losses that cannot be used."""
 
 
 class UnsupportedModel(NotImplementedError):
@@ -12,5 +12,16 @@ class UnsupportedModel(NotImplementedError):
     ...     to_sequential(nn.Linear(2, 2))
     ... except UnsupportedModel as error:
     ...     print("Linear" in str(error))
+    True
+    """
+
+
+class UnknownLoss(NotImplementedError):
+    """How a model's own loss divides could not be found, so its loss over a split batch is unknown.
+
+    The message says what was tried.
+
+    >>> from rp_presets import UnknownLoss
+    >>> issubclass(UnknownLoss, NotImplementedError)
     True
     """
