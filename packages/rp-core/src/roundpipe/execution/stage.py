@@ -20,6 +20,7 @@ from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
 from roundpipe.execution.call import Call
 from roundpipe.execution.exchange import Exchange
+from roundpipe.execution.lazy import Lazy, computed, value_of
 from roundpipe.execution.losses import check_losses
 from roundpipe.runtime.runtime import Lane
 from roundpipe.state.model_state import Block
@@ -228,7 +229,11 @@ class Stage:
             output = self._seeded(Drawer("layer", layer), microbatch, body, again=again)
         if has_buffers or microbatch == self._task.microbatches.start:
             self._twins.check(layer)
-        return output
+        return output if self._is_for_loss(layer) else computed(output)
+
+    def _is_for_loss(self, layer: int) -> bool:
+        """Whether the loss function is what reads a layer's output."""
+        return self._task.computes_loss and layer + 1 == self._call.num_layers
 
     @contextmanager
     def _timed_forward(self, layer: int) -> Generator[None]:
@@ -350,7 +355,7 @@ class Stage:
     def _mark_backward(self, layer: int, microbatch: int, output: Any) -> None:
         place = ("in {0}, backward, microbatch {1}", layer, microbatch)
 
-        def enter_layer(grad: torch.Tensor) -> None:
+        def enter_layer(grad: torch.Tensor | None = None) -> None:
             del grad
             self._place = place
             if self._times is not None:
@@ -359,7 +364,11 @@ class Stage:
                 self._send_complete(layer)
 
         for leaf in rp_batch.flatten(output)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+                continue
+            if isinstance(leaf, Lazy):
+                leaf.on_backward(enter_layer)
+            else:
                 leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
 
     def _send_complete(self, layer: int) -> None:
@@ -375,7 +384,8 @@ class Stage:
         arrived, _ = self._arrive(layers.start, microbatch)
         output = self._through(layers, microbatch, arrived.tree(), again=False)
         if self._call.keep_outputs:
-            leaves, treedef = rp_batch.flatten(output)
+            found, treedef = rp_batch.flatten(output)
+            leaves = list(map(value_of, found))
             packet = self._courier.send(treedef, leaves, [False] * len(leaves), Origins(), in_use=True)
             self._exchange.put(Slot("input", layers.stop, microbatch), packet)
         losses = self._loss(output, microbatch)

@@ -19,14 +19,10 @@ from roundpipe.engine.group import Joint
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
 from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.own_loss import call_loss, outputs_are_loss, with_loss
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.model_state import PinMode
-
-
-def _loss_is_output(outputs: Any, labels: Any) -> Any:
-    del labels
-    return outputs
 
 
 class RoundPipe(RoundPipeBase):
@@ -113,7 +109,7 @@ class RoundPipe(RoundPipeBase):
         input_args: tuple[Any, ...] = (),
         input_kwargs: Mapping[str, Any] | None = None,
         label: Any = None,
-        loss_fn: LossFn = _loss_is_output,
+        loss_fn: LossFn = outputs_are_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
     ) -> Any:
@@ -122,16 +118,22 @@ class RoundPipe(RoundPipeBase):
         Args:
             input_args, input_kwargs: arguments of the model's forward.
             label: any tree; split like the inputs and passed to `loss_fn`.
-            loss_fn: maps ``(outputs, labels)`` of one microbatch, on its device, to a loss or a sequence of
-                losses; default: the outputs are the loss.
+            loss_fn: maps ``(outputs, label)`` of one microbatch, on its device, to a loss or a sequence of
+                losses, which are summed over the microbatches; `token_mean` makes one that is a mean over the
+                batch. Default: the model's own loss, or else the outputs are the loss.
             return_outputs: return ``(loss, outputs)``.
             run_config: settings of this call, over `model_run_config`.
+
+        The model's own loss is that of ``labels`` in `input_kwargs`, of a model whose module has an `own_loss`, as
+        rows of Hugging Face models have. Each microbatch then counts by its labels, so the loss and gradients are
+        those of the batch in one piece. Outputs with a `loss` but without `own_loss` are taken in one microbatch
+        only. If there is a `loss_fn`, it decides, and labels in `input_kwargs` are an argument like others.
 
         Returns the sum of the losses over the microbatches, 0-dim on the host, or a list of such sums. Gradients
         accumulate until a step function or `zero_grad` drops them.
 
-        Raises `RuntimeError` while torch's grad mode is off; what a layer or `loss_fn` raises, with a note that
-        names the layer and the microbatch.
+        Raises `ValueError` for a `label` without a `loss_fn`; `RuntimeError` while torch's grad mode is off; what
+        a layer or `loss_fn` raises, with a note that names the layer and the microbatch.
         """
         _check_arguments(input_args, input_kwargs, loss_fn)
         self._refuse_call(input_kwargs or {})
@@ -143,14 +145,17 @@ class RoundPipe(RoundPipeBase):
                 "forward_backward computes gradients, but requires_grad is False; call forward instead"
             )
         _check_outputs(config)
-        kwargs = dict(input_kwargs or {})
-        arrivals = Arrivals(self.runtime.backend, (input_args, kwargs, label))
-        parts = self._split(input_args, kwargs, arrivals, config)
-        labels = rp_batch.split(label, len(parts), config.split_label, sizes=parts.sizes, exact=True, name="label")
+        chosen = call_loss(self.model, input_kwargs or {}, label, loss_fn, config.split_label)
+        arrivals = Arrivals(self.runtime.backend, (input_args, chosen.kwargs, label))
+        parts = self._split(input_args, chosen.kwargs, arrivals, config)
+        labels, loss_fn = chosen.in_parts(parts)
         losses, outputs = self._engine.forward_backward(
             parts, labels, arrivals, loss_fn, config, keep=return_outputs
         )
-        return (losses, self._merge(outputs, parts, config)) if return_outputs else losses
+        if not return_outputs:
+            return losses
+        merged = self._merge(outputs, parts, config)
+        return losses, with_loss(merged, losses) if chosen.is_own else merged
 
     @property
     def engine(self) -> Engine:
