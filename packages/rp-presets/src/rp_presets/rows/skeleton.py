@@ -94,6 +94,8 @@ class Stub(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise
             return getattr(vars(self)["facts"], name)
 
 
@@ -149,7 +151,11 @@ class Part(nn.Module):
             own = vars(self)["facts"]._own
             if name in own:
                 return own[name]
-            return _SESSION.get().read(self, name)
+            if name.startswith("__"):
+                # Copying and pickling look for such names in every object.
+                raise
+            session = _SESSION.get(None)
+            return getattr(self.held(), name) if session is None else session.read(self, name)
 
 
 def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
