@@ -6,7 +6,7 @@ for each device and each mode, such as training and evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -38,8 +38,14 @@ class Compiler:
             setattr(config, name, max(getattr(config, name), one_device * self._num_devices))
 
     def compile(self, twin: nn.Module) -> None:
-        """Compile a twin; torch does so in its first call."""
-        twin.compile(**self._options)  # pyright: ignore[reportUnknownMemberType] - torch leaves its types open
+        """Compile a twin, or those of its submodules that it names; torch does so in their first call.
+
+        A layer may have an attribute ``compiled_submodules``, names of submodules, if the code around them differs
+        from layer to layer.
+        """
+        names: Sequence[str] | None = getattr(twin, "compiled_submodules", None)
+        for part in [twin] if names is None else map(twin.get_submodule, names):
+            part.compile(**self._options)  # pyright: ignore[reportUnknownMemberType] - torch leaves its types open
 
 
 def options_of(compile_layers: object) -> CompileOptions | None:

@@ -72,7 +72,12 @@ def _behind_layers(carry: Carry, seen: Seen) -> Carry:
     }
     done = frozenset[int]().union(*(call.done for call in carry.program.calls))
     values = {key: value for key, value in (carry.values | computed).items() if key not in done}
-    return carry._replace(values=values, boxes=dict(seen.written), written=frozenset(seen.written))
+    return carry._replace(
+        values=values,
+        boxes=dict(seen.written),
+        written=frozenset(seen.written),
+        collected=carry.collected | seen.collected,
+    )
 
 
 def _outcome(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from rp_presets.errors import NotARow
+from rp_presets.rows import capture
 from rp_presets.rows.layout import Layout, Like, Segment
 from rp_presets.rows.recorder import boxes_of, direct_tensors
 from rp_presets.rows.skeleton import Part, Stub, in_session, skeleton
@@ -19,10 +20,15 @@ from rp_presets.rows.trees import contents_of, leaves, mapped, same
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one run showed of one list of layers: their results, and what the containers that they wrote hold."""
+    """What one run showed of one list of layers.
+
+    `results`: of each layer. `written`: what the containers that they wrote hold. `collected`: what hooks
+    collected of them, by name.
+    """
 
     results: list[Any]
     written: dict[int, Any]
+    collected: dict[str, Any]
 
 
 class Trace:
@@ -39,7 +45,10 @@ class Trace:
         self._used: defaultdict[int, set[str]] = defaultdict(set)
         self._templates: defaultdict[int, list[Any]] = defaultdict(list)
         self._results: defaultdict[int, list[Any]] = defaultdict(list)
-        self._of_kind: dict[Any, Any] = {}
+        # By list of layers, then by name: what hooks collected of its layers.
+        self._collected: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        # By kind of layer: its result, and what hooks collected of it, by name.
+        self._of_kind: dict[Any, tuple[Any, dict[str, list[Any]]]] = {}
         self._boxes: defaultdict[int, dict[int, tuple[Any, Any]]] = defaultdict(dict)
         self._skeleton = skeleton(
             model, {name: number for number, name in enumerate(lists)}, lambda _: True, spine
@@ -59,7 +68,9 @@ class Trace:
 
     def seen(self) -> list[Seen]:
         """What it showed of each list of layers, in the order of the segments."""
-        return [Seen(self._results[number], self._written(number)) for number in self._order]
+        return [
+            Seen(self._results[number], self._written(number), self._collected[number]) for number in self._order
+        ]
 
     def _written(self, number: int) -> dict[int, Any]:
         boxes = self._boxes[number].values()
@@ -111,14 +122,20 @@ class Trace:
         self._next += 1
 
     def _result(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = (stub.segment, _kind(layer), _shapes((args, kwargs)))
+        # The first layer of a list differs: hooks collect what it is handed, too.
+        kind = (stub.segment, stub.index == 0, _kind(layer), _shapes((args, kwargs)))
         if kind in self._of_kind:
-            return mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self._of_kind[kind])
-        before = [contents_of(box) for box in boxes_of((args, kwargs))]
-        result = self._watched(stub, layer, args, kwargs)
-        after = [contents_of(box) for box in boxes_of((args, kwargs))]
-        if same(before, after):
-            self._of_kind[kind] = result
+            result, collected = mapped(_cloned, self._of_kind[kind])
+            capture.deliver(collected)
+        else:
+            before = [contents_of(box) for box in boxes_of((args, kwargs))]
+            known = _lengths(capture.wanted())
+            result = self._watched(stub, layer, args, kwargs)
+            collected = {key: lists[known[key] :] for key, lists in capture.wanted().items() if key in known}
+            if same(before, [contents_of(box) for box in boxes_of((args, kwargs))]):
+                self._of_kind[kind] = result, collected
+        for key, values in collected.items():
+            self._collected[stub.segment].setdefault(key, []).extend(values)
         return result
 
     def _watched(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,6 +148,14 @@ class Trace:
         if (changed := _changed(attributes, _attributes(layer))) is not None:
             raise NotARow(self._names[stub.segment], f"layer {stub.index} sets its attribute {changed!r}")
         return result
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _lengths(lists: Mapping[str, Any]) -> dict[str, int]:
+    return {key: len(cast("list[Any]", values)) for key, values in lists.items() if isinstance(values, list)}
 
 
 def _like(leaf: Any, given: Sequence[Tensor]) -> Any:

@@ -108,7 +108,7 @@ class Run:
         if self._phase <= self._stage:
             count = len(self._layout.segments[self._phase].results)
             self._refuse(
-                f"the model called {self._position} of its {count} layers; in a row each layer runs once, and none "
+                f"the model called {self._position} of its {count} layers; in a row each runs once, and none "
                 "is skipped at random (layerdrop) or by arguments"
             )
         program = Program(self._recorder.calls(), self._recorder.empty(), self._past)

@@ -148,14 +148,12 @@ class Part(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            own = vars(self)["facts"]._own
+            own, session = vars(self)["facts"]._own, _SESSION.get(None)
             if name in own:
                 return own[name]
-            if name.startswith("__"):
-                # Copying and pickling look for such names in every object.
+            if session is None or name.startswith("__"):
                 raise
-            session = _SESSION.get(None)
-            return getattr(self.held(), name) if session is None else session.read(self, name)
+            return session.read(self, name)
 
 
 def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -1,0 +1,67 @@
+"""Arguments of a model's forward: what is refused, and what travels to the end of the row."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from rp_presets.rows.absent import Spec
+from rp_presets.rows.layout import Layout
+from rp_presets.rows.trees import mapped
+
+_CACHES = ("past_key_values", "cache_params")
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """The names of the parameters of the model's forward.
+
+    >>> names_of(nn.Linear(1, 1))
+    ['input']
+    """
+    forward: Any = type(model).forward  # pyright: ignore[reportUnknownMemberType] - torch leaves its type open
+    return [name for name in inspect.signature(forward).parameters if name != "self"]
+
+
+def without_cache(
+    model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with no key-value cache to be made.
+
+    Raises `ValueError` for a cache among them.
+    """
+    names = names_of(model)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    for name in _CACHES:
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name} must be None, but is a {type(given[name]).__name__}: a row of layers keeps no key-value "
+                "cache; generate text with the model itself"
+            )
+    if not layout.cache_argument:
+        return args, kwargs
+    place = names.index("use_cache") if "use_cache" in names else len(args)
+    if place < len(args):
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+def travelling(model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``(args, kwargs)`` for the code behind the layers.
+
+    Of large tensors such as embeddings and images, which are read before the layers only, the shapes travel.
+    """
+
+    def kept(name: str, value: Any) -> Any:
+        is_read = "label" in name or (-1, name, 0) in layout.needed
+        return value if is_read else mapped(_small, value)
+
+    names = [*names_of(model), *("" for _ in args)]
+    by_place = tuple(kept(name, value) for name, value in zip(names, args, strict=False))
+    return by_place, {name: kept(name, value) for name, value in kwargs.items()}
+
+
+def _small(leaf: Any) -> Any:
+    is_large = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 0
+    return Spec.of(leaf) if is_large else leaf
