@@ -25,6 +25,7 @@ def wrap_model_to_roundpipe(
     override_config: Mapping[nn.Module, RoundPipeRunConfig] | None = None,
     model_run_config: RoundPipeRunConfig | None = None,
     name: str | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model; a Hugging Face model with a preset becomes a sequence of layers that share its parameters.
@@ -38,6 +39,8 @@ def wrap_model_to_roundpipe(
         skip_modules: submodules that are left on the host.
         override_config: settings by submodule, over `model_run_config`.
         model_run_config, name, roundpipe_kwargs: for `RoundPipe`.
+        example_inputs: arguments of the model's forward to observe it with, for models that are not observed with
+            a few tokens, such as vision-language models.
 
     An ``nn.Sequential`` is wrapped as a sequence of layers; nested ones larger than `upper_threshold` contribute
     their own layers. In any other model without a preset, submodules are replaced by `RoundPipe` models, *in the
@@ -56,7 +59,7 @@ def wrap_model_to_roundpipe(
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     name = caller() if name is None else name
-    row = None if use_sequential_preset is False else _preset(model, required=use_sequential_preset is True)
+    row = None if use_sequential_preset is False else _preset(model, example_inputs, required=use_sequential_preset is True)
     rules = Rules(
         lower_threshold,
         _upper(model, upper_threshold, roundpipe_kwargs),
@@ -74,9 +77,11 @@ def wrap_model_to_roundpipe(
     return wrapped
 
 
-def _preset(model: nn.Module, *, required: bool) -> nn.Module | None:
+def _preset(
+    model: nn.Module, example_inputs: Mapping[str, Any] | None, *, required: bool
+) -> nn.Module | None:
     try:
-        return rp_presets.to_sequential(model)
+        return rp_presets.to_sequential(model, example_inputs=example_inputs)
     except rp_presets.UnsupportedModel:
         if required:
             raise

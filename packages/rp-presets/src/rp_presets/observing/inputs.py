@@ -9,16 +9,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rp_presets.errors import UnsupportedModel
+
 _ROWS, _TOKENS = 2, 6
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
     """Small inputs for the model's forward, made from its config.
 
-    Raises `ValueError` for a model whose main input is of an unknown kind.
+    Raises `UnsupportedModel` for a model without a config, or whose main input is of an unknown kind.
     """
-    name = str(getattr(model, "main_input_name", "input_ids"))
     config = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no config that says what it takes; pass arguments of its forward: "
+            "to_sequential(model, example_inputs={...})"
+        )
+    name = str(getattr(model, "main_input_name", "input_ids"))
     inputs = {name: _tensor(name, config)}
     parameters = inspect.signature(type(model).forward).parameters
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
@@ -37,7 +44,7 @@ def _tensor(name: str, config: Any) -> Tensor:
         "input_values": _sound,
     }
     if name not in makers:
-        raise ValueError(
+        raise UnsupportedModel(
             f"the model's main input, {name!r}, is of an unknown kind; pass inputs: to_sequential(model, "
             "example_inputs={...})"
         )
