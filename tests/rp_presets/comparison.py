@@ -94,11 +94,20 @@ def outcome(model: nn.Module, run: Callable[[], tuple[Any, Callable[[Tensor], No
     torch.manual_seed(11)
     output, backward = run()
     backward(objective(output))
+    forget(model)
     gradients = {
         f"gradient of {name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters()
     }
     return {name: value.detach() for name, value in outputs_of(output).items()} | gradients
+
+
+def forget(model: nn.Module) -> None:
+    """Detach what layers have left in their attributes: such tensors cannot be copied."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                vars(module)[name] = value.detach()
 
 
 def plainly(network: nn.Module, inputs: Inputs) -> Callable[[], tuple[Any, Callable[[Tensor], None]]]:
@@ -107,7 +116,7 @@ def plainly(network: nn.Module, inputs: Inputs) -> Callable[[], tuple[Any, Calla
 
 
 def as_layers(row: nn.Sequential, inputs: Inputs) -> Callable[[], tuple[Any, Callable[[Tensor], None]]]:
-    """Run a row as an engine does: the first layer takes the arguments, each next one what the one before returned."""
+    """Run a row as an engine does: the first layer takes the arguments, each next one the result before."""
 
     def run() -> tuple[Any, Callable[[Tensor], None]]:
         handed = row[0](**inputs)
@@ -129,8 +138,9 @@ def apart(row: nn.Sequential, inputs: Inputs) -> Callable[[], tuple[Any, Callabl
         for number, layer in enumerate(row):
             twins.append((layer, copy.deepcopy(layer)))
             with ThreadPoolExecutor(1) as pool:
-                call = (lambda: twins[-1][1](**inputs)) if number == 0 else (lambda: twins[-1][1](handed))
-                result = pool.submit(call).result()
+                twin = twins[-1][1]
+                call = pool.submit(twin, **inputs) if number == 0 else pool.submit(twin, handed)
+                result = call.result()
             if number == len(row) - 1:
                 break
             leaves, spec = pytree.tree_flatten(result)

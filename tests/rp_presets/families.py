@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,14 +148,23 @@ RULES: list[tuple[str, Callable[[Any], Any] | Any]] = [
     (r"\w+_token_(id|index)", lambda value: value if value < VOCABULARY else 80 + value % 16),
     (r"type_vocab_size", lambda value: value),
     (r"(\w+_)?vocab_size(_per_layer_input)?", VOCABULARY),
-    (r"(num_|n_)?(kv_n_heads|key_value_heads|kv_heads|query_groups)|swa_num_key_value_heads", lambda value: min(value, 2)),
+    (
+        r"(num_|n_)?(kv_n_heads|key_value_heads|kv_heads|query_groups)|swa_num_key_value_heads",
+        lambda value: min(value, 2),
+    ),
     (r"(\w+_)?(n_head|n_heads|num_heads|attention_heads)", HEADS),
     (r"qk_rope_head_dim|index_head_dim|rotary_dim", 8),
     (r"(\w+_)?head_dim|kv_channels|d_kv|dim_head|attention_head_size|d_head", HEAD_DIM),
     (r"\w*(kv_lora_rank|q_lora_rank|lora_rank|laurel_rank|adapter_rank|gated_norm_rank)", 16),
-    (r"\w*intermediate_size\w*|\w*ffn_dim|d_inner|n_inner|dff|dim_ff|d_ff|\w*ffn_hidden_size|feed_forward_size", 48),
+    (
+        r"\w*intermediate_size\w*|\w*ffn_dim|d_inner|n_inner|dff|dim_ff|d_ff|\w*ffn_hidden_size|feed_forward_size",
+        48,
+    ),
     (r"hidden_size_per_layer_input", 16),
-    (r"hidden_size|d_model|n_embd|dim_model|emb_dim|word_embed_proj_dim|lru_width|embedding_dim|embed_dim", HIDDEN),
+    (
+        r"hidden_size|d_model|n_embd|dim_model|emb_dim|word_embed_proj_dim|lru_width|embedding_dim|embed_dim",
+        HIDDEN,
+    ),
     (r"embedding_size|hidden_size_global|cross_attention_hidden_size|attention_hidden_size", HIDDEN),
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|moe_top_k|top_k|top_k_experts", lambda value: min(value, 2)),
@@ -163,7 +172,10 @@ RULES: list[tuple[str, Callable[[Any], Any] | Any]] = [
     (r"topk_group", 1),
     (r"first_k_dense_replace|num_dense_layers", lambda value: min(value, 1)),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|max_target_positions", 64),
-    (r"sliding_window(_size)?|attention_chunk_size|attention_window_size|window_size|block_size", lambda value: min(value, 4)),
+    (
+        r"sliding_window(_size)?|attention_chunk_size|attention_window_size|window_size|block_size",
+        lambda value: min(value, 4),
+    ),
     (r"index_topk", 4),
     (r"\w*(state_size|d_state)", 8),
     (r"\w*chunk_size", lambda value: min(value, 4)),
@@ -214,6 +226,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     )
 }
 
+# Models that are compared in training only, and why.
+TRAINING_ONLY: dict[str, str] = {
+    "ReformerModelWithLMHead": "its layers run backward in training mode only",
+    "RwkvForCausalLM": "it rescales the weights of its layers when it is called in eval mode",
+    "XLNetLMHeadModel": "it makes memories (use_mems) in eval mode",
+}
+# Models that transformers itself cannot build or run on the CPU without further packages, and why.
+UNBUILDABLE: dict[str, str] = {
+    "Gemma3nForConditionalGeneration": "needs timm and Pillow for its vision tower",
+    "Gemma4AssistantForCausalLM": "all its layers share keys, which the config class refuses when layers are made",
+    "Gemma4UnifiedAssistantForCausalLM": "all its layers share keys, which the config class refuses",
+}
+
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16}
 SHARED_KEYS = {
     "num_hidden_layers": 6,
@@ -226,8 +251,14 @@ GEMMA3N = {
     "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0, 0.0, 0.0],
 }
 GEMMA4 = {**SHARED_KEYS, "global_head_dim": 32, "num_key_value_heads": 2}
-# The first models with linear attention and full attention in turns.
-QWEN3_NEXT = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+GEMMA4_ASSISTANT = {
+    "num_hidden_layers": 2,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "global_head_dim": 32,
+}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {**MAMBA2, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
@@ -239,9 +270,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
-    "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 64}},
+    "DbrxForCausalLM": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64},
+    },
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "n_shared_experts": 1},
-    "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
     "Dots3NoteForCausalLM": {
         "num_hidden_layers": 4,
         "layer_types": ["indexed_attention", "sliding_attention"] * 2,
@@ -265,10 +304,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedForCausalLM": GEMMA4,
     "Gemma4UnifiedForConditionalGeneration": {"text_config": GEMMA4},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
-    "GraniteMoeHybridForCausalLM": {**MAMBA2, "layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "GraniteMoeHybridForCausalLM": {
+        **MAMBA2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+    },
     "HunYuanDenseV1ForCausalLM": {"head_dim": 16},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 16},
-    "JambaForCausalLM": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1},
+    "Inkling2ForCausalLM": {"n_layers_per_attn_res_block": 1},
+    "JambaForCausalLM": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_offset": 1,
+    },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "LongcatFlashForCausalLM": {"head_dim": 8, "qk_head_dim": 24},
     "Mamba2ForCausalLM": {"num_heads": 8, "n_groups": 2},
@@ -290,7 +339,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "MinistralForCausalLM": {"head_dim": 16},
     "NemotronForCausalLM": {"num_key_value_heads": 2},
     "NemotronHForCausalLM": {"mamba_head_dim": 16, "n_groups": 2},
-    "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds": False, "num_buckets": 2, "attn_layers": ["local", "lsh"]},
+    "ReformerModelWithLMHead": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "num_buckets": 2,
+        "attn_layers": ["local", "lsh"],
+    },
     "XmodForCausalLM": {"default_language": "en_XX"},
     "ZambaForCausalLM": {"attention_hidden_size": 128, "attention_head_dim": 32},
 }

@@ -59,7 +59,11 @@ def wrap_model_to_roundpipe(
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     name = caller() if name is None else name
-    row = None if use_sequential_preset is False else _preset(model, example_inputs, required=use_sequential_preset is True)
+    row = (
+        None
+        if use_sequential_preset is False
+        else _preset(model, example_inputs, required=use_sequential_preset is True)
+    )
     rules = Rules(
         lower_threshold,
         _upper(model, upper_threshold, roundpipe_kwargs),
@@ -77,9 +81,7 @@ def wrap_model_to_roundpipe(
     return wrapped
 
 
-def _preset(
-    model: nn.Module, example_inputs: Mapping[str, Any] | None, *, required: bool
-) -> nn.Module | None:
+def _preset(model: nn.Module, example_inputs: Mapping[str, Any] | None, *, required: bool) -> nn.Module | None:
     try:
         return rp_presets.to_sequential(model, example_inputs=example_inputs)
     except rp_presets.UnsupportedModel:

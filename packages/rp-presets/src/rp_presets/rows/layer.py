@@ -16,16 +16,18 @@ from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 class Layer(nn.Module):
     """Calls one of the model's layers as the model does.
 
-    `layer`: the model's own module. `index`: its place among the layers.
+    `layer`: the model's own module. `index`: its place among the layers. `written`: names of attributes that
+    it sets and never reads again.
     """
 
     # An engine that compiles layers compiles these submodules: the code around them differs from layer to layer.
     compiled_submodules = ("layer",)
 
-    def __init__(self, layer: nn.Module, index: int) -> None:
+    def __init__(self, layer: nn.Module, index: int, written: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.layer = layer
         self.index = index
+        self.written = written
         self.training = layer.training
 
     def forward(self, carry: Carry) -> Carry:
@@ -38,6 +40,7 @@ class Layer(nn.Module):
         args, kwargs = mapped(lambda leaf: _read(leaf, carry, boxes), call.arguments)
         with capturing(carry.collected) as collected:
             result = self.layer(*args, **kwargs)
+        self._forget()
         after = {key: contents_of(box) for key, box in boxes.items()}
         written = carry.written | {key for key, now in after.items() if not same(now, carry.boxes[key])}
         return carry._replace(
@@ -46,6 +49,12 @@ class Layer(nn.Module):
             written=written,
             collected=collected,
         )
+
+    def _forget(self) -> None:
+        # What a layer leaves in its attributes would keep the graph alive, and cannot be copied.
+        for module in self.layer.modules() if self.written else ():
+            for name in self.written & vars(module).keys():
+                vars(module)[name] = mapped(_detached, vars(module)[name])
 
     def _values(self, carry: Carry, call: LayerCall, result: Any) -> dict[int, Tensor]:
         expected, found = list(leaves(call.result)), list(leaves(result))
@@ -59,6 +68,10 @@ class Layer(nn.Module):
             wanted.key: value for wanted, value in zip(expected, found, strict=True) if isinstance(wanted, Value)
         }
         return {key: value for key, value in (carry.values | computed).items() if key not in call.done}
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _boxes(call: LayerCall) -> list[int]:
