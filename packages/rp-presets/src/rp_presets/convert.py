@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -91,7 +91,7 @@ def _layout(model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[s
 def _observed(
     model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: dict[str, Any], hooks: Hooks
 ) -> Layout:
-    cache = _takes_cache(model)
+    cache = _takes_cache(model, spine_of(chosen))
     arguments = {**inputs, **({"use_cache": False} if cache else {})}
     trace = Trace(model, chosen, spine_of(chosen), hooks)
     trace.run((), arguments)
@@ -101,9 +101,13 @@ def _observed(
     return proven(model, layout, trace.seen(), inputs)
 
 
-def _takes_cache(model: nn.Module) -> bool:
-    inner = getattr(model, "get_base_model", lambda: model)()
-    return "use_cache" in names_of(inner)
+def _takes_cache(model: nn.Module, spine: frozenset[str]) -> bool:
+    """Whether forward takes `use_cache`; some pass it on among other keyword arguments."""
+    inner = cast(nn.Module, getattr(model, "get_base_model", lambda: model)())
+    around = [model.get_submodule(path) for path in spine]
+    return "use_cache" in names_of(inner) or (
+        "kwargs" in names_of(inner) and any("use_cache" in names_of(module) for module in around)
+    )
 
 
 def _row(model: nn.Module, layout: Layout) -> nn.Sequential:
@@ -112,7 +116,7 @@ def _row(model: nn.Module, layout: Layout) -> nn.Sequential:
         if number:
             layers.append(Interlude(model, layout, number))
         own = list(model.get_submodule(segment.path).children())[: len(segment.results)]
-        layers += [Layer(layer, index, layout.hooks) for index, layer in enumerate(own)]
+        layers += [Layer(layer, index, layout) for index, layer in enumerate(own)]
     row = nn.Sequential(*layers, Epilogue(model, layout))
     row.training = model.training
     return row
@@ -124,3 +128,15 @@ def _refuse_settings(model: nn.Module) -> None:
             "gradient checkpointing must be off, but is on: the engine that runs the layers recomputes them; "
             "call model.gradient_checkpointing_disable() first"
         )
+    for name, value in _drops_layers(model):
+        raise ValueError(
+            f"{name} must be 0, but is {value}: a row runs all its layers and skips none at random; set it to 0 "
+            "in the config that the model is made from"
+        )
+
+
+def _drops_layers(model: nn.Module) -> Iterator[tuple[str, float]]:
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "layerdrop" in name.lower() and isinstance(value, float | int) and value > 0:
+                yield f"{type(module).__name__}.{name}", value

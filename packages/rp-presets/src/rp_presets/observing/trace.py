@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from rp_presets.errors import NotARow
+from rp_presets.observing.attributes import Attributes, holds_others, is_scratch, own
 from rp_presets.rows import capture
 from rp_presets.rows.layout import Layout, Like, Segment
 from rp_presets.rows.recorder import boxes_of, direct_tensors
-from rp_presets.rows.skeleton import Part, Stub, in_session, skeleton
+from rp_presets.rows.skeleton import Method, Part, Stub, in_session, skeleton
 from rp_presets.rows.trees import contents_of, leaves, mapped, same
 
 
@@ -45,6 +46,8 @@ class Trace:
         hooks: capture.Hooks,
     ) -> None:
         self._hooks = hooks
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._model = model
         self._names = list(lists)
         self._lists = [list(layers) for layers in lists.values()]
         self._order: list[int] = []
@@ -57,6 +60,9 @@ class Trace:
         # By kind of layer: its result, and what hooks collected of it, by name.
         self._of_kind: dict[Any, tuple[Any, dict[str, list[Any]]]] = {}
         self._boxes: defaultdict[int, dict[int, tuple[Any, Any]]] = defaultdict(dict)
+        # By list of layers: attributes that its layers set, with the number of the first that does.
+        self._written_attributes: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        self._facts_without: frozenset[str] = frozenset()
         self._skeleton = skeleton(
             model, {name: number for number, name in enumerate(lists)}, lambda _: True, spine
         )
@@ -66,12 +72,21 @@ class Trace:
         """Run the model's forward."""
         with in_session(self):
             self._skeleton(*args, **kwargs)
+        self._check_others()
 
     def layout(self, *, cache_argument: bool) -> Layout:
         """What the run showed."""
         segments = [Segment(self._names[number], tuple(self._templates[number])) for number in self._order]
         parts = [frozenset(self._used[phase]) for phase in range(len(segments) + 1)]
-        return Layout(tuple(segments), self._spine, tuple(parts), frozenset(), cache_argument, self._hooks)
+        return Layout(
+            tuple(segments),
+            self._spine,
+            tuple(parts),
+            frozenset(),
+            cache_argument,
+            self._facts_without,
+            self._hooks,
+        )
 
     def seen(self) -> list[Seen]:
         """What it showed of each list of layers, in the order of the segments."""
@@ -101,9 +116,9 @@ class Trace:
         self._results[stub.segment].append(result)
         return result
 
-    def part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.part`."""
-        self._used[self._phase].add(part.path)
+        self._used[self._phase].add(part.part.path if isinstance(part, Method) else part.path)
         return part.run(args, kwargs)
 
     def read(self, part: Part, name: str) -> Any:
@@ -150,13 +165,58 @@ class Trace:
     def _watched(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in given]
-        attributes = _attributes(layer)
+        before, arguments = Attributes(self._model), mapped(_as_it_is, (args, kwargs))
         result = layer(*args, **kwargs)
         if [tensor._version for tensor in given] != versions:
-            raise NotARow(self._names[stub.segment], f"layer {stub.index} writes a tensor that it is handed")
-        if (changed := _changed(attributes, _attributes(layer))) is not None:
-            raise NotARow(self._names[stub.segment], f"layer {stub.index} sets its attribute {changed!r}")
+            self._refuse(stub.segment, f"layer {stub.index} writes a tensor that it is handed")
+        if changed := before.changed():
+            self._check_written(stub, layer, changed, arguments)
+            before.restore()
         return result
+
+    def _check_written(
+        self, stub: Stub, layer: nn.Module, changed: list[tuple[nn.Module, str]], arguments: Any
+    ) -> None:
+        """Whether nobody reads the attributes that a layer has set."""
+        inside = {module: name for name, module in _named_modules(layer)}
+        for module, name in changed:
+            if module not in inside:
+                self._refuse(
+                    stub.segment,
+                    f"layer {stub.index} sets the attribute {name!r} of a {type(module).__name__} outside of it",
+                )
+        module, name = changed[0]
+        where = f"{inside[module]}.{name}" if inside[module] else name
+        if not is_scratch(lambda given: _with_seed(lambda: layer(*given[0], **given[1])), arguments):
+            self._refuse(
+                stub.segment, f"layer {stub.index} sets its attribute {where!r}, and reads it the next time"
+            )
+        self._written_attributes[stub.segment].setdefault(where, stub.index)
+        self._facts_without |= {name for _, name in changed}
+
+    def _check_others(self) -> None:
+        """Refuse layers that may read the attributes which other layers set."""
+        for number, written in self._written_attributes.items():
+            for index, layer in enumerate(self._lists[number]):
+                if holds_others(layer):
+                    name, writer = next(iter(written.items()))
+                    self._refuse(
+                        number,
+                        f"layer {writer} sets its attribute {name!r}, and layer {index} has other modules in its "
+                        "attributes, which may be that layer",
+                    )
+
+    def _refuse(self, segment: int, reason: str) -> NoReturn:
+        raise NotARow(self._names[segment], reason)
+
+
+def _with_seed(call: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    return call()
+
+
+def _as_it_is(leaf: Any) -> Any:
+    return leaf
 
 
 def _cloned(leaf: Any) -> Any:
@@ -178,38 +238,24 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
     return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves(tree))
 
 
-_STATE = frozenset(vars(nn.Module())) | {"layer_idx", "layer_id", "layer_number", "block_idx"}
-
-
 def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     # With complete types.
     yield from module.named_modules()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module and its submodules, by name."""
-    return {
-        f"{name}.{own}" if name else own: value
-        for name, child in _named_modules(module)
-        for own, value in vars(child).items()
-        if own not in _STATE
-    }
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    names = [*after, *(name for name in before if name not in after)]
-    return next((name for name in names if before.get(name) is not after.get(name)), None)
-
-
 def _kind(module: nn.Module) -> Any:
     """What layers have in common that return alike things: classes, plain attributes, shapes of parameters."""
     plain = {
-        name: value for name, value in _attributes(module).items() if isinstance(value, bool | int | float | str)
+        f"{path}.{name}": value
+        for path, child in _named_modules(module)
+        for name, value in own(child)
+        if isinstance(value, bool | int | float | str)
     }
     return (
         tuple((name, type(child)) for name, child in _named_modules(module)),
         tuple(sorted(plain.items(), key=lambda item: item[0])),
         tuple((name, parameter.shape) for name, parameter in module.named_parameters()),
+        id(module) if holds_others(module) else None,
     )
 
 

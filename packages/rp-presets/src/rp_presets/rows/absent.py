@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,14 +26,40 @@ class Spec:
         return cls(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """A tensor that shows where it is used: NaN if it is floating point, otherwise zeros."""
+        """A `StandIn` of this shape and dtype, of NaN or zeros. It takes no memory."""
         floating = self.dtype.is_floating_point or self.dtype.is_complex
-        return torch.full(self.shape, float("nan") if floating else 0, dtype=self.dtype, device=device)
+        one = torch.full((), float("nan") if floating else 0, dtype=self.dtype, device=device)
+        return one.expand(self.shape).as_subclass(StandIn)
 
 
 def standing_in(tree: Any, device: torch.device) -> Any:
     """The tree with stand-ins for its `Spec` leaves."""
     return mapped(lambda leaf: leaf.stand_in(device) if isinstance(leaf, Spec) else leaf, tree)
+
+
+class StandIn(torch.Tensor):
+    """Has the shape and dtype of a tensor that is not there; what is computed from it is a stand-in, too.
+
+    >>> made = Spec(torch.Size([2]), torch.float32).stand_in(torch.device("cpu")) * torch.ones(3, 1)
+    >>> type(made).__name__, made.shape
+    ('StandIn', torch.Size([3, 2]))
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation; mark the tensor that it writes."""
+        # Torch leaves the types of this method open.
+        result = super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
+        if _writes(func) and type(args[0]) is Tensor:
+            args[0].__class__ = StandIn
+        return cast(Any, result)
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 class Absent(torch.Tensor):
@@ -127,6 +153,16 @@ def _moved(one: Absent, *args: Any, **kwargs: Any) -> Any:
     return one if wanted <= known else NotImplemented
 
 
+def _item(one: Absent, index: Any) -> Any:
+    # A slice of all of it has the same values and gradients; some models have one for the tokens to keep.
+    parts: tuple[Any, ...] = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
+    return one if all(part is Ellipsis or _is_whole(part) for part in parts) else NotImplemented
+
+
+def _is_whole(part: Any) -> bool:
+    return part in (slice(None), slice(0, None), slice(0, None, 1)) if isinstance(part, slice) else False
+
+
 def _get(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
@@ -141,6 +177,7 @@ _READS: dict[Any, Callable[..., Any]] = {
     Tensor.is_floating_point: _spec_read(_is_floating),
     torch.is_floating_point: _spec_read(_is_floating),
     Tensor.to: _moved,
+    Tensor.__getitem__: _item,
     _get("device"): _place,
     _get("is_cuda"): _is_on_gpu,
     _get("layout"): _constant(torch.strided),

@@ -47,14 +47,24 @@ def without_cache(
     return args, {**kwargs, "use_cache": False}
 
 
+def asks_for_more(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments ask for results beside the usual ones, such as hidden states.
+
+    The model was not observed with these: the code behind the layers may read anything from before them.
+    """
+    given = [*zip(names_of(model), args, strict=False), *kwargs.items()]
+    return any(name.startswith("output_") and value is True for name, value in given)
+
+
 def travelling(model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``(args, kwargs)`` for the code behind the layers.
 
     Of large tensors such as embeddings and images, which are read before the layers only, the shapes travel.
     """
+    is_all = asks_for_more(model, args, kwargs)
 
     def kept(name: str, value: Any) -> Any:
-        is_read = "label" in name or (-1, name, 0) in layout.needed
+        is_read = is_all or "label" in name or (-1, name, 0) in layout.needed
         return value if is_read else mapped(_small, value)
 
     names = [*names_of(model), *("" for _ in args)]

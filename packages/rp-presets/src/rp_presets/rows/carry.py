@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from rp_presets.rows.absent import Spec
 from rp_presets.rows.trees import Box
 
 # What the code around the layers has at hand: before which list of layers, by which name, for the nth time. It is
@@ -48,13 +49,21 @@ class Program:
     """The calls of one row of layers, for one set of arguments. Not changed once made.
 
     `empty`: each container without items, by key. `past`: what parts returned, and earlier layers, with `Spec` for
-    tensors. It travels in the carry as one object, so it is no dataclass: trees of tensors end here.
+    tensors. `specs`: shapes and dtypes of what layers return, by key, where known. It travels in the
+    carry as one object, so it is no dataclass: trees of tensors end here.
     """
 
-    def __init__(self, calls: Sequence[LayerCall], empty: Mapping[int, Box], past: Mapping[Origin, Any]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[LayerCall],
+        empty: Mapping[int, Box],
+        past: Mapping[Origin, Any],
+        specs: Mapping[int, Spec | None],
+    ) -> None:
         self.calls = tuple(calls)
         self.empty = dict(empty)
         self.past = dict(past)
+        self.specs = dict(specs)
 
     def __deepcopy__(self, memo: object) -> Program:
         del memo

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
-from rp_presets.rows.absent import Absent, standing_in
-from rp_presets.rows.arguments import travelling, without_cache
+from rp_presets.rows.absent import Absent, StandIn, standing_in
+from rp_presets.rows.arguments import asks_for_more, travelling, without_cache
 from rp_presets.rows.carry import Carry
 from rp_presets.rows.layout import Layout
 from rp_presets.rows.session import Reached, Run
@@ -33,12 +33,12 @@ class Glue(nn.Module):
         self.stage = stage
         held = layout.parts[stage]
         self.at_its_code: Callable[[], object] = _nothing
-        self.model = skeleton(model, layout.numbers(), held.__contains__, layout.spine)
+        self.model = skeleton(model, layout.numbers(), held.__contains__, layout.spine, layout.written)
         self.training = model.training
 
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Carry | None, travelling: Any) -> Carry:
         """Run up to the layers of this stage; return what they are handed."""
-        run = Run(self.stage, self.layout, _device((args, kwargs, before)), before, self.at_its_code)
+        run = self.run(args, kwargs, _device((args, kwargs, before)), before)
         with in_session(run):
             try:
                 held = self.model(*args, **kwargs)
@@ -48,6 +48,13 @@ class Glue(nn.Module):
             found = run.carry(travelling)
             del held
             return found
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, before: Carry | None
+    ) -> Run:
+        """The session of one forward."""
+        keeps_all = asks_for_more(self.model, args, kwargs)
+        return Run(self.stage, self.layout, device, before, self.at_its_code, keeps_all=keeps_all)
 
 
 class Prologue(Glue):
@@ -84,11 +91,14 @@ class Epilogue(Glue):
         """Run to the end of the model's forward."""
         device = _device(carry)
         args, kwargs = standing_in(carry.arguments, device)
-        with in_session(Run(self.stage, self.layout, device, carry, self.at_its_code)):
-            output = self.model(*args, **kwargs)
-        if any(isinstance(leaf, Absent) for leaf in leaves(output)):
+        run = self.run(args, kwargs, device, carry)
+        with in_session(run):
+            output = run.with_handed(self.model(*args, **kwargs))
+        if any(isinstance(leaf, Absent | StandIn) for leaf in leaves(output)):
             raise UnsupportedModel(
-                f"the output ({type(output).__name__}) holds what a layer returned and the row did not hand on"
+                f"the output ({type(output).__name__}) holds what the row did not hand on: with these arguments, "
+                "the code behind the layers reads more of what comes before them than when it was observed; "
+                "observe it with arguments like these: to_sequential(model, example_inputs=...)"
             )
         return output
 

@@ -8,25 +8,26 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
-from rp_presets.rows.capture import Hooks, capturing
+from rp_presets.rows.capture import capturing
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Value
+from rp_presets.rows.layout import Layout
 from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 
 
 class Layer(nn.Module):
     """Calls one of the model's layers as the model does.
 
-    `layer`: the model's own module. `index`: its place among the layers. `hooks`: those of transformers.
+    `layer`: the model's own module. `index`: its place among the layers. `layout`: what was observed of the model.
     """
 
     # An engine that compiles layers compiles these submodules: the code around them differs from layer to layer.
     compiled_submodules = ("layer",)
 
-    def __init__(self, layer: nn.Module, index: int, hooks: Hooks) -> None:
+    def __init__(self, layer: nn.Module, index: int, layout: Layout) -> None:
         super().__init__()
         self.layer = layer
         self.index = index
-        self.hooks = hooks
+        self.layout = layout
         self.training = layer.training
 
     def forward(self, carry: Carry) -> Carry:
@@ -39,6 +40,7 @@ class Layer(nn.Module):
         args, kwargs = mapped(lambda leaf: _read(leaf, carry, boxes), call.arguments)
         with capturing(carry.collected) as collected:
             result = self._callable(collected)(*args, **kwargs)
+        self._forget()
         after = {key: contents_of(box) for key, box in boxes.items()}
         written = carry.written | {key for key, now in after.items() if not same(now, carry.boxes[key])}
         return carry._replace(
@@ -51,7 +53,13 @@ class Layer(nn.Module):
     def _callable(self, collected: Mapping[str, Any]) -> Callable[..., Any]:
         # A module's call without its compilation; torch leaves its type open.
         uncompiled = cast("Callable[..., Any]", self.layer._call_impl)  # pyright: ignore[reportUnknownMemberType]
-        return uncompiled if collected and self.hooks.are_late else self.layer
+        return uncompiled if collected and self.layout.hooks.are_late else self.layer
+
+    def _forget(self) -> None:
+        # What a layer leaves in its attributes would keep the graph alive, and cannot be copied.
+        for module in self.layer.modules() if self.layout.written else ():
+            for name in self.layout.written & vars(module).keys():
+                vars(module)[name] = mapped(_detached, vars(module)[name])
 
     def _values(self, carry: Carry, call: LayerCall, result: Any) -> dict[int, Tensor]:
         expected, found = list(leaves(call.result)), list(leaves(result))
@@ -65,6 +73,10 @@ class Layer(nn.Module):
             wanted.key: value for wanted, value in zip(expected, found, strict=True) if isinstance(wanted, Value)
         }
         return {key: value for key, value in (carry.values | computed).items() if key not in call.done}
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _boxes(call: LayerCall) -> list[int]:

@@ -38,7 +38,8 @@ class Layout:
     `segments`: its lists of layers, in the order in which they run. `spine`: the modules around them, by name.
     `parts`: for the code before each segment, and after the last one, the names of the modules that it calls.
     `needed`: what later code reads of what earlier code computed, or of arguments that would not travel otherwise.
-    `cache_argument`: whether forward takes `use_cache`. `hooks`: those of transformers on the model.
+    `cache_argument`: whether forward takes `use_cache`. `written`: names of attributes that layers set when they
+    run; code around them cannot read these. `hooks`: those of transformers on the model.
     """
 
     segments: tuple[Segment, ...]
@@ -46,6 +47,7 @@ class Layout:
     parts: tuple[frozenset[str], ...]
     needed: frozenset[Origin]
     cache_argument: bool
+    written: frozenset[str]
     hooks: Hooks
 
     def __deepcopy__(self, memo: object) -> Layout:

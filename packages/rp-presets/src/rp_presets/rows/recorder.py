@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from rp_presets.rows.absent import Absent, Spec
+from rp_presets.rows.absent import Absent, Spec, StandIn
 from rp_presets.rows.carry import BoxKey, LayerCall, Value
 from rp_presets.rows.layout import Like
 from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, leaves, like_tuple, mapped, same
@@ -29,6 +29,8 @@ class Recorder:
         self._touched = touched
         self._refuse = refuse
         self.values: dict[int, Tensor] = {}
+        # Of what layers return.
+        self.specs: dict[int, Spec | None] = {}
         self._count = 0
         self._boxes: dict[int, Box] = {}
         self._at_first: dict[int, Any] = {}
@@ -83,6 +85,7 @@ class Recorder:
 
     def _absent(self, leaf: Like, specs: list[Spec | None]) -> Absent:
         found = Absent.make(leaf.spec(specs), self._device, self._touched)
+        self.specs[self._count] = found.spec
         key = found.key = self._next()
         self._computed[key] = weakref.ref(found)
         return found
@@ -98,6 +101,8 @@ class Recorder:
             if leaf.key is None or known is None or known() is not leaf:
                 self._refuse("a layer is handed what a layer of another list returned")
             return Value(leaf.key)
+        if isinstance(leaf, StandIn):
+            self._refuse("a layer is handed what is computed from what the row does not hand on")
         if isinstance(leaf, Tensor):
             key = next((key for key, value in self.values.items() if value is leaf), None)
             if key is None:

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from rp_presets.errors import NotARow
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Absent, Spec, standing_in
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Origin, Program, Value
 from rp_presets.rows.layout import Layout
-from rp_presets.rows.recorder import Recorder, boxes_of
-from rp_presets.rows.skeleton import Part, Stub
+from rp_presets.rows.recorder import Recorder, boxes_of, direct_tensors
+from rp_presets.rows.skeleton import Method, Part, Stub
 from rp_presets.rows.trees import Box, leaves, mapped, refill
 
 
@@ -32,6 +33,7 @@ class Run:
     """A `Session` that runs the code of one stage.
 
     `before`: what the layers before it handed on. `at_its_code`: called where the code of the stage begins.
+    `keeps_all`: whether later stages may read everything from before.
     """
 
     def __init__(
@@ -41,11 +43,16 @@ class Run:
         device: torch.device,
         before: Carry | None,
         at_its_code: Callable[[], object] = lambda: None,
+        *,
+        keeps_all: bool = False,
     ) -> None:
+        self._keeps_all = keeps_all
+        # What the model handed to the first layers when its forward ran again, and what it was in truth.
+        self._handed: list[tuple[Tensor, Tensor]] = []
         self._at_its_code = at_its_code
         self._stage = stage
         self._layout = layout
-        self._device = device
+        self.device = device
         self._before = before
         # How many lists of layers have been called, and how many layers of the next one.
         self._phase = 0
@@ -69,6 +76,7 @@ class Run:
         else:
             if stub.index == 0:
                 self._collected = self._to_collect()
+                self._parts |= {self._first(stub): direct_tensors((args, kwargs))} if self._keeps_all else {}
             like = self._layout.segments[stub.segment].results[stub.index]
             result = self._recorder.record((args, kwargs), like)
         self._position += 1
@@ -76,7 +84,7 @@ class Run:
             self._end_of_segment(stub.segment)
         return result
 
-    def part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.part`."""
         if self._phase > self._stage:
             raise Reached
@@ -85,7 +93,7 @@ class Run:
             return self._again(origin)
         result = part.run(args, kwargs)
         self._past[origin] = mapped(Spec.of, result)
-        if origin in self._layout.needed:
+        if self._is_needed(origin):
             self._parts[origin] = result
         return result
 
@@ -95,7 +103,7 @@ class Run:
             raise Reached
         if self._phase == self._stage or part.inner is not None:
             return getattr(part.held(), name)
-        return part.stand_in(name, self._device)
+        return part.stand_in(name, self.device)
 
     # The end
 
@@ -111,7 +119,7 @@ class Run:
                 f"the model called {self._position} of its {count} layers; in a row each runs once, and none "
                 "is skipped at random (layerdrop) or by arguments"
             )
-        program = Program(self._recorder.calls(), self._recorder.empty(), self._past)
+        program = Program(self._recorder.calls(), self._recorder.empty(), self._past, self._recorder.specs)
         return Carry(
             self._recorder.values,
             self._recorder.contents(),
@@ -121,6 +129,15 @@ class Run:
             self._parts,
             program,
         )
+
+    def with_handed(self, output: Any) -> Any:
+        """The output, with what the first layers were handed instead of what was computed again.
+
+        Dropout outside of modules is drawn anew when forward runs again.
+        """
+        if not self._handed:
+            return output
+        return mapped(lambda leaf: next((truth for again, truth in self._handed if again is leaf), leaf), output)
 
     # Inside
 
@@ -145,6 +162,12 @@ class Run:
             for key in self._before.written:
                 refill(self._boxes[key], self._before.boxes[key])
 
+    def _is_needed(self, origin: Origin) -> bool:
+        return self._keeps_all or origin in self._layout.needed
+
+    def _first(self, stub: Stub) -> Origin:
+        return stub.segment, "", -1
+
     def _origin(self, path: str) -> Origin:
         number = self._counts[self._phase, path]
         self._counts[self._phase, path] += 1
@@ -158,19 +181,25 @@ class Run:
                 f"the model called {origin[1]!r} in another order when its forward ran again; a row runs the code "
                 "around its layers several times, and it must take the same path"
             )
-        return standing_in(self._past[origin], self._device)
+        return standing_in(self._past[origin], self.device)
 
     def _replayed(self, stub: Stub, arguments: Any) -> Any:
         origin = (stub.segment, "", stub.index)
+        if stub.index == 0 and self._first(stub) in self._parts:
+            self._handed += zip(direct_tensors(arguments), self._parts[self._first(stub)], strict=True)
         if self._before is None or stub.segment < self._stage - 1:
             result = self._again(origin)
-            return mapped(lambda leaf: self._gone() if isinstance(leaf, Gone) else leaf, result)
+            return mapped(lambda leaf: self._gone(leaf.spec) if isinstance(leaf, Gone) else leaf, result)
         call = self._before.program.calls[stub.index]
         self._note_boxes(call, arguments)
         result = mapped(self._value, call.result)
-        self._past[origin] = mapped(lambda leaf: GONE if isinstance(leaf, Absent) else Spec.of(leaf), result)
-        if origin in self._layout.needed:
-            self._parts[origin] = mapped(lambda leaf: GONE if isinstance(leaf, Absent) else leaf, result)
+        self._past[origin] = mapped(
+            lambda leaf: Gone(leaf.spec) if isinstance(leaf, Absent) else Spec.of(leaf), result
+        )
+        if self._is_needed(origin):
+            self._parts[origin] = mapped(
+                lambda leaf: Gone(leaf.spec) if isinstance(leaf, Absent) else leaf, result
+            )
         return result
 
     def _value(self, leaf: Any) -> Any:
@@ -178,10 +207,10 @@ class Run:
             return leaf
         assert self._before is not None
         found = self._before.values.get(leaf.key)
-        return self._gone() if found is None else found
+        return self._gone(self._before.program.specs.get(leaf.key)) if found is None else found
 
-    def _gone(self) -> Absent:
-        return Absent.make(None, self._device, self._touched)
+    def _gone(self, spec: Spec | None) -> Absent:
+        return Absent.make(spec, self.device, self._touched)
 
     def _note_boxes(self, call: LayerCall, arguments: Any) -> None:
         keys = [leaf.key for leaf in leaves(call.arguments) if isinstance(leaf, BoxKey)]
@@ -201,7 +230,10 @@ class Run:
 
 
 class Gone:
-    """A layer's result that nothing read after the layers."""
+    """A layer's result that nothing read after the layers. `spec`: its shape and dtype; None if unknown."""
+
+    def __init__(self, spec: Spec | None) -> None:
+        self.spec = spec
 
     def __deepcopy__(self, memo: object) -> Gone:
         del memo

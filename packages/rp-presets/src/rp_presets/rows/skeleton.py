@@ -7,11 +7,13 @@ skeletons hold no state of a call, and each device may have a copy.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +21,20 @@ from torch import Tensor, nn
 from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.capture import note_hooked
+from rp_presets.rows.trees import is_plain
 
 
 class Session(Protocol):
-    """Decides what stubs and parts do while one forward runs on a skeleton."""
+    """Decides what stubs and parts do while one forward runs on a skeleton. `device`: where it runs."""
+
+    device: torch.device
 
     def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer is called; return its result."""
         ...
 
-    def part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A part is called; return its result."""
+    def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A part is called, or one of its methods; return its result."""
         ...
 
     def read(self, part: Part, name: str) -> Any:
@@ -51,12 +56,19 @@ def in_session(session: Session) -> Generator[None]:
 
 
 class Facts:
-    """The plain attributes of a module and of its submodules, for code that reads them of a layer."""
+    """The plain attributes of a module and of its submodules, for code that reads them of a layer.
 
-    def __init__(self, module: nn.Module) -> None:
+    `without`: names of attributes that are not known, since layers set them when they run.
+    """
+
+    def __init__(self, module: nn.Module, without: frozenset[str] = frozenset()) -> None:
         self._name = type(module).__name__
-        self._own = {name: value for name, value in vars(module).items() if _is_fact(name, value)}
-        self._children = {name: Facts(child) for name, child in module.named_children()}
+        of_class = {name: value for name, value in _class_attributes(type(module)) if is_plain(value)}
+        self._own = of_class | {name: value for name, value in vars(module).items() if _is_fact(name, value)}
+        if isinstance(module, nn.ModuleDict):
+            self._own["keys"] = dict.fromkeys(module.keys()).keys
+        self._own = {name: value for name, value in self._own.items() if name not in without}
+        self._children = {name: Facts(child, without) for name, child in module.named_children()}
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
@@ -70,6 +82,12 @@ class Facts:
         return self
 
 
+def _class_attributes(kind: type[nn.Module]) -> Iterable[tuple[str, Any]]:
+    """The attributes of its classes below `nn.Module` that are no methods."""
+    own = [base for base in reversed(kind.__mro__) if base not in nn.Module.__mro__]
+    return ((name, value) for base in own for name, value in vars(base).items() if not callable(value))
+
+
 def _is_fact(name: str, value: object) -> bool:
     return name not in _MODULE_STATE and not isinstance(value, nn.Module | Tensor)
 
@@ -80,12 +98,12 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 class Stub(nn.Module):
     """Stands for the layer `index` of the layers `segment`."""
 
-    def __init__(self, segment: int, index: int, layer: nn.Module) -> None:
+    def __init__(self, segment: int, index: int, layer: nn.Module, without: frozenset[str]) -> None:
         super().__init__()
         self.segment = segment
         self.index = index
         self.training = layer.training
-        vars(self)["facts"] = Facts(layer)
+        vars(self)["facts"] = Facts(layer, without)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the session."""
@@ -113,8 +131,8 @@ class Part(nn.Module):
         self.path = path
         self.inner = module if is_held else None
         self.training = module.training
-        facts = Facts(module)
-        vars(self)["facts"] = facts
+        vars(self)["facts"] = Facts(module)
+        vars(self)["kind"] = type(module)
         vars(self)["specs"] = {name: Spec.of(tensor) for name, tensor in _own_tensors(module)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +172,26 @@ class Part(nn.Module):
                 return own[name]
             if session is None or name.startswith("__"):
                 raise
+            if inspect.isfunction(getattr(vars(self)["kind"], name, None)):
+                return functools.partial(_called, Method(self, name))
             return session.read(self, name)
+
+
+class Method:
+    """A method of a part that the code around the layers calls by name. `path`: its name in the model."""
+
+    def __init__(self, part: Part, name: str) -> None:
+        self.part = part
+        self.name = name
+        self.path = f"{part.path}.{name}"
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it."""
+        return getattr(self.part.held(), self.name)(*args, **kwargs)
+
+
+def _called(method: Method, *args: Any, **kwargs: Any) -> Any:
+    return _SESSION.get().part(method, args, kwargs)
 
 
 def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -184,26 +221,42 @@ def _rebound(forward: Callable[..., Any], old: nn.Module, new: nn.Module) -> Cal
 
 
 def skeleton(
-    model: nn.Module, segments: Mapping[str, int], is_held: Callable[[str], bool], spine: frozenset[str]
+    model: nn.Module,
+    segments: Mapping[str, int],
+    is_held: Callable[[str], bool],
+    spine: frozenset[str],
+    written: frozenset[str] = frozenset(),
 ) -> nn.Module:
     """Copy the model's modules named in `spine`, with stubs for layers and parts for other modules.
 
-    `segments`: the lists of layers, by name. `is_held`: whether a part holds its module.
+    `segments`: the lists of layers, by name. `is_held`: whether a part holds its module. `written`: names of
+    attributes that layers set.
     """
 
     def copied(module: nn.Module, path: str) -> nn.Module:
         if path in segments:
-            stubs = [Stub(segments[path], index, layer) for index, layer in enumerate(module.children())]
+            stubs = [Stub(segments[path], index, layer, written) for index, layer in enumerate(module.children())]
             return _list_like(module, stubs)
         if path in spine or _is_container(module):
             found = shallow(module)
             note_hooked(found)
             for name, child in module.named_children():
                 vars(found)["_modules"][name] = copied(child, f"{path}.{name}" if path else name)
+            vars(found)["_like"] = next((Spec.of(one) for one in module.parameters()), None)
+            vars(found)["parameters"] = types.MethodType(_parameters, found)
             return found
         return Part(path, module, is_held=is_held(path))
 
     return copied(model, "")
+
+
+def _parameters(module: nn.Module, recurse: bool = True) -> Iterable[Tensor]:
+    """A module's parameters; a stand-in if a skeleton holds none, for code that asks the first for its dtype."""
+    found = [*nn.Module.parameters(module, recurse)]
+    like = cast(Spec | None, vars(module)["_like"])
+    if not found and like is not None:
+        found = [cast(nn.Parameter, Spec(torch.Size(), like.dtype).stand_in(_SESSION.get().device))]
+    return iter(found)
 
 
 def _is_container(module: nn.Module) -> bool:
