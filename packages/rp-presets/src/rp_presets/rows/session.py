@@ -238,6 +238,3 @@ class Gone:
     def __deepcopy__(self, memo: object) -> Gone:
         del memo
         return self
-
-
-GONE = Gone()
