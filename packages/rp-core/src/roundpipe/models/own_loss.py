@@ -69,9 +69,13 @@ def call_loss(
     own = getattr(model, "own_loss", None)
     if not isinstance(own, OwnLoss | Exception | None):
         raise TypeError(f"own_loss of the model must be an OwnLoss, but is a {type(own).__name__}")
-    if kwargs.get("labels") is not None and isinstance(own, OwnLoss):
-        return _own(own, kwargs)
     reason = own if isinstance(own, Exception) else None
+    if kwargs.get("labels") is not None and isinstance(own, OwnLoss):
+        try:
+            return _own(own, kwargs)
+        except NotImplementedError as error:
+            # How it divides is unknown, which does not matter for one microbatch.
+            reason = error
     return CallLoss(dict(kwargs), lambda parts: ([None] * len(parts), partial(_of_outputs, len(parts), reason)))
 
 

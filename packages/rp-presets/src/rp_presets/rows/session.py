@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rp_presets.errors import NotARow
+from rp_presets.losses import lazy_logits
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Absent, Spec, standing_in
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Origin, Program, Value
@@ -91,7 +92,7 @@ class Run:
         origin = self._origin(part.path)
         if self._phase < self._stage:
             return self._again(origin)
-        result = part.run(args, kwargs)
+        result = self._run(part, args, kwargs)
         self._past[origin] = mapped(Spec.of, result)
         if self._is_needed(origin):
             self._parts[origin] = result
@@ -140,6 +141,19 @@ class Run:
         return mapped(lambda leaf: next((truth for again, truth in self._handed if again is leaf), leaf), output)
 
     # Inside
+
+    def _has_labels(self) -> bool:
+        kwargs: dict[str, Any] = {} if self._before is None else self._before.arguments[1]
+        return any("label" in name and value is not None for name, value in kwargs.items())
+
+    def _run(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Only the model's own loss is likely to read logits that are many more numbers than what they are made of.
+        is_last = self._stage == len(self._layout.segments)
+        if is_last and isinstance(part, Part) and len(args) == 1 and self._has_labels():
+            inner = part.held()
+            if isinstance(inner, nn.Linear) and inner.out_features > inner.in_features:
+                return lazy_logits(inner, args[0])
+        return part.run(args, kwargs)
 
     def _to_collect(self) -> dict[str, Any]:
         lists = capture.wanted()
