@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from plain import assert_near
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from roundpipe import wrap_model_to_roundpipe as wrap
@@ -249,6 +257,65 @@ def test_a_peft_model_that_does_more_than_call_its_base_runs_itself(two: Runtime
     for (name, parameter), (_, other) in zip(p.named_parameters(), truth.named_parameters(), strict=True):
         if other.grad is not None:
             assert_near(parameter.grad, other.grad, 1e-5), name
+
+
+KINDS: dict[str, Any] = {
+    "DoRA": LoraConfig(target_modules=["q_proj", "v_proj"], use_dora=True),
+    "tied embeddings": LoraConfig(target_modules=["embed_tokens", "lm_head", "q_proj"], r=4),
+    "a head of its own": LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "rows of an embedding": LoraConfig(
+        target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2]}
+    ),
+    "all linear layers": LoraConfig(target_modules="all-linear"),
+    "IA3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": VeraConfig(target_modules=["q_proj", "o_proj"], r=4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* share the buffer:UserWarning")
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen", "llama"])
+@pytest.mark.parametrize("preset", [None, False])
+def test_adapters_of_any_kind_train_and_are_saved(
+    two: Runtime, tmp_path: Path, kind: str, family: str, preset: bool | None
+) -> None:
+    torch.manual_seed(0)
+    base = FAMILIES[family]()
+    p = get_peft_model(copy.deepcopy(base), KINDS[kind])
+    with torch.no_grad():
+        for parameter in (parameter for parameter in p.parameters() if parameter.requires_grad):
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    truth = copy.deepcopy(p)
+    train(wrapped(p, two, use_sequential_preset=preset))
+    train_plainly(truth)
+    p.save_pretrained(tmp_path)
+    assert_near(p.state_dict(), truth.state_dict(), 1e-5)
+    with torch.no_grad():
+        loaded = PeftModel.from_pretrained(base, tmp_path)
+        assert_near(loaded(input_ids=ids()).logits, truth(input_ids=ids()).logits, 1e-5)
+
+
+def test_shared_matrices_of_a_model_that_is_taken_apart_are_warned_of(two: Runtime) -> None:
+    p = get_peft_model(llama(), KINDS["VeRA"])
+    with pytest.warns(UserWarning, match=r"self_attn and .* share the buffer"):
+        wrapped(p, two, use_sequential_preset=False)
+
+
+def test_the_example_of_the_documentation_runs(two: Runtime, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "peft.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {
+        "base": qwen(),
+        "batches": [{"input_ids": ids(seed)} for seed in range(2)],
+        "loss_of": lambda logits, batch: logits.square().mean() + 0 * batch["input_ids"].sum(),
+        "folder": tmp_path,
+    }
+    exec(
+        code.replace("wrap_model_to_roundpipe(p)", "wrap_model_to_roundpipe(p, runtime=runtime)"),
+        names | {"runtime": two},
+    )
+    assert (tmp_path / "adapter_model.safetensors").exists()
 
 
 def test_a_cache_of_parametrized_weights_is_the_threads_own() -> None:

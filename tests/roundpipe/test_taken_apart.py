@@ -278,3 +278,17 @@ def test_gradient_checkpointing_is_refused(two: Runtime) -> None:
         both.model(**batch())
     both.layers.gradient_checkpointing_disable()
     both.compare(**batch())
+
+
+def test_compiled_parts_collect_what_is_asked(two: Runtime) -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(inputs)
+        return graph.forward
+
+    torch.compiler.reset()
+    both = pair("gemma2", two, 6000, compile_layers={"backend": backend, "dynamic": True})
+    both.compare(**batch(6))
+    assert compiled
+    both.compare(**batch(6, seed=1), output_attentions=True, output_hidden_states=True)

@@ -44,7 +44,13 @@ class Members(nn.Module):
         member = self.member(name)
         if asked is None:
             return member(*args, **kwargs)
-        return collecting(lambda: member(*args, **kwargs), asked)
+        # Not compiled, since compiled code does not see context variables. The member's own hooks run on the host.
+        return collecting(lambda: member.forward(*args, **kwargs), asked)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each member by itself, so that those of one kind share a compilation, whatever their names."""
+        for member in self.children():
+            member.compile(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
 
     def _get_name(self) -> str:
         return " and ".join(type(member).__name__ for member in self.children())
@@ -167,7 +173,7 @@ def _input_name(module: nn.Module) -> str | None:
 def _input_first(
     name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with the forward's first one by position: it tells the batch size, whatever the others are."""
+    """The arguments, with the forward's first one by position: it tells the batch size, whatever the others."""
     if args or name is None or not isinstance(kwargs.get(name), torch.Tensor):
         return args, kwargs
     return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}

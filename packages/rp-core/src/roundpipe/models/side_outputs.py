@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import torch
 from torch import nn
 
 from roundpipe.device.replica import hooks_of, named_modules
@@ -75,12 +74,6 @@ def deliver(found: Mapping[str, list[Any]]) -> None:
 
 def collecting(body: Callable[[], Any], asked: Wanted) -> tuple[Any, dict[str, list[Any]]]:
     """Run a layer on its device; return its output and what the hooks in it have collected."""
-    # Compiled code does not see context variables.
-    run = cast("Callable[..., Any]", torch.compiler.disable(_collected))  # pyright: ignore[reportUnknownMemberType]
-    return run(body, asked)
-
-
-def _collected(body: Callable[[], Any], asked: Wanted) -> tuple[Any, dict[str, list[Any]]]:
     collection = asked.fresh()
     with _collected_in(collection):
         output = body()
