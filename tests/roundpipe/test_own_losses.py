@@ -1,4 +1,4 @@
-"""`forward_backward(input_kwargs=batch)` with labels in the batch: the model's own loss, as if it were not split."""
+"""`forward_backward(input_kwargs=batch)` with labels in it: the model's own loss, as if it were not split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's own loss over a batch in parts: found by experiment on transformers' models, as of the unsplit batch."""
+"""A model's own loss over a batch in parts, found by experiment on transformers' models: the unsplit loss."""
 
 from __future__ import annotations
 
