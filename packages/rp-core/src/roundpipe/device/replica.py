@@ -20,6 +20,7 @@ from roundpipe.device.compiling import Compiler
 from roundpipe.device.entrance import entrance_of
 from roundpipe.device.lazy_hooks import register_lazy_hooks
 from roundpipe.device.parametrizing import cache_by_thread
+from roundpipe.device.recompute import prepares
 from roundpipe.errors import in_words
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
@@ -80,6 +81,7 @@ class Twins:
         # the contents of their tables when the twin was built.
         self._owners: dict[int, list[torch.nn.Module]] = {}
         self._content: dict[int, list[object]] = {}
+        self._prepares: dict[int, bool] = {}
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
@@ -104,6 +106,11 @@ class Twins:
         self._parts[index] = list(_parts(module))
         self._owners[index] = list(module.modules())
         self._content[index] = _content(self._owners[index])
+        self._prepares[index] = prepares(module)
+
+    def prepares(self, index: int) -> bool:
+        """Whether the layer has a `prepare` of its own, see `recompute.prepares`."""
+        return self._prepares[index]
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
         """A layer's twin, with its training flags set to these, in the order of the host layer's ``modules()``."""

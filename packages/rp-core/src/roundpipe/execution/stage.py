@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, assert_never, cast
 
 import rp_batch
@@ -14,7 +14,7 @@ from rp_transfer import Backend, Event
 from roundpipe.device.activations import Arrived, Courier, Origins, enter
 from roundpipe.device.packet import Packet, Slot, is_dense
 from roundpipe.device.randomness import Drawer
-from roundpipe.device.recompute import Memory, prepares
+from roundpipe.device.recompute import Memory
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
@@ -75,6 +75,7 @@ class Stage:
         # Current activity, layer and microbatch; `where` formats the layer's name as ``{0}``, the microbatch as
         # ``{1}``.
         self._place: tuple[str, int, int] | None = None
+        self._buffered = {layer for layer in task.layers if call.state.layers[layer].has_buffers}
         # By layer: host copy of the buffers that its next microbatch starts from, if they were sent already.
         self._snapshots: dict[int, Packet] = {}
 
@@ -125,11 +126,11 @@ class Stage:
 
     def _told(self, microbatch: int) -> AbstractContextManager[None]:
         task, device = self._task, self._device
-        name = f"{task.kind}[{task.layers.start}:{task.layers.stop}] m{microbatch}"
-        return self._tracer.on_stream(device, device.compute, "task", name)
+        parts = (task.kind, task.layers.start, task.layers.stop, microbatch)
+        return self._tracer.on_stream(device, device.compute, "task", "{}[{}:{}] m{}", *parts)
 
-    def _part(self, name: str) -> AbstractContextManager[None]:
-        return self._tracer.on_stream(self._device, self._device.compute, "layer", name)
+    def _part(self, name: str, *parts: object) -> AbstractContextManager[None]:
+        return self._tracer.on_stream(self._device, self._device.compute, "layer", name, *parts)
 
     def _waiting(self, reason: str, what: str) -> AbstractContextManager[None]:
         return self._tracer.waiting(self._device, reason, what)
@@ -207,22 +208,18 @@ class Stage:
 
     def _layer(self, layer: int, microbatch: int, tree: Any, *, again: bool) -> Any:
         self._place = (_RECOMPUTATION if again else _FORWARD, layer, microbatch)
-        twin = self._twins.module(layer, self._call.flags[layer])
+        twin, state = self._twins.module(layer, self._call.flags[layer]), self._call.state.layers[layer]
 
         call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
-        if prepares(twin):
+        if self._twins.prepares(layer):
             call = (call[0], {**call[1], "prepared": self._prepared(layer, microbatch, twin, call, again=again)})
         enter_memory = self._memory.again if again else self._memory.first
 
         def body() -> Any:
-            with self._timed_forward(layer):
-                return run()
-
-        def run() -> Any:
-            with enter_memory(layer, microbatch):
+            with self._part("forward of {}", state), self._timed(layer), enter_memory(layer, microbatch):
                 return twin(*call[0], **call[1])
 
-        has_buffers = self._call.state.layers[layer].has_buffers
+        has_buffers = layer in self._buffered
         if has_buffers:
             output = self._with_buffers(layer, microbatch, body, again=again)
         else:
@@ -235,14 +232,8 @@ class Stage:
         """Whether the loss function is what reads a layer's output."""
         return self._task.computes_loss and layer + 1 == self._call.num_layers
 
-    @contextmanager
-    def _timed_forward(self, layer: int) -> Generator[None]:
-        times = self._times
-        with (
-            self._part(f"forward of {self._call.where(layer)}"),
-            NOTHING if times is None else times.forward(layer, self._device.compute),
-        ):
-            yield
+    def _timed(self, layer: int) -> AbstractContextManager[None]:
+        return NOTHING if self._times is None else self._times.forward(layer, self._device.compute)
 
     def _prepared(
         self,

@@ -118,6 +118,10 @@ class LayerState:
     module: torch.nn.Module
     blocks: tuple[Block, ...]
 
+    def __str__(self) -> str:
+        """Names its index and type, such as ``layer 3 (Linear)``."""
+        return f"layer {self.index} ({type(self.module).__name__})"
+
     @property
     def trainable(self) -> bool:
         """Whether any of its parameters is trained."""
