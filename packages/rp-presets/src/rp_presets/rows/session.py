@@ -107,6 +107,11 @@ class Run:
 
     # The end
 
+    @property
+    def is_past(self) -> bool:
+        """Whether the layers of this stage have been called."""
+        return self._phase > self._stage
+
     def carry(self, arguments: Any) -> Carry:
         """What the layers of this stage are handed; `arguments`: those of the model.
 
