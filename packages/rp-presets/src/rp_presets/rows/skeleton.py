@@ -128,6 +128,32 @@ class Stub(nn.Module):
             return getattr(vars(self)["facts"], name)
 
 
+class Outline:
+    """What is known of a module that is not here: its plain attributes, and the shapes of its tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own = {name: value for name, value in vars(module).items() if _is_fact(name, value)}
+        self._specs = {name: cast(Spec, Spec.of(tensor)) for name, tensor in _own_tensors(module)}
+        self._children = {name: Outline(child) for name, child in module.named_children()}
+
+    def has(self, name: str) -> bool:
+        """Whether it knows an attribute."""
+        return name in self.own or name in self._specs or name in self._children
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not self.has(name):
+            raise AttributeError(f"{name!r} is read of a module that is not here")
+        if name in self._specs:
+            spec = self._specs[name]
+            # It takes no memory.
+            return Spec(torch.Size(), spec.dtype).stand_in(_SESSION.get().device).expand(spec.shape)
+        return self.own[name] if name in self.own else self._children[name]
+
+    def __deepcopy__(self, memo: object) -> Outline:
+        del memo
+        return self
+
+
 class Part(nn.Module):
     """Stands for a module that the code around the layers calls; holds it where it runs for real.
 
@@ -141,9 +167,8 @@ class Part(nn.Module):
         self.path = path
         self.inner = module if is_held else None
         self.training = module.training
-        vars(self)["facts"] = {name: value for name, value in vars(module).items() if _is_fact(name, value)}
+        vars(self)["outline"] = Outline(module)
         vars(self)["kind"] = type(module)
-        vars(self)["specs"] = {name: Spec.of(tensor) for name, tensor in _own_tensors(module)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the session."""
@@ -164,20 +189,16 @@ class Part(nn.Module):
             )
         return self.inner
 
-    def stand_in(self, name: str, device: torch.device) -> Any:
-        """A stand-in for a tensor of the module where it is not held. It takes no memory."""
-        spec = vars(self)["specs"].get(name)
-        return (
-            getattr(self.held(), name)
-            if spec is None
-            else Spec(torch.Size(), spec.dtype).stand_in(device).expand(spec.shape)
-        )
+    def known(self, name: str) -> Any:
+        """An attribute of the module where it is not held: a stand-in for a tensor, an outline of a submodule."""
+        outline = cast(Outline, vars(self)["outline"])
+        return getattr(outline, name) if outline.has(name) else getattr(self.held(), name)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            own, session = vars(self)["facts"], _SESSION.get(None)
+            own, session = vars(self)["outline"].own, _SESSION.get(None)
             if name in own:
                 return own[name]
             if session is None or name.startswith("__"):
