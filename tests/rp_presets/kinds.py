@@ -76,6 +76,12 @@ def gemma3() -> tuple[nn.Module, dict[str, Inputs]]:
     return model, {"images": {**inputs, "labels": ids.clamp(max=80)}}
 
 
+# Arguments of the calls by which models are observed that take more than one kind of input.
+OBSERVED_WITH = {
+    "LLaVA": ("input_ids", "pixel_values"),
+    "Gemma 3": ("input_ids", "pixel_values", "token_type_ids"),
+}
+
 KINDS: dict[str, Callable[[], tuple[nn.Module, dict[str, Inputs]]]] = {
     **{
         f"{family}, {class_name}": lambda family=family, class_name=class_name, labels=labels: (
