@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-from rp_presets import to_sequential
+from rp_presets import NotARow, to_sequential
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -201,21 +202,51 @@ def _difference(name: str, found: Tensor, expected: Tensor) -> str:
     return f"{name} differs by {(found - expected).abs().max().item():.2g} of {largest:.2g}"
 
 
-def compare(model: nn.Module, cases: Mapping[str, Inputs], *, training: bool, thorough: bool = True) -> list[str]:
-    """Make a row of the model and compare them; what differs, in words."""
-    model.train(training)
-    row = to_sequential(model)
-    return [
-        f"{name}{', in training' if training else ''}: {text}"
-        for name, inputs in cases.items()
-        for text in compare_case(model, row, inputs, thorough=thorough)
-    ]
+def cases_that_run(model: nn.Module, cases: Iterable[tuple[str, Inputs]]) -> dict[str, Inputs]:
+    """The calls that the model itself can serve, if need be without labels."""
+    found: dict[str, Inputs] = {}
+    for name, inputs in cases:
+        for some in (inputs, {key: value for key, value in inputs.items() if key != "labels"}):
+            with suppress(ValueError, RuntimeError, IndexError), torch.no_grad():
+                model(**without_cache(model, some))
+                found[name] = some
+                break
+    return found
 
 
-def compare_case(model: nn.Module, row: nn.Sequential, inputs: Inputs, *, thorough: bool = True) -> list[str]:
+def compare(
+    model: nn.Module,
+    cases: Mapping[str, Inputs],
+    modes: Iterable[bool] = (False, True),
+    example_inputs: Inputs | None = None,
+) -> list[str]:
+    """Make a row of the model and compare them in eval and training mode; what differs, in words.
+
+    A call that asks for more than the usual outputs may be refused: the code between some models' layers changes what
+    it collects.
+    """
+    found: list[str] = []
+    row = to_sequential(model, example_inputs=example_inputs)
+    for training in modes:
+        model.train(training)
+        row.train(training)
+        for name, inputs in cases.items():
+            where = f"{name}, {'in training' if training else 'in eval mode'}"
+            with suppress(NotARow) if is_optional(name) else nullcontext():
+                found += [f"{where}: {text}" for text in compare_case(model, row, inputs)]
+    return found
+
+
+def is_optional(case: str) -> bool:
+    """Whether a row may refuse this call."""
+    return case in ("hidden states", "router logits")
+
+
+def compare_case(model: nn.Module, row: nn.Sequential, inputs: Inputs) -> list[str]:
+    """What differs in one call, in words: of the row as it is, and of its layers run apart."""
     expected = outcome(model, plainly(model, without_cache(model, inputs)))
     found = differences(outcome(model, as_layers(row, inputs)), expected)
-    if found or not thorough:
+    if found:
         return found
     return [f"layers apart: {text}" for text in differences(outcome(model, apart(row, inputs)), expected)]
 

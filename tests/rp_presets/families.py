@@ -55,7 +55,10 @@ def causal_families() -> dict[str, Family]:
 
 def text_config_of(model_class: type[Any]) -> type[Any]:
     """The config class that a model's constructor takes: some mappings name that of a larger model."""
-    return CONFIGS.get(model_class.__name__, lambda: model_class.config_class)()
+    import transformers
+
+    name = CONFIGS.get(model_class.__name__)
+    return model_class.config_class if name is None else getattr(transformers, name)
 
 
 def randomized(model: nn.Module) -> nn.Module:
@@ -337,6 +340,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
     "MinistralForCausalLM": {"head_dim": 16},
+    "MusicgenForCausalLM": {"num_codebooks": 1},
+    "MusicgenMelodyForCausalLM": {"num_codebooks": 1},
     "NemotronForCausalLM": {"num_key_value_heads": 2},
     "NemotronHForCausalLM": {"mamba_head_dim": 16, "n_groups": 2},
     "ReformerModelWithLMHead": {
@@ -349,20 +354,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": {"attention_hidden_size": 128, "attention_head_dim": 32},
 }
 
-
-def _musicgen() -> type[Any]:
-    from transformers import MusicgenDecoderConfig
-
-    return MusicgenDecoderConfig
-
-
-def _musicgen_melody() -> type[Any]:
-    from transformers import MusicgenMelodyDecoderConfig
-
-    return MusicgenMelodyDecoderConfig
-
-
-CONFIGS: dict[str, Callable[[], type[Any]]] = {
-    "MusicgenForCausalLM": _musicgen,
-    "MusicgenMelodyForCausalLM": _musicgen_melody,
+# Some mappings name the config of a larger model.
+CONFIGS: dict[str, str] = {
+    "MusicgenForCausalLM": "MusicgenDecoderConfig",
+    "MusicgenMelodyForCausalLM": "MusicgenMelodyDecoderConfig",
 }

@@ -56,7 +56,12 @@ def _tokens(config: Any) -> Tensor:
     size = int(_first(config, ("vocab_size",), 32))
     usual = [token for token in range(min(size, 512)) if token not in special] or [0]
     ids = torch.arange(_ROWS * _TOKENS).reshape(_ROWS, _TOKENS) * 7 + 3
-    return torch.tensor(usual)[ids % len(usual)]
+    found = torch.tensor(usual)[ids % len(usual)]
+    end = getattr(config, "eos_token_id", None)
+    if getattr(config, "is_encoder_decoder", False) and isinstance(end, int):
+        # Their sequence classifiers read the last one.
+        found[:, -1] = end
+    return found
 
 
 def _special_tokens(config: Any) -> Iterable[int]:

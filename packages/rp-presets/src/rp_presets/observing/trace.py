@@ -62,15 +62,20 @@ class Trace:
         self._boxes: defaultdict[int, dict[int, tuple[Any, Any]]] = defaultdict(dict)
         # By list of layers: attributes that its layers set, with the number of the first that does.
         self._written_attributes: defaultdict[int, dict[str, int]] = defaultdict(dict)
-        self._facts_without: frozenset[str] = frozenset()
+        self._settable: set[str] = set()
         self._skeleton = skeleton(
-            model, {name: number for number, name in enumerate(lists)}, lambda _: True, spine
+            model,
+            {name: number for number, name in enumerate(lists)},
+            lambda _: True,
+            spine,
+            self._settable,
         )
         self._spine = spine
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run the model's forward."""
-        with in_session(self):
+        # With gradients, to see where the model switches them off.
+        with in_session(self), torch.enable_grad():
             self._skeleton(*args, **kwargs)
         self._check_others()
 
@@ -84,7 +89,7 @@ class Trace:
             tuple(parts),
             frozenset(),
             cache_argument,
-            self._facts_without,
+            frozenset(self._settable),
             self._hooks,
         )
 
@@ -107,6 +112,11 @@ class Trace:
         self._check_turn(stub)
         if capture.wanted():
             self._hooks.ensure()
+        if not torch.is_grad_enabled():
+            self._refuse(
+                stub.segment,
+                f"layer {stub.index} is called without gradients, or in an autograd function that has its own",
+            )
         for box in boxes_of((args, kwargs)):
             self._boxes[stub.segment].setdefault(id(box), (box, contents_of(box)))
         layer = self._lists[stub.segment][stub.index]
@@ -166,7 +176,8 @@ class Trace:
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in given]
         before, arguments = Attributes(self._model), mapped(_as_it_is, (args, kwargs))
-        result = layer(*args, **kwargs)
+        with torch.no_grad():
+            result = layer(*args, **kwargs)
         if [tensor._version for tensor in given] != versions:
             self._refuse(stub.segment, f"layer {stub.index} writes a tensor that it is handed")
         if changed := before.changed():
@@ -192,7 +203,7 @@ class Trace:
                 stub.segment, f"layer {stub.index} sets its attribute {where!r}, and reads it the next time"
             )
         self._written_attributes[stub.segment].setdefault(where, stub.index)
-        self._facts_without |= {name for _, name in changed}
+        self._settable |= {name for _, name in changed}
 
     def _check_others(self) -> None:
         """Refuse layers that may read the attributes which other layers set."""
@@ -260,10 +271,11 @@ def _kind(module: nn.Module) -> Any:
 
 
 class _Restored:
-    """What observation must not change: buffers, training flags, and the state of the CPU's random generator."""
+    """What observation must not change: buffers, attributes, training flags, the CPU's random numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._attributes = Attributes(model)
         self._flags = [module.training for module in model.modules()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._random = torch.get_rng_state()
@@ -276,6 +288,7 @@ class _Restored:
         for module, flag in zip(self._model.modules(), self._flags, strict=True):
             module.training = flag
         torch.set_rng_state(self._random)
+        self._attributes.restore()
         for table, before in self._tables:
             table.clear()
             table.update(before)
@@ -284,5 +297,5 @@ class _Restored:
 
 
 def undisturbed(model: nn.Module) -> _Restored:
-    """Restore the model's buffers and training flags, and the random numbers, at the end of the context."""
+    """Restore the model and the random numbers at the end of the context."""
     return _Restored(model)

@@ -26,10 +26,10 @@ class Spec:
         return cls(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """A `StandIn` of this shape and dtype, of NaN or zeros. It takes no memory."""
+        """A `StandIn` of this shape and dtype, of NaN or zeros."""
         floating = self.dtype.is_floating_point or self.dtype.is_complex
-        one = torch.full((), float("nan") if floating else 0, dtype=self.dtype, device=device)
-        return one.expand(self.shape).as_subclass(StandIn)
+        found = torch.full(self.shape, float("nan") if floating else 0, dtype=self.dtype, device=device)
+        return found.as_subclass(StandIn)
 
 
 def standing_in(tree: Any, device: torch.device) -> Any:

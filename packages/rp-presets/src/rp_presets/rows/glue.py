@@ -36,13 +36,28 @@ class Glue(nn.Module):
         self.model = skeleton(model, layout.numbers(), held.__contains__, layout.spine, layout.written)
         self.training = model.training
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Glue:
+        # Frequencies of rotary positions must stay in fp32 when the row is cast to 16 bits: rounding changes the
+        # angles. They are in modules without parameters, which hold nothing else that depends on a dtype.
+        kept = [(table, dict(table)) for table in map(_buffers, _without_parameters(self))]
+        super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+        for table, before in kept:
+            for name, old in before.items():
+                new = table[name]
+                if old is not None and new is not None and old.dtype != new.dtype:
+                    table[name] = old.to(new.device)
+        return self
+
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Carry | None, travelling: Any) -> Carry:
         """Run up to the layers of this stage; return what they are handed."""
         run = self.run(args, kwargs, _device((args, kwargs, before)), before)
         with in_session(run):
             try:
                 held = self.model(*args, **kwargs)
-            except Reached:
+            except (Reached, Exception) as error:
+                # What the code behind the layers makes of containers that they have not filled is of no interest.
+                if not isinstance(error, Reached) and not run.is_past:
+                    raise
                 # Inside this block the traceback keeps the frames of forward alive.
                 return run.carry(travelling)
             found = run.carry(travelling)
@@ -101,6 +116,14 @@ class Epilogue(Glue):
                 "observe it with arguments like these: to_sequential(model, example_inputs=...)"
             )
         return output
+
+
+def _without_parameters(module: nn.Module) -> list[nn.Module]:
+    return [one for one in module.modules() if next(nn.Module.parameters(one), None) is None]
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    return vars(module)["_buffers"]
 
 
 def _nothing() -> None:

@@ -104,9 +104,14 @@ class Run:
             raise Reached
         if self._phase == self._stage or part.inner is not None:
             return getattr(part.held(), name)
-        return part.stand_in(name, self.device)
+        return part.known(name)
 
     # The end
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the layers of this stage have been called."""
+        return self._phase > self._stage
 
     def carry(self, arguments: Any) -> Carry:
         """What the layers of this stage are handed; `arguments`: those of the model.
@@ -171,10 +176,22 @@ class Run:
         self._phase, self._position = self._phase + 1, 0
         if self._phase == self._stage:
             self._at_its_code()
-        if self._before is not None and segment == self._stage - 1:
-            capture.deliver(self._before.collected)
+        if self._before is None or segment >= self._stage:
+            return
+        capture.deliver(self._collected_by(segment, self._before))
+        if segment == self._stage - 1:
             for key in self._before.written:
                 refill(self._boxes[key], self._before.boxes[key])
+
+    def _collected_by(self, segment: int, before: Carry) -> dict[str, Any]:
+        """What hooks collected of a list of layers."""
+        origin = (segment, "<collected>", 0)
+        if segment < self._stage - 1:
+            return self._again(origin)
+        self._past[origin] = mapped(Spec.of, before.collected)
+        if self._is_needed(origin):
+            self._parts[origin] = before.collected
+        return before.collected
 
     def _is_needed(self, origin: Origin) -> bool:
         return self._keeps_all or origin in self._layout.needed

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, cast
@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from rp_presets.errors import UnsupportedModel
+from rp_presets.errors import NotARow, UnsupportedModel
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.capture import note_hooked
 from rp_presets.rows.trees import is_plain
@@ -58,24 +58,35 @@ def in_session(session: Session) -> Generator[None]:
 class Facts:
     """The plain attributes of a module and of its submodules, for code that reads them of a layer.
 
-    `without`: names of attributes that are not known, since layers set them when they run.
+    `path`: the name of the list of layers. `written`: names of attributes that layers set when they run; these are
+    not known.
     """
 
-    def __init__(self, module: nn.Module, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self, module: nn.Module, path: str, written: Collection[str]) -> None:
         self._name = type(module).__name__
+        self._path = path
+        self._written = written
+        self._unknown = set(dir(type(module))) | vars(module).keys() | {name for name, _ in _own_tensors(module)}
         of_class = {name: value for name, value in _class_attributes(type(module)) if is_plain(value)}
         self._own = of_class | {name: value for name, value in vars(module).items() if _is_fact(name, value)}
         if isinstance(module, nn.ModuleDict):
             self._own["keys"] = dict.fromkeys(module.keys()).keys
-        self._own = {name: value for name, value in self._own.items() if name not in without}
-        self._children = {name: Facts(child, without) for name, child in module.named_children()}
+        self._children = {name: Facts(child, path, written) for name, child in module.named_children()}
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):
-            for table in (self._own, self._children):
-                if name in table:
-                    return table[name]
-        raise AttributeError(f"{self._name}.{name} is read where only the layer's plain attributes are known")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        for table in (self._own, self._children):
+            if name in table and name not in self._written:
+                return table[name]
+        if name in self._unknown or name in self._written:
+            # No AttributeError: code that has a default for it would go on.
+            raise NotARow(
+                self._path,
+                f"the code around its layers reads {self._name}.{name}, but only plain attributes that no layer "
+                "sets are known there",
+            )
+        raise AttributeError(f"{self._name!r} object has no attribute {name!r}")
 
     def __deepcopy__(self, memo: object) -> Facts:
         del memo
@@ -98,12 +109,12 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 class Stub(nn.Module):
     """Stands for the layer `index` of the layers `segment`."""
 
-    def __init__(self, segment: int, index: int, layer: nn.Module, without: frozenset[str]) -> None:
+    def __init__(self, segment: int, index: int, layer: nn.Module, facts: Facts) -> None:
         super().__init__()
         self.segment = segment
         self.index = index
         self.training = layer.training
-        vars(self)["facts"] = Facts(layer, without)
+        vars(self)["facts"] = facts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the session."""
@@ -116,6 +127,32 @@ class Stub(nn.Module):
             if name.startswith("__"):
                 raise
             return getattr(vars(self)["facts"], name)
+
+
+class Outline:
+    """What is known of a module that is not here: its plain attributes, and the shapes of its tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own = {name: value for name, value in vars(module).items() if _is_fact(name, value)}
+        self._specs = {name: cast(Spec, Spec.of(tensor)) for name, tensor in _own_tensors(module)}
+        self._children = {name: Outline(child) for name, child in module.named_children()}
+
+    def has(self, name: str) -> bool:
+        """Whether it knows an attribute."""
+        return name in self.own or name in self._specs or name in self._children
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not self.has(name):
+            raise AttributeError(f"{name!r} is read of a module that is not here")
+        if name in self._specs:
+            spec = self._specs[name]
+            # It takes no memory.
+            return Spec(torch.Size(), spec.dtype).stand_in(_SESSION.get().device).expand(spec.shape)
+        return self.own[name] if name in self.own else self._children[name]
+
+    def __deepcopy__(self, memo: object) -> Outline:
+        del memo
+        return self
 
 
 class Part(nn.Module):
@@ -131,9 +168,8 @@ class Part(nn.Module):
         self.path = path
         self.inner = module if is_held else None
         self.training = module.training
-        vars(self)["facts"] = Facts(module)
+        vars(self)["outline"] = Outline(module)
         vars(self)["kind"] = type(module)
-        vars(self)["specs"] = {name: Spec.of(tensor) for name, tensor in _own_tensors(module)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the session."""
@@ -154,20 +190,16 @@ class Part(nn.Module):
             )
         return self.inner
 
-    def stand_in(self, name: str, device: torch.device) -> Any:
-        """A stand-in for a tensor of the module where it is not held. It takes no memory."""
-        spec = vars(self)["specs"].get(name)
-        return (
-            getattr(self.held(), name)
-            if spec is None
-            else Spec(torch.Size(), spec.dtype).stand_in(device).expand(spec.shape)
-        )
+    def known(self, name: str) -> Any:
+        """An attribute of the module where it is not held: a stand-in for a tensor, an outline of a submodule."""
+        outline = cast(Outline, vars(self)["outline"])
+        return getattr(outline, name) if outline.has(name) else getattr(self.held(), name)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            own, session = vars(self)["facts"]._own, _SESSION.get(None)
+            own, session = vars(self)["outline"].own, _SESSION.get(None)
             if name in own:
                 return own[name]
             if session is None or name.startswith("__"):
@@ -225,7 +257,7 @@ def skeleton(
     segments: Mapping[str, int],
     is_held: Callable[[str], bool],
     spine: frozenset[str],
-    written: frozenset[str] = frozenset(),
+    written: Collection[str] = (),
 ) -> nn.Module:
     """Copy the model's modules named in `spine`, with stubs for layers and parts for other modules.
 
@@ -235,7 +267,10 @@ def skeleton(
 
     def copied(module: nn.Module, path: str) -> nn.Module:
         if path in segments:
-            stubs = [Stub(segments[path], index, layer, written) for index, layer in enumerate(module.children())]
+            stubs = [
+                Stub(segments[path], index, layer, Facts(layer, path, written))
+                for index, layer in enumerate(module.children())
+            ]
             return _list_like(module, stubs)
         if path in spine or _is_container(module):
             found = shallow(module)

@@ -1,0 +1,460 @@
+"""Models that are almost a row of layers: each is refused by name, or carried rightly."""
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from comparison import apart, as_layers, differences, outcome, plainly
+from rp_presets import NotARow, UnsupportedModel, to_sequential
+from torch import Tensor, nn
+from torch.nn import functional
+
+SIZE = 6
+
+
+class Layer(nn.Module):
+    """A layer that any of these models could have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Model(nn.Module):
+    """Embedding, layers, head: a row. The others change one thing."""
+
+    layer: Callable[[], nn.Module] = Layer
+    main_input_name = "tokens"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, SIZE)
+        self.layers = nn.ModuleList(type(self).layer() for _ in range(3))
+        self.head = nn.Linear(SIZE, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+TOKENS = torch.arange(10).reshape(2, 5)
+
+
+def made(kind: type[Model]) -> Model:
+    torch.manual_seed(5)
+    return kind().eval()
+
+
+def convert(model: nn.Module) -> nn.Sequential:
+    return to_sequential(model, example_inputs={"tokens": TOKENS})
+
+
+# What is carried
+
+
+class EmbeddingReadBehind(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first * 0.5)
+
+
+class DropoutReadBehind(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.dropout(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first)
+
+
+class EveryResultReadBehind(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        seen = [x]
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return self.head(torch.stack(seen).mean(0))
+
+
+class FirstResultInTheSecondAndThird(Model):
+    class Mixing(Layer):
+        def forward(self, x: Tensor, first: Tensor | None = None) -> Tensor:
+            return super().forward(x) if first is None else super().forward(x) * first.sigmoid()
+
+    layer = Mixing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        first = None
+        for layer in self.layers:
+            x = layer(x, first)
+            first = x if first is None else first
+        return self.head(x)
+
+
+class SharedContainer(Model):
+    class Sharing(Layer):
+        def forward(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
+            x = super().forward(x)
+            if "keys" in shared:
+                return x * shared["keys"].sigmoid()
+            shared["keys"] = x * 2
+            return x
+
+    layer = Sharing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        shared: dict[str, Tensor] = {}
+        for layer in self.layers:
+            x = layer(x, shared)
+        return self.head(x + shared["keys"])
+
+
+class TuplesWithNone(Model):
+    class Pair(Layer):
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return super().forward(x), None
+
+    layer = Pair
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x)
+
+
+class ScratchAttribute(Model):
+    class Noting(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    layer = Noting
+
+
+class WholeSlice(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)[:, slice(0, None)]
+        return self.head(x)
+
+
+CARRIED = [
+    Model,
+    EmbeddingReadBehind,
+    DropoutReadBehind,
+    EveryResultReadBehind,
+    FirstResultInTheSecondAndThird,
+    SharedContainer,
+    TuplesWithNone,
+    ScratchAttribute,
+    WholeSlice,
+]
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+@pytest.mark.parametrize("run", [as_layers, apart])
+def test_a_row_has_the_outputs_and_gradients_of_the_model(kind, run):
+    model = made(kind)
+    row = convert(model)
+    inputs = {"tokens": TOKENS.flip(1)}
+    expected = outcome(model, plainly(model, inputs))
+    assert differences(outcome(model, run(row, inputs)), expected) == []
+    assert any(value.any() for name, value in expected.items() if "layers.2" in name)
+
+
+def test_dropout_that_is_read_behind_the_layers_is_not_drawn_anew():
+    model = made(DropoutReadBehind).train()
+    row = convert(model)
+    inputs = {"tokens": TOKENS}
+    expected = outcome(model, plainly(model, inputs))
+    for run in (as_layers, apart):
+        assert differences(outcome(model, run(row, inputs)), expected) == []
+
+
+# What is refused
+
+
+class ScaledBetween(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x) * 0.5
+        return self.head(x)
+
+
+class FirstIsScaled(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 0:
+                x = x / 2
+        return self.head(x)
+
+
+class CalledTwice(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(layer(x))
+        return self.head(x)
+
+
+class LoopedTwice(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+class OutOfOrder(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
+class SkippedAtRandom(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            if torch.rand(()) < 1.0:
+                continue
+            x = layer(x)
+        return self.head(x)
+
+
+class ReadsAnother(Model):
+    class Reading(Layer):
+        last: Tensor | float = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            others = getattr(self, "others", [])
+            self.last = super().forward(x)
+            return self.last + sum(other.last for other in others)
+
+    layer = Reading
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].others = [self.layers[0]]
+
+
+class WritesAnother(Model):
+    class Writing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            for other in getattr(self, "others", []):
+                other.gain = 2.0
+            return super().forward(x) * getattr(self, "gain", 1.0)
+
+    layer = Writing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].others = [self.layers[1]]
+
+
+class Remembers(Model):
+    class Remembering(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.memory = super().forward(x) + getattr(self, "memory", 0.0)
+            return self.memory
+
+    layer = Remembering
+
+
+class Counts(Model):
+    class Counting(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.losses.append(x.sum())
+            return super().forward(x)
+
+    layer = Counting
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        return x + sum(layer.losses[-1] for layer in self.layers)
+
+
+class PenaltyReadBehind(Model):
+    class Penalized(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.penalty = x.square().mean()
+            return super().forward(x)
+
+    layer = Penalized
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + sum(layer.penalty for layer in self.layers)
+
+
+class PenaltyWithDefault(PenaltyReadBehind):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return Model.forward(self, tokens) + sum(getattr(layer, "penalty", 0.0) for layer in self.layers)
+
+
+class WeightReadBehind(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.layers[0].linear.weight.square().sum()
+
+
+class ContainerWrittenBetween(Model):
+    class Listening(Layer):
+        def forward(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
+            return super().forward(x) * shared["gain"]
+
+    layer = Listening
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        shared: dict[str, Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            shared["gain"] = torch.tensor(float(number))
+            x = layer(x, shared)
+        return self.head(x)
+
+
+class ResultWrittenToContainer(ContainerWrittenBetween):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        shared = {"gain": torch.ones(())}
+        for layer in self.layers:
+            x = layer(x, shared)
+            shared["gain"] = x
+        return self.head(x)
+
+
+class WritesWhatItIsHanded(Model):
+    class InPlace(Layer):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            bias.add_(1.0)
+            return super().forward(x) + bias
+
+    layer = InPlace
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        bias = torch.zeros(SIZE)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.head(x)
+
+
+class FunctionalDropoutReadBehind(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = functional.dropout(self.embed(tokens), 0.5, self.training)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first)
+
+
+class WithoutGradients(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+class InAFunction(Model):
+    class Reversible(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, layers):  # noqa: ARG004
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):  # noqa: ARG004
+            return grad * 2, None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.Reversible.apply(self.embed(tokens), self.layers))
+
+
+class Branches(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum() > 1e9:
+                break
+        return self.head(x)
+
+
+REFUSED = {
+    ScaledBetween: "computes between its layers: before layer 1, mul reads",
+    FirstIsScaled: "computes between its layers: before layer 1, (div|true_divide|__truediv__) reads",
+    CalledTwice: "layer 0 is called out of turn",
+    LoopedTwice: "layer 0 is called out of turn",
+    OutOfOrder: "layer 2 is called out of turn",
+    SkippedAtRandom: "called none of its lists of layers",
+    ReadsAnother: "sets its attribute 'last'.* layer 2 has other modules",
+    WritesAnother: "sets the attribute 'gain' of a Writing outside of it",
+    Remembers: "sets its attribute 'memory', and reads it the next time",
+    Counts: "sets its attribute 'losses', and reads it|the code around its layers reads Counting.losses",
+    PenaltyReadBehind: "the code around its layers reads Penalized.penalty",
+    PenaltyWithDefault: "the code around its layers reads Penalized.penalty",
+    WeightReadBehind: "the code around its layers reads Linear.weight",
+    ContainerWrittenBetween: "writes a container between its layers",
+    ResultWrittenToContainer: "writes what a layer returned into a container|writes a container between",
+    WritesWhatItIsHanded: "layer 0 writes a tensor that it is handed",
+    FunctionalDropoutReadBehind: "random numbers that are drawn before",
+    WithoutGradients: "layer 0 is called without gradients",
+    InAFunction: "layer 0 is called without gradients",
+    Branches: "computes between its layers: before layer 1, sum reads",
+}
+
+
+@pytest.mark.parametrize(("kind", "reason"), REFUSED.items())
+def test_what_is_no_row_is_refused_with_its_reason(kind, reason):
+    with pytest.raises(UnsupportedModel, match=reason) as raised:
+        convert(made(kind))
+    if isinstance(raised.value, NotARow):
+        assert raised.value.path == "layers"
+        assert raised.value.reason in str(raised.value)
+
+
+def test_layers_that_are_dropped_at_random_are_refused_however_rarely():
+    model = made(Model)
+    model.layerdrop = 1e-9
+    with pytest.raises(ValueError, match=r"Model\.layerdrop must be 0, but is 1e-09"):
+        convert(model)
+
+
+@pytest.mark.parametrize("kind", [*CARRIED, *REFUSED])
+def test_conversion_leaves_the_model_as_it_was(kind):
+    model = made(kind)
+    twin = copy.deepcopy(model)
+    with suppress(UnsupportedModel):
+        convert(model)
+    for (name, module), (_, other) in zip(model.named_modules(), twin.named_modules(), strict=True):
+        plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        assert plain.keys() == {key for key in vars(other) if not key.startswith("_")}, name
+        assert module.training == other.training
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
