@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_the_ten_lines_have_the_loss_of_the_whole_batch(monkeypatch, rows):
 
 
 @pytest.mark.usefixtures("default")
-def test_the_example_of_rp_core_has_the_mean_over_the_batch():
+def test_the_example_of_rp_core_has_the_mean_over_the_batch(two):
     x, y = torch.randn(3, 64), torch.randn(3, 1)
     names: dict[str, Any] = {"batches": [(x, y)]}
     torch.manual_seed(0)
@@ -62,5 +63,6 @@ def test_the_example_of_rp_core_has_the_mean_over_the_batch():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
     torch.testing.assert_close(names["loss"], (plain(x) - y).square().mean().detach(), rtol=1e-5, atol=1e-5)
-    names["GradScaler"] = roundpipe.GradScaler
+    names["GradScaler"] = partial(roundpipe.GradScaler, runtime=two)
     exec(compile(second, "README.md", "exec"), names)
+    names["model"].synchronize()
