@@ -288,6 +288,29 @@ def test_calls_of_several_threads_and_runtimes_are_recorded(tmp_path: Path) -> N
     assert names == ["forward of a"] * 3 + ["forward of b"] * 3
 
 
+class Part:
+    """Part of a span's name, which counts how often it is put into words."""
+
+    times = 0
+
+    def __str__(self) -> str:
+        self.times += 1
+        return "layer {7}"
+
+
+def test_a_name_is_put_together_only_where_it_is_recorded() -> None:
+    device, part = CpuBackend(1).devices[0], Part()
+    recorder = tracing.Recorder(keep=True, ranges=False)
+    for tracer, times in ((tracing.SILENT, 0), (recorder, 2)):
+        with tracer.on_stream(device, device.compute, "layer", "forward of {}", part):
+            pass
+        with tracer.waiting(device, "weights", "weights of {} to arrive", part):
+            pass
+        assert part.times == times
+    names = [span.name for span in recorder.finish()]
+    assert names == ["forward of layer {7}", "wait for weights of layer {7} to arrive"]
+
+
 def test_the_end_waits_for_copies_that_nobody_has_waited_for() -> None:
     device = CpuBackend(1).devices[0]
     source, there = torch.ones(4), device.empty((4,), torch.float32, stream=device.weights_in)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -482,20 +484,34 @@ def test_loading_some_weights_leaves_the_others_as_the_last_step_made_them(two: 
     assert all(torch.equal(weight, wanted[name].bfloat16()) for name, weight in layers.named_parameters())
 
 
-def test_the_state_dict_is_current_after_synchronize_and_loads_into_plain_pytorch(runtime: Runtime) -> None:
+@pytest.mark.parametrize("asked", ["wrapper", "layers"])
+def test_a_state_dict_has_the_last_steps_result_and_loads_into_plain_pytorch(runtime: Runtime, asked: str) -> None:
     layers = mlp()
     model = RoundPipe(layers, runtime=runtime)
     optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
     x, y = batch(6)
     model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    model.synchronize()
-    state = model.state_dict()
+    state = (model if asked == "wrapper" else layers).state_dict()
+    assert list(state) == [name for name, _ in layers.named_parameters()]
     for name, master in model.optim_named_parameters():
-        assert torch.equal(state[f"model.{name}"], master)
+        assert torch.equal(state[name], master)
     fresh = mlp(seed=9)
-    fresh.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
+    fresh.load_state_dict(state)
     assert_near(model(x), fresh(x), 1e-5)
+
+
+def test_a_state_dict_after_the_runtime_was_closed_says_that_it_lags_behind() -> None:
+    layers = mlp()
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(layers, runtime=runtime)
+        model.step(lambda: None)
+    with pytest.warns(UserWarning, match="lags behind"):
+        layers.state_dict()
+    assert model.is_behind()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(layers).state_dict()
 
 
 # Two versions of the weights

@@ -235,7 +235,7 @@ def test_the_state_dict_is_the_last_steps_result(runtime: Runtime, how: str) -> 
     else:
         getattr(telling.model, how)()
     state = telling.model.state_dict()
-    assert set(state) == {f"model.{place}.weight" for place in range(LAYERS)}
+    assert set(state) == {f"{place}.weight" for place in range(LAYERS)}
     assert {value.item() for value in state.values()} == {telling.steps}
 
 

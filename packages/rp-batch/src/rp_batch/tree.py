@@ -239,7 +239,8 @@ def _register_nodes(leaves: Iterable[Any]) -> bool:
 
 
 def _is_node_type(cls: type) -> bool:
-    if cls in _leaf_types:
+    # Most leaves are tensors, so these are answered first.
+    if cls is torch.Tensor or cls in _leaf_types:
         return False
     return cls in torch_pytree.SUPPORTED_NODES or _is_plain_dataclass(cls)
 

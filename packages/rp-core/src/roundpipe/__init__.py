@@ -15,7 +15,9 @@ from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
 from roundpipe.execution.packed_data import RoundPipePackedData
 from roundpipe.models.auto import AutoRoundPipe
+from roundpipe.models.own_loss import OwnLoss
 from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.models.token_mean import TokenMean, token_mean
 from roundpipe.models.wrap import wrap_model_to_roundpipe
 from roundpipe.optimizer.scaler import GradScaler
 from roundpipe.runtime.runtime import Runtime
@@ -33,6 +35,7 @@ __all__ = [
     "MemoryReport",
     "ModelExecutePlan",
     "OptimizerCtx",
+    "OwnLoss",
     "RoundPipe",
     "RoundPipeError",
     "RoundPipePackedData",
@@ -40,11 +43,13 @@ __all__ = [
     "Runtime",
     "Stale",
     "StepFailed",
+    "TokenMean",
     "doing_optimizer",
     "doing_recompute",
     "get_recompute_data",
     "optim",
     "profile",
     "save_for_recompute",
+    "token_mean",
     "wrap_model_to_roundpipe",
 ]

@@ -1,9 +1,22 @@
 """Convert Hugging Face models to `nn.Sequential` rows of layers."""
 
 from rp_presets.convert import to_sequential
-from rp_presets.errors import NotARow, UnsupportedModel
-from rp_presets.losses import causal_lm_loss
+from rp_presets.errors import NotARow, UnknownLoss, UnsupportedModel
+from rp_presets.losses import LazyLogits, OwnLoss, OwnLosses, Share, causal_lm_loss, lazy_logits, observe_loss
 
 __version__ = "0.1.0"
 
-__all__ = ["NotARow", "UnsupportedModel", "__version__", "causal_lm_loss", "to_sequential"]
+__all__ = [
+    "LazyLogits",
+    "NotARow",
+    "OwnLoss",
+    "OwnLosses",
+    "Share",
+    "UnknownLoss",
+    "UnsupportedModel",
+    "__version__",
+    "causal_lm_loss",
+    "lazy_logits",
+    "observe_loss",
+    "to_sequential",
+]

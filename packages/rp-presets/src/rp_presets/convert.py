@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from rp_presets.errors import NotARow, UnsupportedModel
+from rp_presets.losses import OwnLosses
 from rp_presets.observing.candidates import lists_of_layers, spine_of
+from rp_presets.observing.imagined import own_losses
 from rp_presets.observing.inputs import example_inputs as inputs_for
 from rp_presets.observing.proof import proven
-from rp_presets.observing.trace import Trace, undisturbed
+from rp_presets.observing.trace import Seen, Trace, undisturbed
 from rp_presets.rows.arguments import names_of
-from rp_presets.rows.capture import install_hooks
+from rp_presets.rows.capture import Hooks
 from rp_presets.rows.glue import Epilogue, Interlude, Prologue
 from rp_presets.rows.layer import Layer
 from rp_presets.rows.layout import Layout
 
 
-def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None = None) -> nn.Sequential:
+class Row(nn.Sequential):
+    """A model's layers. `own_loss`: how the loss that it computes from labels divides over a split batch."""
+
+    def __init__(self, layers: Sequence[nn.Module], own_loss: OwnLosses) -> None:
+        super().__init__(*layers)
+        self.own_loss = own_loss
+        self.training = layers[0].training
+
+
+def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None = None) -> Row:
     """Convert a model to a row of layers that holds the model's own modules and computes the same outputs.
 
     >>> from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -59,43 +70,48 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
     if not lists:
         raise UnsupportedModel(f"{type(model).__name__} has no list of layers (nn.ModuleList)")
     _refuse_settings(model)
-    install_hooks(model)
+    hooks = Hooks(model)
     with undisturbed(model), torch.no_grad():
         model.train()
-        layout = _layout(model, lists, dict(example_inputs or inputs_for(model)))
-    return _row(model, layout)
+        inputs = dict(example_inputs or inputs_for(model))
+        layout, seen = _layout(model, lists, inputs, hooks)
+    hooks.is_converted = True
+    return Row(_row(model, layout), own_losses(model, layout, seen, inputs))
 
 
-def _layout(model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any]) -> Layout:
+def _layout(
+    model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any], hooks: Hooks
+) -> tuple[Layout, list[Seen]]:
     """Observe the model; lists of layers that are no rows count as code around the others, except the largest."""
     refused: dict[str, str] = {}
     while True:
         chosen = {path: list(layers) for path, layers in lists.items() if path not in refused}
         try:
-            layout = _observed(model, chosen, inputs)
+            return _observed(model, chosen, inputs, hooks)
         except NotARow as error:
             refused[error.path] = error.reason
             if error.path == next(iter(lists)):
                 raise
-            continue
         except UnsupportedModel:
             raise
         except Exception as error:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be observed: {type(error).__name__}: {error}"
             ) from error
-        return layout
 
 
-def _observed(model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: dict[str, Any]) -> Layout:
+def _observed(
+    model: nn.Module, chosen: Mapping[str, list[nn.Module]], inputs: dict[str, Any], hooks: Hooks
+) -> tuple[Layout, list[Seen]]:
     cache = _takes_cache(model, spine_of(chosen))
     arguments = {**inputs, **({"use_cache": False} if cache else {})}
-    trace = Trace(model, chosen, spine_of(chosen))
+    trace = Trace(model, chosen, spine_of(chosen), hooks)
     trace.run((), arguments)
     layout = trace.layout(cache_argument=cache)
     if not layout.segments:
         raise UnsupportedModel(f"{type(model).__name__} called none of its lists of layers: {', '.join(chosen)}")
-    return proven(model, layout, trace.seen(), inputs)
+    seen = trace.seen()
+    return proven(model, layout, seen, inputs), seen
 
 
 def _takes_cache(model: nn.Module, spine: frozenset[str]) -> bool:
@@ -107,16 +123,14 @@ def _takes_cache(model: nn.Module, spine: frozenset[str]) -> bool:
     )
 
 
-def _row(model: nn.Module, layout: Layout) -> nn.Sequential:
+def _row(model: nn.Module, layout: Layout) -> list[nn.Module]:
     layers: list[nn.Module] = [Prologue(model, layout)]
     for number, segment in enumerate(layout.segments):
         if number:
             layers.append(Interlude(model, layout, number))
         own = list(model.get_submodule(segment.path).children())[: len(segment.results)]
-        layers += [Layer(layer, index, layout.written) for index, layer in enumerate(own)]
-    row = nn.Sequential(*layers, Epilogue(model, layout))
-    row.training = model.training
-    return row
+        layers += [Layer(layer, index, layout) for index, layer in enumerate(own)]
+    return [*layers, Epilogue(model, layout)]
 
 
 def _refuse_settings(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The errors raised for a model that is no row of layers."""
+"""The errors raised for models and losses that cannot be used."""
 
 
 class UnsupportedModel(NotImplementedError):
@@ -21,3 +21,14 @@ class NotARow(UnsupportedModel):
         super().__init__(f"{path!r} is no row of layers: {reason}")
         self.path = path
         self.reason = reason
+
+
+class UnknownLoss(NotImplementedError):
+    """How a model's own loss divides could not be found, so its loss over a split batch is unknown.
+
+    The message says what was tried.
+
+    >>> from rp_presets import UnknownLoss
+    >>> issubclass(UnknownLoss, NotImplementedError)
+    True
+    """

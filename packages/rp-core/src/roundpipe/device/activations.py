@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import compress
 from operator import not_
-from typing import Any, Literal
+from typing import Any
 
 import rp_batch
 import torch
-from rp_transfer import Backend, Event, Stream
+from rp_transfer import Backend, Event
 
 from roundpipe.device.packet import Packet, is_dense
 from roundpipe.runtime.runtime import Lane
@@ -112,7 +111,7 @@ class Courier:
             device.activations_in.wait(event)
         ready = device.activations_in.record() if len(packet.events) > 1 else next(iter(packet.events), None)
         try:
-            with self._copying(device.activations_in, "upload", packet.leaves):
+            with self._tracer.copying(device, device.activations_in, "upload", "activations", packet.leaves):
                 leaves = [self._upload(leaf) for leaf in packet.leaves]
         finally:
             # If an allocation failed part-way, the copies queued before it still need their memory.
@@ -158,7 +157,7 @@ class Courier:
         device.results_out.wait(made)
         held: list[Any] = []
         try:
-            with self._copying(device.results_out, "download", plain):
+            with self._tracer.copying(device, device.results_out, "download", "results", plain):
                 for leaf, host, out in zip(leaves, known, plain, strict=True):
                     held.append(host if host is not None else leaf if out is None else self._download(out))
         finally:
@@ -177,13 +176,6 @@ class Courier:
         # A layer may return its own weight or buffer for every microbatch: each downloads a clone.
         is_copied = in_use or self._is_weight(found)
         return found.clone(memory_format=torch.contiguous_format) if is_copied else found.contiguous()
-
-    def _copying(
-        self, stream: Stream, kind: Literal["upload", "download"], leaves: Iterable[Any]
-    ) -> AbstractContextManager[None]:
-        nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        name = "activations" if kind == "upload" else "results"
-        return self._tracer.on_stream(self._device, stream, kind, name, nbytes=nbytes)
 
     def _download(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)

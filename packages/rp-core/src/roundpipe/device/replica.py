@@ -1,19 +1,26 @@
 """Twins: replicas of the layers on one device, whose tensors point at the current task's blocks.
 
 A twin is a deep copy whose memo maps host tensors to device tensors, so bound methods and partials refer to the
-twin. It shares the hook tables of the host layer. It is built once; before each task its tensors are pointed at
-that task's blocks, which needs no walk of the module tree.
+twin. It shares the hook tables of the host layer; where a module has an `Entrance`, its own hooks run on the
+host, and its twin has none. It is built once; before each task its tensors are pointed at that task's blocks,
+which needs no walk of the module tree.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
 
 from roundpipe.device.compiling import Compiler
+from roundpipe.device.entrance import entrance_of
+from roundpipe.device.lazy_hooks import register_lazy_hooks
+from roundpipe.device.parametrizing import cache_by_thread
+from roundpipe.device.recompute import prepares
 from roundpipe.errors import in_words
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
@@ -44,6 +51,19 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return any(getattr(module, table) for table in _HOOK_TABLES)
 
 
+def hooks_of(module: torch.nn.Module) -> Iterator[object]:
+    """The hooks that are registered on the module itself.
+
+    >>> layer = torch.nn.Tanh()
+    >>> _ = layer.register_forward_hook(print)
+    >>> list(hooks_of(layer))
+    [<built-in function print>]
+    """
+    for table in _HOOK_TABLES:
+        # Two of the tables hold flags for hooks that another one holds.
+        yield from (hook for hook in getattr(module, table).values() if hook is not True)
+
+
 class Twins:
     """One model's layers on one device. The calling thread builds them, the device's thread uses them."""
 
@@ -61,12 +81,15 @@ class Twins:
         # the contents of their tables when the twin was built.
         self._owners: dict[int, list[torch.nn.Module]] = {}
         self._content: dict[int, list[object]] = {}
+        self._prepares: dict[int, bool] = {}
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
 
     def ensure(self, indices: range) -> None:
         """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""
+        if "peft" in sys.modules:
+            cache_by_thread()
         if self._compiler is not None:
             self._compiler.raise_limits()
         # A twin outlives this call. Built under the caller's inference mode, its tensors could never be trained.
@@ -83,6 +106,11 @@ class Twins:
         self._parts[index] = list(_parts(module))
         self._owners[index] = list(module.modules())
         self._content[index] = _content(self._owners[index])
+        self._prepares[index] = prepares(module)
+
+    def prepares(self, index: int) -> bool:
+        """Whether the layer has a `prepare` of its own, see `recompute.prepares`."""
+        return self._prepares[index]
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
         """A layer's twin, with its training flags set to these, in the order of the host layer's ``modules()``."""
@@ -156,6 +184,7 @@ class Twins:
         return twin
 
     def _copy(self, layer: LayerState) -> torch.nn.Module:
+        register_lazy_hooks(layer.module)
         memo: dict[int, object] = {}
         for block in layer.blocks:
             for tensor in block.tensors:
@@ -163,7 +192,7 @@ class Twins:
         for module in layer.module.modules():
             for name in _HOOK_TABLES:
                 table: object = getattr(module, name)
-                memo[id(table)] = table
+                memo[id(table)] = table if entrance_of(module) is None else OrderedDict[int, object]()
         try:
             return copy.deepcopy(layer.module, memo)
         except Exception as error:

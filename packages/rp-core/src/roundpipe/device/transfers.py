@@ -12,7 +12,7 @@ from rp_transfer import Event, Ticket
 from roundpipe.runtime.porter import Porter
 from roundpipe.state.model_state import Block
 from roundpipe.telemetry.layer_times import LayerTimes
-from roundpipe.telemetry.tracing import NOTHING, SILENT, SpanKind, Tracer
+from roundpipe.telemetry.tracing import NOTHING, SILENT, Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Delivery:
     def run(self) -> None:
         """Download block by block; when it returns, the device memory of the sums may be freed."""
         conveyor = self.porter.conveyor
-        with self._told("wait", "backward"):
+        with self._waiting("backward", "wait for backward"):
             self.porter.stream.wait(self.made)
         for block, memory, written, ticket in self.sums:
-            with self._told("wait", "turn", block):
+            with self._waiting("turn", "wait for gradients of {}", block):
                 ticket.enter()
             if written and block.gradient is not None:
-                with self._told("download", "", block):
+                with self._told(block, block.gradient.arriving_nbytes):
                     block.gradient.receive(memory, written, conveyor)
             ticket.leave(conveyor.record())
         conveyor.drain()
@@ -51,13 +51,14 @@ class Delivery:
         """After a failure, wait for the copies already queued, so that the sums may be freed."""
         self.porter.conveyor.drain()
 
-    def _told(self, kind: SpanKind, reason: str, block: Block | None = None) -> AbstractContextManager[None]:
-        what = reason if block is None else f"gradients of {block}"
-        gradient = None if block is None or kind == "wait" else block.gradient
-        nbytes = 0 if gradient is None else gradient.arriving_nbytes
-        name = f"wait for {what}" if kind == "wait" else what
+    def _waiting(self, reason: str, name: str, *parts: object) -> AbstractContextManager[None]:
+        porter = self.porter
+        return self.tracer.on_stream(porter.device, porter.stream, "wait", name, *parts, reason=reason)
+
+    def _told(self, block: Block, nbytes: int) -> AbstractContextManager[None]:
+        porter = self.porter
         return self.tracer.on_stream(
-            self.porter.device, self.porter.stream, kind, name, nbytes=nbytes, reason=reason
+            porter.device, porter.stream, "download", "gradients of {}", block, nbytes=nbytes
         )
 
     def leave(self) -> None:
@@ -96,7 +97,7 @@ def bring(
 def _told(
     tracer: Tracer, porter: Porter, block: Block, kind: Literal["wait", "upload"]
 ) -> AbstractContextManager[None]:
-    name = f"weights of {block}"
+    device, stream = porter.device, porter.stream
     if kind == "wait":
-        return tracer.on_stream(porter.device, porter.stream, kind, f"wait for the turn of {name}", reason="turn")
-    return tracer.on_stream(porter.device, porter.stream, kind, name, nbytes=block.nbytes)
+        return tracer.on_stream(device, stream, kind, "wait for the turn of weights of {}", block, reason="turn")
+    return tracer.on_stream(device, stream, kind, "weights of {}", block, nbytes=block.nbytes)

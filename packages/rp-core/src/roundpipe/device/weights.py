@@ -112,7 +112,7 @@ class Weights:
         return tensor.untyped_storage().data_ptr() in self._addresses
 
     def _waiting(self, block: Block) -> AbstractContextManager[None]:
-        return self._tracer.waiting(self._device, "weights", f"weights of {block} to arrive")
+        return self._tracer.waiting(self._device, "weights", "weights of {} to arrive", block)
 
     def _make_sums(self) -> None:
         new = [block for block in self._trained if block not in self._sums and block not in self._delivered]
@@ -193,10 +193,8 @@ class Weights:
         return event
 
     def _going_home(self, block: Block) -> AbstractContextManager[None]:
-        name = f"buffers of {block}"
-        return self._tracer.on_stream(
-            self._device, self._device.results_out, "download", name, nbytes=block.nbytes
-        )
+        out = self._device.results_out
+        return self._tracer.on_stream(self._device, out, "download", "buffers of {}", block, nbytes=block.nbytes)
 
     # Gradients
 

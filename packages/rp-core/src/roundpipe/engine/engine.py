@@ -16,6 +16,7 @@ from roundpipe.device.packet import Packet
 from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.host_parameters import HostParameters, Launched
+from roundpipe.errors import RoundPipeError
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
 from roundpipe.execution.call import Call, LossFn, Streams
@@ -129,6 +130,11 @@ class Engine:
         """Return the losses, the outputs if `keep`, and the gradients of the inputs that require grad."""
         with in_call("forward_backward", self._name):
             self.host.get_ready(training=True)
+            if not batch.inputs and not self.host.state.trainable:
+                raise RoundPipeError(
+                    f"model {self._name!r} has no trainable parameter, and no input requires grad, so "
+                    "forward_backward would train nothing; unfreeze parameters, or call the model instead"
+                )
             run = self._start("fused", batch, config, loss_fn, keep=keep)
             self._planner.improve_while(config, "fused", batch.parts, run.wait_for_any)
             return run.losses(), run.outputs(wait=config.merge_output is not False), run.input_grads()

@@ -78,6 +78,12 @@ class Joint:
                 if host.state.unpublished:
                     host.publish()
 
+    def is_behind(self) -> bool:
+        """Whether a step's result is not published yet; inside a step function there is nothing to publish."""
+        if self._runtime.optimizer.is_current():
+            return False
+        return any(host.state.unpublished for host in self._hosts)
+
     def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:
         """Measure the memory that the model uses now."""
         self._runtime.refuse_forked()

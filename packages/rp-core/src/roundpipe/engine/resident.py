@@ -12,6 +12,7 @@ from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.optimizer.steps import Part
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
+from roundpipe.state.model_state import Block
 
 
 class _Holder(nn.Module):
@@ -28,6 +29,11 @@ class Resident(HostParameters):
 
     With asynchronous steps, calls read the result of the step before the last one. Gradients are collected from
     ``.grad``, where autograd puts them.
+
+    Args:
+        parts: the modules that the parts run.
+        hosts: the parts' parameters. A parameter of theirs that a module outside the parts has, too, belongs to
+            them; it is read here as well.
     """
 
     def __init__(
@@ -35,13 +41,17 @@ class Resident(HostParameters):
         name: str,
         model: nn.Module,
         parts: Sequence[nn.Module],
+        hosts: Sequence[HostParameters],
         runtime: Runtime,
         optim_dtype: torch.dtype | None,
     ) -> None:
         holder = _Holder()
+        self._hosts = hosts
+        self._shared: dict[int, nn.Parameter] = {}
 
         def modules() -> Sequence[nn.Module]:
-            return (holder.hold(_outside(model, parts)),)
+            own, self._shared = _outside(model, parts)
+            return (holder.hold(own.values()),)
 
         super().__init__(name, modules, runtime, "off", optim_dtype)
 
@@ -51,7 +61,7 @@ class Resident(HostParameters):
 
     def _wait_for_weights(self, *, training: bool) -> None:
         self.get_ready(training=training)
-        for block in self.state.trainable:
+        for block in [*self.state.trainable, *self._shared_blocks()]:
             with own_turn(block.turns, write=False):
                 pass
 
@@ -75,15 +85,26 @@ class Resident(HostParameters):
         torch.autograd.graph.increment_version(self.state.trainable_tensors())
         for block in self.state.trainable:
             block.changed_outside()
+        for block in self._shared_blocks():
+            block.note_written(set(self._shared))
+
+    def _shared_blocks(self) -> list[Block]:
+        blocks = [block for host in self._hosts for block in host.state.trainable] if self._shared else []
+        return [block for block in blocks if any(id(tensor) in self._shared for tensor in block.tensors)]
 
 
-def _outside(model: nn.Module, parts: Sequence[nn.Module]) -> Iterable[nn.Parameter]:
-    """Each parameter of the modules that are not inside a part, once."""
+_Parameters = dict[int, nn.Parameter]
+
+
+def _outside(model: nn.Module, parts: Sequence[nn.Module]) -> tuple[_Parameters, _Parameters]:
+    """The parameters of the modules outside the parts, by id: those that no part has, and the others."""
     inside = {id(module) for part in parts for module in part.modules()}
+    theirs = {id(parameter) for part in parts for parameter in part.parameters()}
     found = {
         id(parameter): parameter
         for module in model.modules()
         if id(module) not in inside
         for parameter in module.parameters(recurse=False)
     }
-    return found.values()
+    own = {key: parameter for key, parameter in found.items() if key not in theirs}
+    return own, {key: parameter for key, parameter in found.items() if key in theirs}

@@ -111,4 +111,4 @@ class Call:
 
     def where(self, layer: int) -> str:
         """Name a layer in words: its index and type."""
-        return f"layer {layer} ({type(self.state.layers[layer].module).__name__})"
+        return str(self.state.layers[layer])

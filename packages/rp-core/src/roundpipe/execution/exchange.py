@@ -140,10 +140,9 @@ class Exchange:
 
 
 def _taken_by(task: Task, *, by_layer: bool) -> Iterator[Slot]:
-    boundaries = task.layers if by_layer and task.recomputes else task.layers[:1]
-    for microbatch in task.microbatches:
-        yield from (Slot("input", boundary, microbatch) for boundary in boundaries)
-        if task.takes_gradients:
-            yield Slot("grad", task.layers.stop, microbatch)
-        if task.computes_loss:
-            yield Slot("label", task.layers.stop, microbatch)
+    for boundary in task.layers if by_layer and task.recomputes else task.layers[:1]:
+        yield from (Slot("input", boundary, microbatch) for microbatch in task.microbatches)
+    if task.takes_gradients:
+        yield from (Slot("grad", task.layers.stop, microbatch) for microbatch in task.microbatches)
+    if task.computes_loss:
+        yield from (Slot("label", task.layers.stop, microbatch) for microbatch in task.microbatches)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, assert_never, cast
 
 import rp_batch
@@ -14,12 +14,13 @@ from rp_transfer import Backend, Event
 from roundpipe.device.activations import Arrived, Courier, Origins, enter
 from roundpipe.device.packet import Packet, Slot, is_dense
 from roundpipe.device.randomness import Drawer
-from roundpipe.device.recompute import Memory, prepares
+from roundpipe.device.recompute import Memory
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
 from roundpipe.execution.call import Call
 from roundpipe.execution.exchange import Exchange
+from roundpipe.execution.lazy import Lazy, computed, value_of
 from roundpipe.execution.losses import check_losses
 from roundpipe.runtime.runtime import Lane
 from roundpipe.state.model_state import Block
@@ -74,6 +75,7 @@ class Stage:
         # Current activity, layer and microbatch; `where` formats the layer's name as ``{0}``, the microbatch as
         # ``{1}``.
         self._place: tuple[str, int, int] | None = None
+        self._buffered = {layer for layer in task.layers if call.state.layers[layer].has_buffers}
         # By layer: host copy of the buffers that its next microbatch starts from, if they were sent already.
         self._snapshots: dict[int, Packet] = {}
 
@@ -124,11 +126,11 @@ class Stage:
 
     def _told(self, microbatch: int) -> AbstractContextManager[None]:
         task, device = self._task, self._device
-        name = f"{task.kind}[{task.layers.start}:{task.layers.stop}] m{microbatch}"
-        return self._tracer.on_stream(device, device.compute, "task", name)
+        parts = (task.kind, task.layers.start, task.layers.stop, microbatch)
+        return self._tracer.on_stream(device, device.compute, "task", "{}[{}:{}] m{}", *parts)
 
-    def _part(self, name: str) -> AbstractContextManager[None]:
-        return self._tracer.on_stream(self._device, self._device.compute, "layer", name)
+    def _part(self, name: str, *parts: object) -> AbstractContextManager[None]:
+        return self._tracer.on_stream(self._device, self._device.compute, "layer", name, *parts)
 
     def _waiting(self, reason: str, what: str) -> AbstractContextManager[None]:
         return self._tracer.waiting(self._device, reason, what)
@@ -206,38 +208,32 @@ class Stage:
 
     def _layer(self, layer: int, microbatch: int, tree: Any, *, again: bool) -> Any:
         self._place = (_RECOMPUTATION if again else _FORWARD, layer, microbatch)
-        twin = self._twins.module(layer, self._call.flags[layer])
+        twin, state = self._twins.module(layer, self._call.flags[layer]), self._call.state.layers[layer]
 
         call: tuple[tuple[Any, ...], dict[str, Any]] = tree if layer == 0 else ((tree,), {})
-        if prepares(twin):
+        if self._twins.prepares(layer):
             call = (call[0], {**call[1], "prepared": self._prepared(layer, microbatch, twin, call, again=again)})
         enter_memory = self._memory.again if again else self._memory.first
 
         def body() -> Any:
-            with self._timed_forward(layer):
-                return run()
-
-        def run() -> Any:
-            with enter_memory(layer, microbatch):
+            with self._part("forward of {}", state), self._timed(layer), enter_memory(layer, microbatch):
                 return twin(*call[0], **call[1])
 
-        has_buffers = self._call.state.layers[layer].has_buffers
+        has_buffers = layer in self._buffered
         if has_buffers:
             output = self._with_buffers(layer, microbatch, body, again=again)
         else:
             output = self._seeded(Drawer("layer", layer), microbatch, body, again=again)
         if has_buffers or microbatch == self._task.microbatches.start:
             self._twins.check(layer)
-        return output
+        return output if self._is_for_loss(layer) else computed(output)
 
-    @contextmanager
-    def _timed_forward(self, layer: int) -> Generator[None]:
-        times = self._times
-        with (
-            self._part(f"forward of {self._call.where(layer)}"),
-            NOTHING if times is None else times.forward(layer, self._device.compute),
-        ):
-            yield
+    def _is_for_loss(self, layer: int) -> bool:
+        """Whether the loss function is what reads a layer's output."""
+        return self._task.computes_loss and layer + 1 == self._call.num_layers
+
+    def _timed(self, layer: int) -> AbstractContextManager[None]:
+        return NOTHING if self._times is None else self._times.forward(layer, self._device.compute)
 
     def _prepared(
         self,
@@ -350,7 +346,7 @@ class Stage:
     def _mark_backward(self, layer: int, microbatch: int, output: Any) -> None:
         place = ("in {0}, backward, microbatch {1}", layer, microbatch)
 
-        def enter_layer(grad: torch.Tensor) -> None:
+        def enter_layer(grad: torch.Tensor | None = None) -> None:
             del grad
             self._place = place
             if self._times is not None:
@@ -359,7 +355,11 @@ class Stage:
                 self._send_complete(layer)
 
         for leaf in rp_batch.flatten(output)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+                continue
+            if isinstance(leaf, Lazy):
+                leaf.on_backward(enter_layer)
+            else:
                 leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
 
     def _send_complete(self, layer: int) -> None:
@@ -375,7 +375,8 @@ class Stage:
         arrived, _ = self._arrive(layers.start, microbatch)
         output = self._through(layers, microbatch, arrived.tree(), again=False)
         if self._call.keep_outputs:
-            leaves, treedef = rp_batch.flatten(output)
+            found, treedef = rp_batch.flatten(output)
+            leaves = list(map(value_of, found))
             packet = self._courier.send(treedef, leaves, [False] * len(leaves), Origins(), in_use=True)
             self._exchange.put(Slot("input", layers.stop, microbatch), packet)
         losses = self._loss(output, microbatch)

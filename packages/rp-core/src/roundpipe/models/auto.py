@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from roundpipe.device.replica import named_modules
 from roundpipe.engine.group import Joint
 from roundpipe.engine.resident import Resident
 from roundpipe.errors import RoundPipeError
-from roundpipe.models.base import RoundPipeBase
+from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.part import Part
 from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.models.side_outputs import refuse_hooked
 from roundpipe.runtime.runtime import Runtime, default_runtime
 
 # Arguments of `RoundPipe` that were already given to the parts.
@@ -24,16 +26,18 @@ class AutoRoundPipe(RoundPipeBase):
     """Trains a module that is not a sequence of layers: its forward runs on the host, its parts on the devices.
 
     Args:
-        model: any module on the CPU, some of whose submodules are `RoundPipe` models: its parts.
+        model: any module on the CPU, some of whose submodules are `RoundPipe` models, or are run by them: its
+            parts.
         name: shown in errors; default: the ``file:line`` of the call.
         optim_dtype: dtype of the optimizer's parameters outside the parts; default: each parameter's own.
         runtime: the runtime of the parts; without parts, the default one.
         kwargs: other arguments of `RoundPipe`; accepted and ignored, since the parts have theirs.
 
-    `wrap_model_to_roundpipe` makes one from a module. `forward`, ``backward()``, `step`, `synchronize` and the
-    optimizer's parameters work as for `RoundPipe`, also for parameters outside the parts. Each part splits its own
-    inputs into microbatches and gathers its outputs on the host, so parts run one after another. A sequence of
-    layers is faster, and only that has `forward_backward`.
+    `wrap_model_to_roundpipe` makes one from a module. `parts`: the parts by the names of the submodules that they
+    run; one that runs several, which share parameters, has several names. `forward`, ``backward()``, `step`,
+    `synchronize` and the optimizer's parameters work as for `RoundPipe`, also for parameters outside the parts.
+    Each part splits its own inputs into microbatches and gathers its outputs on the host, so parts run one after
+    another. A sequence of layers is faster, and only that has `forward_backward`.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -67,23 +71,32 @@ class AutoRoundPipe(RoundPipeBase):
         super().__init__(model, name, optim_dtype)
         if unknown := sorted(set(kwargs) - _PLACEHOLDERS):
             raise TypeError(f"AutoRoundPipe got an unknown argument {unknown[0]!r}; leave it out")
-        parts = _parts(model)
+        self._own("parts", _parts(model))
+        parts = list(dict.fromkeys(self.parts.values()))
         self._own("runtime", _shared_runtime(parts, runtime))
-        self._own("_resident", Resident(self.name, model, parts, self.runtime, optim_dtype))
-        hosts = [self._resident, *(part.engine.host for part in parts)]
-        for host in hosts[1:]:
-            host.share_steps(self._resident)
-        self._own("_joint", Joint(self.name, hosts, self.runtime))
+        hosts = [part.engine.host for part in parts]
+        resident = Resident(self.name, model, [part.model for part in parts], hosts, self.runtime, optim_dtype)
+        self._own("_resident", resident)
+        for host in hosts:
+            host.share_steps(resident)
+        self._own("_joint", Joint(self.name, [resident, *hosts], self.runtime))
+        self._keep_current(model)
 
+    parts: Mapping[str, RoundPipe]
     _resident: Resident
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward on the host; backward works through its outputs.
 
+        A Hugging Face model makes no key-value cache, unless ``use_cache=True`` asks for one, which is refused.
+
         Raises what a layer raises, and errors of earlier calls and steps that were not raised yet.
         """
+        for part in self.parts.values():
+            if isinstance(part, Part):
+                refuse_hooked(part.members)
         self._resident.enter_call()
-        return self.model(*args, **kwargs)
+        return self.model(*args, **_without_cache(self.model, args, kwargs))
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported: only a sequence of layers can run forward and backward in one call.
@@ -96,28 +109,33 @@ class AutoRoundPipe(RoundPipeBase):
             "then backward() on the loss, or write it as an nn.Sequential and wrap that with RoundPipe"
         )
 
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `optim_parameters`, with the names that parameters had before the parts were wrapped."""
-        names = [name for name, module in named_modules(self.model, prefix) if isinstance(module, RoundPipe)]
-        for name, parameter in super().optim_named_parameters(prefix, remove_duplicate):
-            yield _unwrapped(name, names), parameter
+
+def _without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with ``use_cache=False`` if the model's configuration alone asks for a cache."""
+    config = getattr(model, "config", None)
+    inner = getattr(config, "get_text_config", lambda: config)()
+    if not any(getattr(found, "use_cache", False) for found in (config, inner)):
+        return kwargs
+    is_asked = not _takes(model.forward, "use_cache", args) or "use_cache" in kwargs
+    return kwargs if is_asked else {**kwargs, "use_cache": False}
 
 
-def _unwrapped(name: str, parts: list[str]) -> str:
-    for part in parts:
-        inner = f"{part}.model."
-        if name.startswith(inner):
-            return f"{part}.{name.removeprefix(inner)}"
-    return name
+def _takes(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the function takes an argument of this name that `args` do not give."""
+    parameters = list(inspect.signature(function).parameters.values())
+    left = parameters[len(args) :]
+    if any(parameter.name == name for parameter in parameters):
+        return any(parameter.name == name for parameter in left)
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _parts(model: nn.Module) -> list[RoundPipe]:
-    for name, module in named_modules(model):
-        if isinstance(module, AutoRoundPipe):
+def _parts(model: nn.Module) -> dict[str, RoundPipe]:
+    found: dict[str, RoundPipe] = {}
+    for name, wrapper in wrappers(model):
+        if not isinstance(wrapper, RoundPipe):
             raise TypeError(f"{name!r} in the model is an AutoRoundPipe already; wrap the whole only")
-    return [module for module in model.modules() if isinstance(module, RoundPipe)]
+        found[name] = wrapper
+    return found
 
 
 def _shared_runtime(parts: list[RoundPipe], runtime: Runtime | None) -> Runtime:

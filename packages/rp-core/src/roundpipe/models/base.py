@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from roundpipe.context import doing_optimizer
+from roundpipe.device.entrance import entrance_of
 from roundpipe.engine.group import Joint
 from roundpipe.engine.memory_report import MemoryReport
+from roundpipe.errors import RoundPipeError
+from roundpipe.models.current import publish_first
 from roundpipe.runtime.runtime import Runtime, lasting
 
 
@@ -33,6 +36,9 @@ class RoundPipeBase(nn.Module):
 
     `model`: the wrapped module. `original_model`: the model that a preset made `model` from, otherwise None (see
     `set_original_model`). Attributes that the wrapper lacks are read from, written to and deleted from these two.
+
+    Modules, parameters, buffers and state dicts have the names that they have in the user's own model: in
+    `original_model` if there is one, otherwise in `model`.
     """
 
     model: nn.Module
@@ -41,13 +47,23 @@ class RoundPipeBase(nn.Module):
     runtime: Runtime
     optim_dtype: torch.dtype | None
     _joint: Joint
+    # The user's own model, whose names count.
+    _named: nn.Module
+    # Parameters of `original_model` that `model` does not use, by id: from before it was wrapped.
+    _outside: dict[int, nn.Parameter]
+    # The modules of the user's own model when they were last looked at.
+    _seen: tuple[nn.Module, ...]
 
     def __init__(self, model: nn.Module, name: str | None, optim_dtype: torch.dtype | None) -> None:
         super().__init__()
         _check(model, name, optim_dtype)
         self._own("original_model", None)
         self.model = model
+        self._own("_named", model)
+        self._own("_outside", {})
+        self._own("_seen", ())
         self._own("name", caller() if name is None else name)
+        self.register_load_state_dict_pre_hook(_rename_nested)  # pyright: ignore[reportUnknownMemberType]
         self._own("optim_dtype", optim_dtype)
 
     # Between calls
@@ -124,10 +140,14 @@ class RoundPipeBase(nn.Module):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `optim_parameters`, with the names of the wrapped model's ``named_parameters()``."""
+        """Like `optim_parameters`, with the names of the user's own model's ``named_parameters()``.
+
+        Raises `RoundPipeError` if the user's model got parameters after it was wrapped that no layer uses.
+        """
+        self._refuse_added()
         masters = self._joint.masters()
-        for name, parameter in self.model.named_parameters(prefix, remove_duplicate=remove_duplicate):
-            # The nn.Sequential itself may hold parameters that no layer uses: these have no master.
+        for name, parameter in self._named.named_parameters(prefix, remove_duplicate=remove_duplicate):
+            # The module itself may hold parameters that no layer uses: these have no master.
             if parameter.requires_grad and parameter in masters:
                 yield name, masters[parameter]
 
@@ -156,37 +176,98 @@ class RoundPipeBase(nn.Module):
         self.model.requires_grad_(requires_grad)
         return self
 
+    # Names: those of the user's own model
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module]]:
+        """The modules of the user's own model; this wrapper is not among them."""
+        yield from self._named.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The submodule of the user's own model with this name; the wrapper for the empty name."""
+        return self._named.get_submodule(target) if target else self
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter of the user's own model with this name."""
+        return self._named.get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """The buffer of the user's own model with this name."""
+        return self._named.get_buffer(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of the user's own model, with the results of all steps so far.
+
+        Raises errors of earlier calls and steps that were not raised yet, if a step's result is not published.
+        """
+        return self._named.state_dict(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights into the model and its master weights, and clear the error of a failed step.
 
-        With `assign` the given tensors replace the parameters, as in torch. Tied parameters stay tied. With
-        ``pin_model="off"`` tensors of a memory-mapped file stay there.
+        Names are those of the user's own model; names that version 0.1 saved, with ``model.`` before them, are
+        understood, too. With `assign` the given tensors replace the parameters, as in torch. Tied parameters stay
+        tied. With ``pin_model="off"`` tensors of a memory-mapped file stay there.
         """
         with self.runtime.launching(), lasting():
             self._joint.make_current()
             before = self._places()
-            found = super().load_state_dict(state_dict, strict, assign)
+            found = self._named.load_state_dict(_renamed(state_dict, self._named), strict, assign)
             if assign:
                 self._joint.replaced(self._keep_tied(before))
             self._joint.take_over()
             return found
 
+    def is_behind(self) -> bool:
+        """Whether the model's parameters lack the result of a step; `synchronize` and `state_dict` publish it."""
+        return self._joint.is_behind()
+
+    def names_in_model(self) -> dict[str, list[str]]:
+        """The names in `model` of each tensor, by its name in the user's own model; empty if they are the same."""
+        if self._named is self.model:
+            return {}
+        found: dict[torch.Tensor, list[str]] = {}
+        for name, tensor in _tensors(self.model):
+            found.setdefault(tensor, []).append(name)
+        return {name: found.get(tensor, []) for name, tensor in _tensors(self._named)}
+
     def _places(self) -> dict[str, torch.Tensor]:
-        # The base class's method: this class's own returns the optimizer's parameters or warns.
-        return dict(nn.Module.named_parameters(self, remove_duplicate=False))
+        return dict(_tensors(self._named))
 
     def _keep_tied(self, before: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Map each old parameter to its replacement, and tie again what was tied.
+        """Map each old parameter and buffer to its replacement; tie again what was tied, also in `model`.
 
         Of several tensors for a tied parameter the last one counts, as when values are copied.
         """
         after = self._places()
         replaced = {old: after[name] for name, old in before.items()}
-        for name, old in before.items():
-            if after[name] is not replaced[old]:
-                module, _, own = name.rpartition(".")
-                setattr(self.get_submodule(module), own, replaced[old])
+        latest = replaced | {after[name]: replaced[old] for name, old in before.items()}
+        for module in {*self._named.modules(), *self.model.modules()}:
+            for table in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage] - as torch assigns
+                _replace(table, latest)
+        self._own("_outside", {id(new): new for old in self._outside.values() for new in [latest.get(old, old)]})
         return replaced
+
+    def _keep_current(self, module: nn.Module) -> None:
+        """Let the module's own ``state_dict`` give the results of all steps so far."""
+        publish_first(module, self)
+
+    def _refuse_added(self) -> None:
+        """Raise if `original_model` got a parameter, such as an adapter's, that no layer of the row uses."""
+        if self._named is self.model:
+            return
+        modules = tuple(self._named.modules())
+        if modules == self._seen:
+            return
+        used = {id(parameter) for parameter in self.model.parameters()}
+        for name, parameter in self._named.named_parameters():
+            if id(parameter) not in used and id(parameter) not in self._outside:
+                raise RoundPipeError(
+                    f"{name} was added to model {self.name!r} after it was wrapped, at a place that its row of "
+                    "layers does not run; add adapters first, then wrap the model again"
+                )
+        self._own("_seen", modules)
 
     def train(self, mode: bool = True) -> RoundPipeBase:
         """Set training mode, also on `original_model`."""
@@ -228,11 +309,18 @@ class RoundPipeBase(nn.Module):
     def set_original_model(self, original_model: nn.Module) -> None:
         """Set the model that this one was made from, where attributes that this one lacks are looked up.
 
+        If it holds all of this model's parameters, names are its own from now on.
+
         Raises `TypeError` for anything but a module.
         """
         if not isinstance(original_model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"original_model must be an nn.Module, but is a {type(original_model).__name__}")
         self._own("original_model", original_model)
+        used, held = (dict.fromkeys(module.parameters()) for module in (self.model, original_model))
+        if used.keys() <= held.keys():
+            self._own("_named", original_model)
+            self._own("_outside", {id(parameter): parameter for parameter in held if parameter not in used})
+            self._keep_current(original_model)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -281,6 +369,49 @@ class RoundPipeBase(nn.Module):
                 f"{name} = {type(value).__name__}: calls use the layers in model.model only; replace it there, or "
                 "put it into the model before wrapping"
             )
+
+
+def wrappers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, RoundPipeBase]]:
+    """The wrapped models in a module, itself included, by name: submodules, and models that run submodules."""
+    entrance = entrance_of(module)
+    if isinstance(module, RoundPipeBase):
+        yield prefix, module
+    elif entrance is not None and isinstance(entrance.owner, RoundPipeBase):
+        yield prefix, entrance.owner
+    else:
+        for name, child in module.named_children():
+            yield from wrappers(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _replace(table: dict[str, Any], latest: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    for name, tensor in table.items():
+        if tensor is not None:
+            table[name] = latest.get(tensor, tensor)
+
+
+def _renamed(state: Mapping[str, Any], named: nn.Module) -> Mapping[str, Any]:
+    """The state with names of the user's model for those that version 0.1 saved."""
+    own = {name for name, _ in _tensors(named)}
+    old = {f"model.{name}": name for name in own}
+    if own & state.keys() or not old.keys() & state.keys():
+        return state
+    return {old.get(name, name): value for name, value in state.items()}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _rename_nested(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Give each tensor its name in `model`, into which torch loads where the wrapper is a submodule."""
+    assert isinstance(wrapper, RoundPipeBase)
+    found = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
+    names = wrapper.names_in_model()
+    for name, value in found.items():
+        for own in names.get(name, [name]):
+            state[f"{prefix}model.{own}"] = value
 
 
 def _check(model: object, name: object, optim_dtype: object) -> None:

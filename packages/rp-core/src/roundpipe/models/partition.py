@@ -1,18 +1,22 @@
-"""Replacement of a module's large submodules by RoundPipe models, in place."""
+"""The division of a module: which of its submodules RoundPipe models run, and which of these share one model."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from rp_transfer import tensors_of
 from torch import nn
 
+from roundpipe.device.entrance import Entrance
 from roundpipe.device.replica import has_hooks
-from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.models.adapters import is_adapted
+from roundpipe.models.part import Part
+from roundpipe.models.side_outputs import hooked
 from roundpipe.settings.run_config import RoundPipeRunConfig
 
 
@@ -25,37 +29,6 @@ def module_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for _, tensor in tensors_of(module))
 
 
-class Part(RoundPipe):
-    """A RoundPipe model inside another module; its state dict keeps the names of the submodule it replaced."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.register_load_state_dict_pre_hook(_insert_model)  # pyright: ignore[reportUnknownMemberType]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See `RoundPipe.forward`. Refuses a key-value cache, which all microbatches would write.
-
-        Raises `ValueError` for such a cache.
-        """
-        for value in (*args, *kwargs.values()):
-            if hasattr(value, "get_seq_length") and hasattr(value, "update"):
-                raise ValueError(
-                    f"{self.name} got a key-value cache (a {type(value).__name__}), which all microbatches would "
-                    "write; call the model with use_cache=False, or set that in its config"
-                )
-        return super().forward(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped submodule's state dict."""
-        return self.model.state_dict(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-
-def _insert_model(part: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    del part
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}model.{key.removeprefix(prefix)}"] = state.pop(key)
-
-
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Which submodules become models. Sizes are bytes of parameters and buffers.
@@ -63,8 +36,10 @@ class Rules:
     A submodule of less than `lower_bytes` stays on the host; one of up to `upper_bytes` becomes a model; for a
     larger one its own submodules are considered in turn. An ``nn.Sequential``, whose children become layers, and a
     module without submodules become models at any size above `lower_bytes`. A module that is never called itself
-    (an ``nn.ModuleList``), one that contains a skipped module, and one that shares a parameter with a module
-    outside it never become models, only their submodules may: the shared parameter must stay on the host.
+    (an ``nn.ModuleList``), one that contains a skipped module, and one that contains a module with hooks never
+    become models, only their submodules may: a module's own hooks run on the host and see whole batches. A module
+    with adapters of PEFT is never divided. Modules that share parameters become one model, which runs each of
+    them; one of which less than half is shared with modules outside it is divided.
 
     `skip`: modules that stay on the host. `override`: settings by module, over `config`.
     """
@@ -77,63 +52,63 @@ class Rules:
 
 
 class Splitter:
-    """Replaces submodules of a module by models; `undo` restores them."""
+    """Lets models run submodules of a module, which stay where they are; `undo` ends that."""
 
     def __init__(self, root: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]) -> None:
         self._name = name
         self._rules = rules
         self._kwargs = roundpipe_kwargs
         self._users = _users(root)
-        self._made: dict[nn.Module, Part] = {}
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._chosen: dict[nn.Module, str] = {}
+        self._entrances: list[Entrance] = []
+        self._choose(root, "")
 
     @property
     def wrapped(self) -> tuple[nn.Module, ...]:
-        """The submodules that models have replaced."""
-        return tuple(self._made)
+        """The submodules that models run."""
+        return tuple(self._chosen)
 
-    def split(self, module: nn.Module, path: str = "") -> None:
-        """Replace submodules of `module` by models, as the rules say; `path` is its name in the root."""
-        # Not `named_children`, which yields a submodule that is registered twice only once.
-        for own, child in list(_children(module)):
-            where = f"{path}.{own}" if path else own
-            if child in self._rules.skip or module_bytes(child) < self._rules.lower_bytes:
-                continue
-            if child in self._made or self._fits(child):
-                self._replace(module, own, child, where)
-            elif next(child.children(), None) is None:
-                self._warn(child, where)
-            else:
-                self.split(child, where)
+    def split(self) -> None:
+        """Make the models, as the rules say."""
+        for group in _sharing(list(self._chosen)):
+            self._wrap({self._chosen[module]: module for module in group})
 
     def undo(self) -> None:
-        """Restore all replaced submodules."""
-        for module, own, child in self._replaced:
-            module.add_module(own, child)
+        """Let all submodules run by themselves again."""
+        for entrance in self._entrances:
+            entrance.remove()
 
-    def _fits(self, module: nn.Module) -> bool:
-        if not is_called(module) or self._shares(module) or _any_in(module, self._rules.skip):
+    def _choose(self, module: nn.Module, path: str) -> None:
+        # Not `named_children`, which yields a submodule that is registered twice only once.
+        for own, child in _children(module):
+            where = f"{path}.{own}" if path else own
+            if child in self._rules.skip or child in self._chosen or module_bytes(child) < self._rules.lower_bytes:
+                continue
+            if self._fits(child, where):
+                self._chosen[child] = where
+            elif not is_adapted(child):
+                self._choose(child, where)
+
+    def _fits(self, module: nn.Module, where: str) -> bool:
+        if not is_called(module) or _any_in(module, self._rules.skip) or hooked({where: module}) is not None:
             return False
+        if next(module.children(), None) is None or is_adapted(module):
+            return True
         small = module_bytes(module) <= self._rules.upper_bytes
-        return small or isinstance(module, nn.Sequential) or next(module.children(), None) is None
+        return (small or isinstance(module, nn.Sequential)) and self._is_worth_sharing(module)
 
-    def _shares(self, module: nn.Module) -> bool:
+    def _is_worth_sharing(self, module: nn.Module) -> bool:
+        # What shares is one model, whose weights are all uploaded for each of its modules.
         inside = set(module.modules())
-        return any(not self._users[parameter] <= inside for parameter in module.parameters())
+        shared = sum(p.nbytes for p in module.parameters() if not self._users[p] <= inside)
+        return shared == 0 or module_bytes(module) <= 2 * shared
 
-    def _replace(self, module: nn.Module, own: str, child: nn.Module, where: str) -> None:
-        if child not in self._made:
-            config = config_for(child, self._rules)
-            self._made[child] = Part(child, name=f"{self._name}.{where}", model_run_config=config, **self._kwargs)
-        module.add_module(own, self._made[child])
-        self._replaced.append((module, own, child))
-
-    def _warn(self, module: nn.Module, where: str) -> None:
-        warnings.warn(
-            f"{where} ({type(module).__name__}) stays on the host, where it is slow, since it shares a parameter "
-            "with another part of the model; write the model as an nn.Sequential, whose layers may share them",
-            stacklevel=2,
-        )
+    def _wrap(self, modules: Mapping[str, nn.Module]) -> None:
+        _warn_of_buffers(modules)
+        configs = {where: config_for(module, self._rules) for where, module in modules.items()}
+        config = next(iter(configs.values())) if len(configs) == 1 else self._rules.config
+        part = Part(modules, self._name, model_run_config=config, **self._kwargs)
+        self._entrances += [part.enter(where, config) for where, config in configs.items()]
 
 
 def is_called(module: nn.Module) -> bool:
@@ -180,6 +155,31 @@ def _users(root: nn.Module) -> Mapping[nn.Parameter, set[nn.Module]]:
         for parameter in module.parameters(recurse=False):
             users[parameter].add(module)
     return users
+
+
+def _warn_of_buffers(modules: Mapping[str, nn.Module]) -> None:
+    seen: dict[int, str] = {}
+    for where, module in modules.items():
+        for name, buffer in module.named_buffers():
+            if (other := seen.setdefault(id(buffer), where)) != where:
+                warnings.warn(
+                    f"{other} and {where} share the buffer {name}, so the {len(modules)} modules that share "
+                    "tensors are one part, whose weights are all uploaded for each of them; write the model as an "
+                    "nn.Sequential, whose layers may share them",
+                    stacklevel=2,
+                )
+                return
+
+
+def _sharing(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The modules in groups: those that share a tensor, directly or through others, are together."""
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for module in modules:
+        found = ({id(tensor) for _, tensor in tensors_of(module)}, [module])
+        meeting = [group for group in groups if group[0] & found[0]]
+        groups = [group for group in groups if not group[0] & found[0]]
+        groups.append(reduce(lambda one, other: (one[0] | other[0], one[1] + other[1]), [*meeting, found]))
+    return [members for _, members in groups]
 
 
 def _any_in(module: nn.Module, skip: Container[nn.Module]) -> bool:

@@ -12,20 +12,17 @@ from rp_sched import LayerCost, Mode
 from torch import nn
 
 from roundpipe.device.compiling import options_of
-from roundpipe.device.replica import has_hooks, named_modules
+from roundpipe.device.entrance import entrance_of
+from roundpipe.device.replica import has_hooks
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.group import Joint
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
-from roundpipe.models.base import RoundPipeBase
+from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.own_loss import call_loss, outputs_are_loss, with_loss
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.model_state import PinMode
-
-
-def _loss_is_output(outputs: Any, labels: Any) -> Any:
-    del labels
-    return outputs
 
 
 class RoundPipe(RoundPipeBase):
@@ -82,6 +79,7 @@ class RoundPipe(RoundPipeBase):
         super().__init__(model, name, optim_dtype)
         _check_model(model, pin_model, runtime, double_buffer)
         options = options_of(compile_layers)
+        self._own("_refused", {})
         self._own("model_run_config", given("model_run_config", model_run_config))
         self._own("runtime", runtime or default_runtime())
         engine = Engine(
@@ -89,6 +87,9 @@ class RoundPipe(RoundPipeBase):
         )
         self._own("_engine", engine)
         self._own("_joint", Joint(self.name, [engine.host], self.runtime))
+        self._keep_current(model)
+
+    _refused: dict[str, str]
 
     # Calls
 
@@ -98,22 +99,17 @@ class RoundPipe(RoundPipeBase):
         Raises `RuntimeError` if gradients are requested while torch's grad mode is off, and what a layer raises.
         """
         config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
-        wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
-        if wants_grad and not torch.is_grad_enabled():
-            raise RuntimeError(
-                "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
-            )
-        _check_outputs(config)
+        self._refuse_call(kwargs)
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
         parts = self._split(args, kwargs, arrivals, config)
-        return self._merge(self._engine.forward(parts, arrivals, config, wants_grad=wants_grad), parts, config)
+        return self._merge(self._run(parts, arrivals, config), parts, config)
 
     def forward_backward(
         self,
         input_args: tuple[Any, ...] = (),
         input_kwargs: Mapping[str, Any] | None = None,
         label: Any = None,
-        loss_fn: LossFn = _loss_is_output,
+        loss_fn: LossFn = outputs_are_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
     ) -> Any:
@@ -122,18 +118,25 @@ class RoundPipe(RoundPipeBase):
         Args:
             input_args, input_kwargs: arguments of the model's forward.
             label: any tree; split like the inputs and passed to `loss_fn`.
-            loss_fn: maps ``(outputs, labels)`` of one microbatch, on its device, to a loss or a sequence of
-                losses; default: the outputs are the loss.
+            loss_fn: maps ``(outputs, label)`` of one microbatch, on its device, to a loss or a sequence of
+                losses, which are summed over the microbatches; `token_mean` makes one that is a mean over the
+                batch. Default: the model's own loss, or else the outputs are the loss.
             return_outputs: return ``(loss, outputs)``.
             run_config: settings of this call, over `model_run_config`.
+
+        The model's own loss is that of ``labels`` in `input_kwargs`, of a model whose module has an `own_loss`, as
+        rows of Hugging Face models have. Each microbatch then counts by its labels, so the loss and gradients are
+        those of the batch in one piece. Outputs with a `loss` but without `own_loss` are taken in one microbatch
+        only. If there is a `loss_fn`, it decides, and labels in `input_kwargs` are an argument like others.
 
         Returns the sum of the losses over the microbatches, 0-dim on the host, or a list of such sums. Gradients
         accumulate until a step function or `zero_grad` drops them.
 
-        Raises `RuntimeError` while torch's grad mode is off; what a layer or `loss_fn` raises, with a note that
-        names the layer and the microbatch.
+        Raises `ValueError` for a `label` without a `loss_fn`; `RuntimeError` while torch's grad mode is off; what
+        a layer or `loss_fn` raises, with a note that names the layer and the microbatch.
         """
         _check_arguments(input_args, input_kwargs, loss_fn)
+        self._refuse_call(input_kwargs or {})
         if not torch.is_grad_enabled():
             raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
         config = given("run_config", run_config).over(self.model_run_config)
@@ -142,14 +145,17 @@ class RoundPipe(RoundPipeBase):
                 "forward_backward computes gradients, but requires_grad is False; call forward instead"
             )
         _check_outputs(config)
-        kwargs = dict(input_kwargs or {})
-        arrivals = Arrivals(self.runtime.backend, (input_args, kwargs, label))
-        parts = self._split(input_args, kwargs, arrivals, config)
-        labels = rp_batch.split(label, len(parts), config.split_label, sizes=parts.sizes, exact=True, name="label")
+        chosen = call_loss(self.model, input_kwargs or {}, label, loss_fn, config.split_label)
+        arrivals = Arrivals(self.runtime.backend, (input_args, chosen.kwargs, label))
+        parts = self._split(input_args, chosen.kwargs, arrivals, config)
+        labels, loss_fn = chosen.in_parts(parts)
         losses, outputs = self._engine.forward_backward(
             parts, labels, arrivals, loss_fn, config, keep=return_outputs
         )
-        return (losses, self._merge(outputs, parts, config)) if return_outputs else losses
+        if not return_outputs:
+            return losses
+        merged = self._merge(outputs, parts, config)
+        return losses, with_loss(merged, losses) if chosen.is_own else merged
 
     @property
     def engine(self) -> Engine:
@@ -165,6 +171,25 @@ class RoundPipe(RoundPipeBase):
         """The planner's cost of each layer: measured in calls of this type, otherwise guessed from sizes."""
         return self._engine.layer_costs(run_type)
 
+    def refuse(self, arguments: Mapping[str, str]) -> None:
+        """Refuse these keyword arguments of calls from now on; each has the reason."""
+        self._own("_refused", dict(arguments))
+
+    def _refuse_call(self, kwargs: Mapping[str, Any]) -> None:
+        self._refuse_added()
+        for name in kwargs.keys() & self._refused.keys():
+            if kwargs[name] is not None:
+                raise ValueError(f"{name} must not be given, but is: {self._refused[name]}")
+
+    def _run(self, parts: rp_batch.Parts[Any], arrivals: Arrivals, config: RoundPipeRunConfig) -> list[Any]:
+        wants_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
+        if wants_grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
+            )
+        _check_outputs(config)
+        return self._engine.forward(parts, arrivals, config, wants_grad=wants_grad)
+
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, config: RoundPipeRunConfig
     ) -> rp_batch.Parts[Any]:
@@ -176,7 +201,9 @@ class RoundPipe(RoundPipeBase):
     def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
         if config.merge_output is False:
             return outputs
-        merged = rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes)
+        return self._placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)
+
+    def _placed(self, merged: Any, config: RoundPipeRunConfig) -> Any:
         if config.output_device is None:
             return merged
         return rp_batch.map_leaves(
@@ -190,7 +217,7 @@ def _row(model: nn.Module) -> list[nn.Module]:
         return [model]
     if len(model) == 0:
         raise ValueError("the nn.Sequential has no layers; give it at least one")
-    if has_hooks(model):
+    if has_hooks(model) and entrance_of(model) is None:
         raise ValueError(
             "the nn.Sequential itself has hooks, which would not run, since its layers are called one by one; "
             "register them on layers"
@@ -200,16 +227,15 @@ def _row(model: nn.Module) -> list[nn.Module]:
 
 def _is_plain(row: nn.Sequential) -> bool:
     own = type(row).forward is not nn.Sequential.forward  # pyright: ignore[reportUnknownMemberType]
-    return not own and "forward" not in vars(row)
+    return not own and ("forward" not in vars(row) or entrance_of(row) is not None)
 
 
 def _check_model(model: nn.Module, pin_model: object, runtime: object, double_buffer: object) -> None:
-    for name, module in named_modules(model):
-        if isinstance(module, RoundPipeBase):
-            raise TypeError(
-                f"{name!r} in the model is wrapped already, as {module.name!r}; wrap only the whole model, or use "
-                "AutoRoundPipe over the parts"
-            )
+    for name, wrapper in wrappers(model):
+        raise TypeError(
+            f"{name!r} in the model is wrapped already, as {wrapper.name!r}; wrap only the whole model, or use "
+            "AutoRoundPipe over the parts"
+        )
     if pin_model not in get_args(PinMode):
         raise ValueError(f"pin_model must be 'alloc', 'register' or 'off', but is {pin_model!r} instead")
     if double_buffer not in (True, False, None):

@@ -8,8 +8,10 @@ from typing import Any
 import rp_presets
 from torch import nn
 
+from roundpipe.device.lazy_hooks import register_lazy_hooks
+from roundpipe.models.adapters import PER_CALL, base_of
 from roundpipe.models.auto import AutoRoundPipe
-from roundpipe.models.base import RoundPipeBase, caller
+from roundpipe.models.base import caller, wrappers
 from roundpipe.models.partition import Rules, Splitter, config_for, flat_row, module_bytes
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.runtime.runtime import default_runtime
@@ -43,11 +45,13 @@ def wrap_model_to_roundpipe(
             a few tokens, such as vision-language models.
 
     An ``nn.Sequential`` is wrapped as a sequence of layers; nested ones larger than `upper_threshold` contribute
-    their own layers. In any other model without a preset, submodules are replaced by `RoundPipe` models, *in the
-    model itself*. The result is an `AutoRoundPipe`, which is slower and has no `forward_backward`. If no submodule
-    is replaced or skipped, the model is wrapped as a single layer.
+    their own layers. In any other model without a preset, `RoundPipe` models run its submodules: these stay where
+    they are, but calling one, also *in the model's own forward*, runs it on the devices. The result is an
+    `AutoRoundPipe`, which is slower and has no `forward_backward`. If no submodule is run so or skipped, the model
+    is wrapped as a single layer.
 
-    The attributes of `model` stay accessible on the result.
+    A PEFT model becomes the row of the model in it, whose modules hold the adapters; names stay those of the PEFT
+    model. The attributes of `model` stay accessible on the result.
 
     >>> from roundpipe import Runtime
     >>> with Runtime("cpu") as runtime:
@@ -59,11 +63,8 @@ def wrap_model_to_roundpipe(
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     name = caller() if name is None else name
-    row = (
-        None
-        if use_sequential_preset is False
-        else _preset(model, example_inputs, required=use_sequential_preset is True)
-    )
+    base, required = base_of(model), use_sequential_preset is True
+    row = None if use_sequential_preset is False else _preset(base, example_inputs, required=required)
     rules = Rules(
         lower_threshold,
         _upper(model, upper_threshold, roundpipe_kwargs),
@@ -78,6 +79,8 @@ def wrap_model_to_roundpipe(
     wrapped = _whole(row, model, name, rules, roundpipe_kwargs)
     if row is not model:
         wrapped.set_original_model(model)
+    if base is not model:
+        wrapped.refuse(PER_CALL)
     return wrapped
 
 
@@ -100,9 +103,10 @@ def _whole(
 def _taken_apart(
     model: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]
 ) -> RoundPipe | AutoRoundPipe:
+    register_lazy_hooks(model)
     splitter = Splitter(model, name, rules, roundpipe_kwargs)
     try:
-        splitter.split(model)
+        splitter.split()
         if not splitter.wrapped and not any(module in rules.skip for module in model.modules()):
             return _whole(model, model, name, rules, roundpipe_kwargs)
         _check_used(rules, splitter.wrapped)
@@ -136,9 +140,8 @@ def _check_used(rules: Rules, wrapped: tuple[nn.Module, ...]) -> None:
 def _check(model: object, preset: object, lower: object, upper: object, skip: Container[nn.Module]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, but is a {type(model).__name__} instead")
-    for part in model.modules():
-        if isinstance(part, RoundPipeBase):
-            raise TypeError(f"the model, or a part of it, is wrapped already, as {part.name!r}; wrap it once")
+    for _, wrapper in wrappers(model):
+        raise TypeError(f"the model, or a part of it, is wrapped already, as {wrapper.name!r}; wrap it once")
     if preset not in (True, False, None):
         raise ValueError(f"use_sequential_preset must be True, False or None, but is {preset!r} instead")
     for name, value in (("lower_threshold", lower), ("upper_threshold", 0 if upper is None else upper)):

@@ -95,6 +95,13 @@ class Block:
             if tensor.data_ptr() == old.data_ptr():
                 tensor.data = new
 
+    def note_written(self, chosen: set[int]) -> None:
+        """Raise the version counters of the tensors with these ids, which graphs on the host may have saved."""
+        for index, tensor in enumerate(self.tensors):
+            if id(tensor) in chosen:
+                torch.autograd.graph.increment_version(tensor)
+                self.seen[index] += 1
+
     def changed_outside(self) -> list[int]:
         """Indices of the tensors that code outside the engine has written since the last call of this."""
         changed = [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
@@ -110,6 +117,10 @@ class LayerState:
     index: int
     module: torch.nn.Module
     blocks: tuple[Block, ...]
+
+    def __str__(self) -> str:
+        """Names its index and type, such as ``layer 3 (Linear)``."""
+        return f"layer {self.index} ({type(self.module).__name__})"
 
     @property
     def trainable(self) -> bool:

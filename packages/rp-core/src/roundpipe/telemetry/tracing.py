@@ -77,7 +77,11 @@ class _Clock:
 
 
 class Tracer:
-    """The interface that the engine reports to, from any thread; this base class records nothing."""
+    """The interface that the engine reports to, from any thread; this base class records nothing.
+
+    `name`: the span's name, or a format string such as ``"weights of {}"`` for `parts`. The name is only put
+    together if it is recorded: most spans are of every layer and microbatch.
+    """
 
     def on_stream(
         self,
@@ -85,12 +89,19 @@ class Tracer:
         stream: Stream,
         kind: SpanKind,
         name: str,
-        *,
+        *parts: object,
         nbytes: int = 0,
         reason: str = "",
     ) -> AbstractContextManager[None]:
         """Span of the work queued on a stream inside the context, or of a wait of its thread."""
-        del device, stream, kind, name, nbytes, reason
+        del device, stream, kind, name, parts, nbytes, reason
+        return NOTHING
+
+    def copying(
+        self, device: Device, stream: Stream, kind: SpanKind, name: str, leaves: Iterable[object]
+    ) -> AbstractContextManager[None]:
+        """Span of the copies of the tensors among these leaves."""
+        del device, stream, kind, name, leaves
         return NOTHING
 
     def on_host(self, row: str, kind: SpanKind, name: str, *, reason: str = "") -> AbstractContextManager[None]:
@@ -98,9 +109,10 @@ class Tracer:
         del row, kind, name, reason
         return NOTHING
 
-    def waiting(self, device: Device, reason: str, what: str) -> AbstractContextManager[None]:
-        """Span of a wait that keeps the device's compute stream, or the thread that feeds it, idle."""
-        return self.on_stream(device, device.compute, "wait", f"wait for {what}", reason=reason)
+    def waiting(self, device: Device, reason: str, what: str, *parts: object) -> AbstractContextManager[None]:
+        """Span of a wait for `what` that keeps the device's compute stream, or the thread that feeds it, idle."""
+        del device, reason, what, parts
+        return NOTHING
 
     def follow(self, work: Outcome[Any]) -> None:
         """Make the end of the profile wait for this work."""
@@ -136,11 +148,12 @@ class Recorder(Tracer):
         stream: Stream,
         kind: SpanKind,
         name: str,
-        *,
+        *parts: object,
         nbytes: int = 0,
         reason: str = "",
     ) -> Generator[None]:
         """See `Tracer.on_stream`; called on a thread of the device."""
+        name = name.format(*parts)
         if not self._keep:
             with self._range(name):
                 yield
@@ -163,6 +176,17 @@ class Recorder(Tracer):
             yield
         if self._keep:
             self._spans.append(Span(HOST, row, kind, name, start_s, self._now_s(), 0, reason))
+
+    def copying(
+        self, device: Device, stream: Stream, kind: SpanKind, name: str, leaves: Iterable[object]
+    ) -> AbstractContextManager[None]:
+        """See `Tracer.copying`."""
+        nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return self.on_stream(device, stream, kind, name, nbytes=nbytes)
+
+    def waiting(self, device: Device, reason: str, what: str, *parts: object) -> AbstractContextManager[None]:
+        """See `Tracer.waiting`."""
+        return self.on_stream(device, device.compute, "wait", f"wait for {what}", *parts, reason=reason)
 
     def follow(self, work: Outcome[Any]) -> None:
         """See `Tracer.follow`."""

@@ -38,7 +38,14 @@ class Trace:
     `lists`: the lists of layers to watch, by name.
     """
 
-    def __init__(self, model: nn.Module, lists: Mapping[str, Sequence[nn.Module]], spine: frozenset[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lists: Mapping[str, Sequence[nn.Module]],
+        spine: frozenset[str],
+        hooks: capture.Hooks,
+    ) -> None:
+        self._hooks = hooks
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._model = model
         self._names = list(lists)
@@ -77,7 +84,13 @@ class Trace:
         segments = [Segment(self._names[number], tuple(self._templates[number])) for number in self._order]
         parts = [frozenset(self._used[phase]) for phase in range(len(segments) + 1)]
         return Layout(
-            tuple(segments), self._spine, tuple(parts), frozenset(), cache_argument, frozenset(self._settable)
+            tuple(segments),
+            self._spine,
+            tuple(parts),
+            frozenset(),
+            cache_argument,
+            frozenset(self._settable),
+            self._hooks,
         )
 
     def seen(self) -> list[Seen]:
@@ -97,6 +110,8 @@ class Trace:
     def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.layer`."""
         self._check_turn(stub)
+        if capture.wanted():
+            self._hooks.ensure()
         if not torch.is_grad_enabled():
             self._refuse(
                 stub.segment,

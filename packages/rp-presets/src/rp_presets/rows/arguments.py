@@ -24,6 +24,11 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name in inspect.signature(forward).parameters if name != "self"]
 
 
+def use_cache_of(layout: Layout) -> dict[str, Any]:
+    """What keeps the model from making a key-value cache."""
+    return {"use_cache": False} if layout.cache_argument else {}
+
+
 def without_cache(
     model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -39,12 +44,10 @@ def without_cache(
                 f"{name} must be None, but is a {type(given[name]).__name__}: a row of layers keeps no key-value "
                 "cache; generate text with the model itself"
             )
-    if not layout.cache_argument:
-        return args, kwargs
     place = names.index("use_cache") if "use_cache" in names else len(args)
-    if place < len(args):
+    if layout.cache_argument and place < len(args):
         return (*args[:place], False, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "use_cache": False}
+    return args, kwargs | use_cache_of(layout)
 
 
 def asks_for_more(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

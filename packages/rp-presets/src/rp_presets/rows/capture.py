@@ -7,11 +7,15 @@ a row hands the lists on from layer to layer. Only this file knows transformers'
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+# Transformers marks so the models on which it has registered hooks.
+_INSTALLED = "_output_capturing_hooks_installed"
 
 
 def _collector() -> Any:
@@ -21,21 +25,50 @@ def _collector() -> Any:
     return output_capturing._active_collector  # pyright: ignore[reportPrivateUsage] - there is no public way
 
 
-def install_hooks(model: nn.Module) -> None:
-    """Let transformers register its hooks now: later it would register them on a skeleton's stubs."""
+class Hooks:
+    """Registers transformers' hooks on a model, when a call first asks for what they collect.
+
+    Not before: torch 2.11 cannot compile them. A layer that was compiled without them runs uncompiled with them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        # Whether layers may have been compiled, and whether hooks were registered after that.
+        self.is_converted = False
+        self.are_late = False
+
+    def __deepcopy__(self, memo: object) -> Hooks:
+        del memo
+        return self
+
+    def ensure(self) -> None:
+        """Register the hooks unless they are. Copies of the layers share the hooks' tables with the model."""
+        with self._lock:
+            if _install(self._model):
+                self.are_late = self.is_converted
+
+
+def _install(model: nn.Module) -> bool:
     if _is_hooked(model):
-        return
+        return False
     if getattr(model, "_can_record_outputs", None) and not any(map(_is_hooked, model.modules())):
         from transformers.utils import output_capturing
 
         output_capturing.maybe_install_capturing_hooks(model)  # pyright: ignore[reportArgumentType]
-        return
-    for child in model.children():
-        install_hooks(child)
+        return True
+    # A list: each child is to have its hooks.
+    return any(list(map(_install, model.children())))
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(vars(module).get("_output_capturing_hooks_installed", False))
+    return bool(vars(module).get(_INSTALLED, False))
+
+
+def note_hooked(skeleton: nn.Module) -> None:
+    """Keep transformers from registering hooks on a skeleton's stubs."""
+    if getattr(skeleton, "_can_record_outputs", None):
+        vars(skeleton)[_INSTALLED] = True
 
 
 def wanted() -> dict[str, Any]:

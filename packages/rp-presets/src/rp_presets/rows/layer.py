@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.capture import capturing
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Value
+from rp_presets.rows.layout import Layout
 from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 
 
 class Layer(nn.Module):
     """Calls one of the model's layers as the model does.
 
-    `layer`: the model's own module. `index`: its place among the layers. `written`: names of attributes that
-    it sets and never reads again.
+    `layer`: the model's own module. `index`: its place among the layers. `layout`: what was observed of the model.
     """
 
     # An engine that compiles layers compiles these submodules: the code around them differs from layer to layer.
     compiled_submodules = ("layer",)
 
-    def __init__(self, layer: nn.Module, index: int, written: frozenset[str] = frozenset()) -> None:
+    def __init__(self, layer: nn.Module, index: int, layout: Layout) -> None:
         super().__init__()
         self.layer = layer
         self.index = index
-        self.written = written
+        self.layout = layout
         self.training = layer.training
 
     def forward(self, carry: Carry) -> Carry:
@@ -39,7 +39,7 @@ class Layer(nn.Module):
         boxes = {key: filled(carry.program.empty[key], carry.boxes[key]) for key in _boxes(call)}
         args, kwargs = mapped(lambda leaf: _read(leaf, carry, boxes), call.arguments)
         with capturing(carry.collected) as collected:
-            result = self.layer(*args, **kwargs)
+            result = self._callable(collected)(*args, **kwargs)
         self._forget()
         after = {key: contents_of(box) for key, box in boxes.items()}
         written = carry.written | {key for key, now in after.items() if not same(now, carry.boxes[key])}
@@ -50,10 +50,15 @@ class Layer(nn.Module):
             collected=collected,
         )
 
+    def _callable(self, collected: Mapping[str, Any]) -> Callable[..., Any]:
+        # A module's call without its compilation; torch leaves its type open.
+        uncompiled = cast("Callable[..., Any]", self.layer._call_impl)  # pyright: ignore[reportUnknownMemberType]
+        return uncompiled if collected and self.layout.hooks.are_late else self.layer
+
     def _forget(self) -> None:
         # What a layer leaves in its attributes would keep the graph alive, and cannot be copied.
-        for module in self.layer.modules() if self.written else ():
-            for name in self.written & vars(module).keys():
+        for module in self.layer.modules() if self.layout.written else ():
+            for name in self.layout.written & vars(module).keys():
                 vars(module)[name] = mapped(_detached, vars(module)[name])
 
     def _values(self, carry: Carry, call: LayerCall, result: Any) -> dict[int, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rp_presets.rows.absent import Spec
+from rp_presets.rows.capture import Hooks
 from rp_presets.rows.carry import Origin
 
 
@@ -38,7 +39,7 @@ class Layout:
     `parts`: for the code before each segment, and after the last one, the names of the modules that it calls.
     `needed`: what later code reads of what earlier code computed, or of arguments that would not travel otherwise.
     `cache_argument`: whether forward takes `use_cache`. `written`: names of attributes that layers set when they
-    run; code around them cannot read these.
+    run; code around them cannot read these. `hooks`: those of transformers on the model.
     """
 
     segments: tuple[Segment, ...]
@@ -47,6 +48,7 @@ class Layout:
     needed: frozenset[Origin]
     cache_argument: bool
     written: frozenset[str]
+    hooks: Hooks
 
     def __deepcopy__(self, memo: object) -> Layout:
         del memo

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rp_presets.errors import NotARow
+from rp_presets.losses import lazy_logits
 from rp_presets.rows import capture
 from rp_presets.rows.absent import Absent, Spec, standing_in
 from rp_presets.rows.carry import BoxKey, Carry, LayerCall, Origin, Program, Value
@@ -75,7 +76,7 @@ class Run:
             result = self._replayed(stub, (args, kwargs))
         else:
             if stub.index == 0:
-                self._collected = _without_values(capture.wanted())
+                self._collected = self._to_collect()
                 self._parts |= {self._first(stub): direct_tensors((args, kwargs))} if self._keeps_all else {}
             like = self._layout.segments[stub.segment].results[stub.index]
             result = self._recorder.record((args, kwargs), like)
@@ -91,7 +92,7 @@ class Run:
         origin = self._origin(part.path)
         if self._phase < self._stage:
             return self._again(origin)
-        result = part.run(args, kwargs)
+        result = self._run(part, args, kwargs)
         self._past[origin] = mapped(Spec.of, result)
         if self._is_needed(origin):
             self._parts[origin] = result
@@ -145,6 +146,25 @@ class Run:
         return mapped(lambda leaf: next((truth for again, truth in self._handed if again is leaf), leaf), output)
 
     # Inside
+
+    def _has_labels(self) -> bool:
+        kwargs: dict[str, Any] = {} if self._before is None else self._before.arguments[1]
+        return any("label" in name and value is not None for name, value in kwargs.items())
+
+    def _run(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Only the model's own loss is likely to read logits that are many more numbers than what they are made of.
+        is_last = self._stage == len(self._layout.segments)
+        if is_last and isinstance(part, Part) and len(args) == 1 and self._has_labels():
+            inner = part.held()
+            if isinstance(inner, nn.Linear) and inner.out_features > inner.in_features:
+                return lazy_logits(inner, args[0])
+        return part.run(args, kwargs)
+
+    def _to_collect(self) -> dict[str, Any]:
+        lists = capture.wanted()
+        if lists:
+            self._layout.hooks.ensure()
+        return {key: [] if isinstance(value, list) else value for key, value in lists.items()}
 
     def _check_turn(self, stub: Stub) -> None:
         if (stub.segment, stub.index) != (self._phase, self._position):
@@ -249,7 +269,3 @@ class Gone:
     def __deepcopy__(self, memo: object) -> Gone:
         del memo
         return self
-
-
-def _without_values(lists: dict[str, Any]) -> dict[str, Any]:
-    return {key: [] if isinstance(value, list) else value for key, value in lists.items()}

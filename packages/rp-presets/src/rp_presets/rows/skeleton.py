@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rp_presets.errors import NotARow, UnsupportedModel
 from rp_presets.rows.absent import Spec
+from rp_presets.rows.capture import note_hooked
 from rp_presets.rows.trees import is_plain
 
 
@@ -273,6 +274,7 @@ def skeleton(
             return _list_like(module, stubs)
         if path in spine or _is_container(module):
             found = shallow(module)
+            note_hooked(found)
             for name, child in module.named_children():
                 vars(found)["_modules"][name] = copied(child, f"{path}.{name}" if path else name)
             vars(found)["_like"] = next((Spec.of(one) for one in module.parameters()), None)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rp_presets.losses.lazy_logits import LazyLogits
+
 Reduction = Literal["sum", "mean"]
 
 
@@ -52,6 +54,8 @@ def causal_lm_loss(
         labels: (..., positions), integers; positions with `ignore_index` are not scored.
         returns: a scalar, fp32 (fp64 for fp64 logits).
 
+    Logits of `lazy_logits` are never all computed; their chunks have a size of their own.
+
     Memory: `chunk_positions` positions at a time are computed in fp32. That takes one buffer of
     `chunk_positions * vocabulary * 4` bytes in forward and two in backward. The gradient has the logits' dtype.
 
@@ -65,6 +69,10 @@ def causal_lm_loss(
     targets = (labels if aligned else _next(labels, ignore_index)).reshape(-1).to(logits.device, torch.int64)
     counted = targets != ignore_index
     rows = logits.reshape(-1, logits.shape[-1])
+    if isinstance(rows, LazyLogits):
+        return functional.cross_entropy(
+            rows.to(_wide(rows)), targets, ignore_index=ignore_index, reduction=reduction
+        )
     # `apply` is untyped in torch.
     total = cast(Tensor, _SumOfChunks.apply(rows, targets, counted, chunk_positions))
     return total if reduction == "sum" else total / counted.sum()

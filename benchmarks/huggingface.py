@@ -1,0 +1,189 @@
+"""How fast a Hugging Face model trains as its users have it: random weights, its own loss, one JSON line an engine.
+
+    python benchmarks/huggingface.py --model qwen3-1.7b --batch 32 --microbatches 8 roundpipe resident
+
+Engines, one after another on the same weights and tokens, bf16 weights, AdamW on fp32 masters:
+
+    roundpipe   `wrap_model_to_roundpipe(model)`, layers compiled; `--eager` leaves them as they are
+    resident    the model on one GPU with gradient checkpointing, gradients of M microbatches added up
+
+`--lora` trains PEFT's adapters of rank 16 on all linear layers. The line has tokens/s from the median step after
+warm-up, and the losses of all steps, by which the engines are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3-1.7b": lambda: transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
+    ),
+    "llama-3.2-1b": lambda: transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True, max_position_embeddings=40960,
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=128, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=768,
+        tie_word_embeddings=True,
+    ),
+    "tiny": lambda: transformers.Qwen3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    args = _arguments()
+    # cuDNN's attention is nearly twice as fast on Hopper as what torch takes by default.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    for engine in args.engines:
+        step, finish = {"roundpipe": roundpipe_engine, "resident": resident}[engine](_model(args), args)
+        losses, seconds = _measure(step, args)
+        finish()
+        rate = args.batch * args.sequence / statistics.median(seconds)
+        print(
+            json.dumps(
+                {
+                    "engine": engine,
+                    **{name: value for name, value in vars(args).items() if name != "engines"},
+                    "tokens_per_s": round(rate),
+                    "seconds": [round(s, 4) for s in seconds],
+                    "losses": [round(loss, 4) for loss in losses],
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                }
+            ),
+            flush=True,
+        )
+        del step, finish
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _model(args: argparse.Namespace) -> nn.Module:
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[args.model](), dtype=torch.bfloat16)
+    _fill(model)
+    if not args.lora:
+        return model
+    import peft
+
+    config = peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=True)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    # A pattern that repeats: drawing billions of numbers takes longer than the benchmark.
+    pattern = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    model.tie_weights()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            flat = parameter.view(-1)
+            for part in flat.split(len(pattern)):
+                part.copy_(pattern[: len(part)])
+
+
+def roundpipe_engine(model: nn.Module, args: argparse.Namespace) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+    import roundpipe
+
+    runtime = roundpipe.Runtime(args.devices)
+    wrapped = roundpipe.wrap_model_to_roundpipe(
+        model,
+        use_sequential_preset=True,
+        optim_dtype=torch.float32,
+        model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=args.microbatches),
+        runtime=runtime,
+        compile_layers=not args.eager,
+    ).train()
+    optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step(tokens: Tensor) -> float:
+        loss = wrapped.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens})
+        wrapped.step(update)
+        return loss.item()
+
+    def finish() -> None:
+        wrapped.synchronize()
+        runtime.close()
+
+    return step, finish
+
+
+def resident(model: nn.Module, args: argparse.Namespace) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+    model = model.to("cuda").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
+
+    def step(tokens: Tensor) -> float:
+        total = torch.zeros((), device="cuda")
+        counted = tokens[:, 1:].numel()
+        for part in tokens.to("cuda", non_blocking=True).tensor_split(args.microbatches):
+            loss = model(input_ids=part, labels=part, use_cache=False, num_items_in_batch=counted).loss
+            loss.backward()
+            total += loss.detach()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                master.grad = weight.grad.float()
+                weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            torch._foreach_copy_(weights, masters)
+        return total.item()
+
+    return step, torch.cuda.synchronize
+
+
+def _measure(step: Callable[[Tensor], float], args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    generator = torch.Generator().manual_seed(1)
+    losses, ends = [], []
+    for _ in range(args.warmup + args.steps):
+        losses.append(step(torch.randint(500, (args.batch, args.sequence), generator=generator)))
+        ends.append(time.perf_counter())
+    return losses, [after - before for before, after in pairwise(ends[args.warmup - 1 :])]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engines", choices=["roundpipe", "resident"], nargs="+")
+    parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-1.7b")
+    parser.add_argument("--batch", type=int, default=32, help="sequences a step")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens a sequence")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--devices", default=None, help="as ROUNDPIPE_DEVICES takes them; roundpipe only")
+    parser.add_argument("--lora", action="store_true", help="train adapters only")
+    parser.add_argument("--eager", action="store_true", help="do not compile layers; roundpipe only")
+    parser.add_argument("--steps", type=int, default=6, help="steps that count")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before, at least 1")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

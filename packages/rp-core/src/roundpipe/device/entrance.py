@@ -1,0 +1,60 @@
+"""Entrances: a module's `forward` that leads to the devices, while the module stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from types import MethodType
+from typing import Any
+
+import torch
+
+
+class Entrance:
+    """Takes the place of a module's `forward`: calling the module on the host calls `run` instead.
+
+    The module keeps its place, its name, its class and its hooks, which run on the host around `run`. Copies of
+    the module, among them its twins on devices, have their own forward again. `owner`: the model that `run`
+    belongs to.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> entrance = Entrance(layer, lambda x: x + 1, owner=None)
+    >>> layer(torch.ones(1))
+    tensor([2.])
+    >>> entrance.remove()
+    >>> entrance_of(layer) is None
+    True
+    """
+
+    def __init__(self, module: torch.nn.Module, run: Callable[..., Any], owner: object) -> None:
+        self.owner = owner
+        self._module = module
+        self._run = run
+        # A forward that was set on the module itself, as by accelerate; usually the class has it.
+        self._before: Callable[..., Any] | None = vars(module).get("forward")
+        update_wrapper(self, module.forward)
+        vars(module)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the devices."""
+        return self._run(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self._before is None:
+            del vars(self._module)["forward"]
+        else:
+            vars(self._module)["forward"] = self._before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self._module, self._before)
+
+
+def entrance_of(module: torch.nn.Module) -> Entrance | None:
+    """The entrance that is this module's forward, or None."""
+    found = vars(module).get("forward")
+    return found if isinstance(found, Entrance) else None
+
+
+def _own_forward(module: torch.nn.Module, before: Callable[..., Any] | None) -> Callable[..., Any]:
+    return MethodType(type(module).forward, module) if before is None else before

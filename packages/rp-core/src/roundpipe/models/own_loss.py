@@ -1,0 +1,139 @@
+"""Which loss a training call computes: one's own function's, the model's own, or what the model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import rp_batch
+import torch
+from torch import nn
+
+from roundpipe.execution.call import LossFn
+from roundpipe.models.token_mean import TokenMean
+
+_WHAT_TO_DO = (
+    "give a loss_fn that uses the outputs, such as roundpipe.token_mean(...), without labels in input_kwargs, or "
+    "set num_microbatch=1"
+)
+
+
+@runtime_checkable
+class OwnLoss(Protocol):
+    """How a model's own loss divides: the attribute `own_loss` of the module that is wrapped.
+
+    `rp_presets.OwnLoss` is one. The attribute may also be an exception, which says why there is none.
+    """
+
+    def with_total(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments of the whole batch, with what its loss needs of the whole."""
+        ...
+
+    def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> Any:
+        """What a microbatch contributes, by its arguments and those that `with_total` returned; any tree."""
+        ...
+
+    def loss_fn(self, outputs: Any, share: Any) -> torch.Tensor:
+        """A microbatch's contribution: their sum is the loss of the batch."""
+        ...
+
+
+def outputs_are_loss(outputs: Any, labels: Any) -> Any:
+    """The default of `loss_fn`: stands for "the model's own loss, or else its outputs"."""
+    del labels
+    return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class CallLoss:
+    """The loss of one call. `kwargs`: the keyword arguments of the model, which its own loss may add to."""
+
+    kwargs: dict[str, Any]
+    in_parts: Callable[[rp_batch.Parts[Any]], tuple[Sequence[Any], LossFn]]
+    is_own: bool = False
+
+
+def call_loss(
+    model: nn.Module, kwargs: Mapping[str, Any], label: Any, loss_fn: LossFn, split_label: Any
+) -> CallLoss:
+    """Choose the loss; `in_parts` gives the microbatches' labels and their loss function.
+
+    Raises `ValueError` if labels are given in two places, or a `label` that nothing reads.
+    """
+    if loss_fn is not outputs_are_loss:
+        over = loss_fn.for_batch(label) if isinstance(loss_fn, TokenMean) else loss_fn
+        return CallLoss(dict(kwargs), lambda parts: (_split(label, parts, split_label), over))
+    _refuse_label(label, kwargs)
+    own = getattr(model, "own_loss", None)
+    if not isinstance(own, OwnLoss | Exception | None):
+        raise TypeError(f"own_loss of the model must be an OwnLoss, but is a {type(own).__name__}")
+    reason = own if isinstance(own, Exception) else None
+    if kwargs.get("labels") is not None and isinstance(own, OwnLoss):
+        try:
+            return _own(own, kwargs)
+        except NotImplementedError as error:
+            # How it divides is unknown, which does not matter for one microbatch.
+            reason = error
+    return CallLoss(dict(kwargs), lambda parts: ([None] * len(parts), partial(_of_outputs, len(parts), reason)))
+
+
+def _own(own: OwnLoss, kwargs: Mapping[str, Any]) -> CallLoss:
+    whole = dict(own.with_total(kwargs))
+
+    def in_parts(parts: rp_batch.Parts[Any]) -> tuple[Sequence[Any], LossFn]:
+        return [own.share(part[1], whole) for part in parts], own.loss_fn
+
+    return CallLoss(whole, in_parts, is_own=True)
+
+
+def _split(label: Any, parts: rp_batch.Parts[Any], split_label: Any) -> Sequence[Any]:
+    return rp_batch.split(label, len(parts), split_label, sizes=parts.sizes, exact=True, name="label")
+
+
+def _refuse_label(label: Any, kwargs: Mapping[str, Any]) -> None:
+    if label is None:
+        return
+    if kwargs.get("labels") is not None:
+        raise ValueError(
+            "label and labels in input_kwargs are both given, but no loss_fn; leave label out for the model's own "
+            "loss, or give the loss_fn that label is for"
+        )
+    raise ValueError(
+        "label is given, but no loss_fn that reads it; give loss_fn, or labels in input_kwargs for the model's "
+        "own loss"
+    )
+
+
+def _why(reason: Exception | None) -> str:
+    return "the model has no own_loss" if reason is None else f"{type(reason).__name__}: {reason}"
+
+
+_NO_LOSS = object()
+
+
+def _of_outputs(num_microbatches: int, reason: Exception | None, outputs: Any, label: None) -> Any:
+    """The outputs, or their loss if they have one and are those of the whole batch."""
+    del label
+    loss = getattr(outputs, "loss", _NO_LOSS)
+    if isinstance(outputs, torch.Tensor) or loss is _NO_LOSS:
+        return outputs
+    if loss is None:
+        raise TypeError(
+            f"the model returned a {type(outputs).__name__} without a loss; give it labels, by name in "
+            "input_kwargs, or give a loss_fn"
+        )
+    if num_microbatches > 1:
+        raise ValueError(
+            f"the outputs of {num_microbatches} microbatches each have a loss, but what each contributes to the "
+            f"loss of the batch is unknown: {_why(reason)}; {_WHAT_TO_DO}"
+        ) from reason
+    return loss
+
+
+def with_loss(outputs: Any, loss: Any) -> Any:
+    """The merged outputs with the loss of the batch: merging has averaged those of the microbatches."""
+    if isinstance(getattr(outputs, "loss", None), torch.Tensor):
+        outputs.loss = loss
+    return outputs

@@ -1,0 +1,209 @@
+"""Part: the model that runs one submodule of a module that was taken apart, or several that share weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import rp_batch
+import torch
+from torch import nn
+
+from roundpipe.device.entrance import Entrance
+from roundpipe.device.recompute import prepares
+from roundpipe.execution.packed_data import Arrivals
+from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
+from roundpipe.settings.run_config import RoundPipeRunConfig
+
+
+class Members(nn.Module):
+    """One layer that holds submodules of another module, by their names there, and runs the one that is asked for.
+
+    >>> members = Members({"embed": nn.Identity(), "head": nn.Tanh()})
+    >>> members("head", None, (torch.zeros(1),), {})
+    tensor([0.])
+    >>> [name for name, _ in members.named_modules()]
+    ['', 'embed', 'head']
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        # Not `add_module`, which refuses names with dots.
+        self._modules.update(modules)
+
+    def member(self, name: str) -> nn.Module:
+        """The submodule with this name."""
+        return vars(self)["_modules"][name]
+
+    def forward(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one member; return what hooks in it collect as well, if any was asked for."""
+        member = self.member(name)
+        if asked is None:
+            return member(*args, **kwargs)
+        # Not compiled, since compiled code does not see context variables. The member's own hooks run on the host.
+        return collecting(lambda: member.forward(*args, **kwargs), asked)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each member by itself, so that those of one kind share a compilation, whatever their names."""
+        for member in self.children():
+            member.compile(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
+
+    def _get_name(self) -> str:
+        return " and ".join(type(member).__name__ for member in self.children())
+
+
+class PreparingMember(Members):
+    """`Members` of a single submodule that has the method ``prepare``."""
+
+    def prepare(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `roundpipe.device.recompute.prepares`."""
+        del asked
+        prepare: Any = self.member(name).prepare
+        return prepare(*args, **kwargs)
+
+    def forward(
+        self,
+        name: str,
+        asked: Wanted | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prepared: Any = None,
+    ) -> Any:
+        """See `Members.forward`."""
+        return super().forward(name, asked, args, {**kwargs, "prepared": prepared})
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a part: the member's name, its settings, and what it is to collect."""
+
+    name: str
+    config: RoundPipeRunConfig
+    asked: Wanted | None
+
+
+class Part(RoundPipe):
+    """Runs submodules of a module that was taken apart: one, or several that share parameters.
+
+    The submodules stay where they are; each has an `Entrance` that calls this model.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], name: str, **kwargs: Any) -> None:
+        super().__init__(_model_of(modules), name=f"{name}.{' and '.join(modules)}", **kwargs)
+        self._own("members", dict(modules))
+        self._own("_inputs", {where: _input_name(module) for where, module in modules.items()})
+
+    members: dict[str, nn.Module]
+    # The name of the first argument of each member's forward.
+    _inputs: dict[str, str | None]
+
+    def _keep_current(self, module: nn.Module) -> None:
+        # The whole model does, for all its parts together.
+        del module
+
+    def enter(self, name: str, config: RoundPipeRunConfig) -> Entrance:
+        """Let calls of the submodule with this name run here, with these settings."""
+        return Entrance(self.members[name], partial(self._enter, name, config), self)
+
+    def _enter(self, name: str, config: RoundPipeRunConfig, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_arguments((*args, *kwargs.values()))
+        _refuse_checkpointing(name, self.members[name])
+        refuse_hooked(self.members)
+        if config.split_input is None:
+            args, kwargs = _input_first(self._inputs[name], args, kwargs)
+        call = _Call(name, config, wanted(self.members))
+        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
+        parts = self._split(args, kwargs, arrivals, config)
+        outputs = self._run(self._addressed(parts, call), arrivals, config)
+        return self._joined(outputs, parts, call)
+
+    def _refuse_arguments(self, values: Sequence[object]) -> None:
+        for value in values:
+            if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+                raise ValueError(
+                    f"{self.name} got a key-value cache (a {type(value).__name__}), which all microbatches would "
+                    "write; call the model with use_cache=False, or set that in its config"
+                )
+
+    def _addressed(self, parts: rp_batch.Parts[Any], call: _Call) -> rp_batch.Parts[Any]:
+        if not isinstance(self.model, Members):
+            if call.asked is not None:
+                raise ValueError(
+                    f"{self.name} is a row of layers, which does not pass on outputs that transformers collects "
+                    f"({', '.join(call.asked.counts)}); ask for the model's plain output, or leave it on the host "
+                    "(skip_modules)"
+                )
+            return parts
+        return rp_batch.Parts([((call.name, call.asked, *part), {}) for part in parts], sizes=parts.sizes)
+
+    def _joined(self, outputs: Any, parts: rp_batch.Parts[Any], call: _Call) -> Any:
+        if call.asked is None:
+            return self._merge(outputs, parts, call.config)
+        if call.config.merge_output is False:
+            raise ValueError(
+                f"{self.name} leaves its output in microbatches (merge_output=False), so what transformers "
+                "collects in it cannot be merged; leave merge_output as it is, or ask for the model's plain output"
+            )
+        deliver(_merged([found for _, found in outputs], parts.sizes))
+        return self._merge([output for output, _ in outputs], parts, call.config)
+
+    def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
+        if config.merge_output is not None:
+            return super()._merge(outputs, parts, config)
+        return self._placed(_merged(outputs, parts.sizes), config)
+
+
+def _model_of(modules: Mapping[str, nn.Module]) -> nn.Module:
+    """An ``nn.Sequential`` alone is a row of layers; anything else is one layer."""
+    first, *others = modules.values()
+    if isinstance(first, nn.Sequential) and not others:
+        return first
+    return PreparingMember(modules) if prepares(first) and not others else Members(modules)
+
+
+def _input_name(module: nn.Module) -> str | None:
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    return None if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD else first.name
+
+
+def _input_first(
+    name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with the forward's first one by position: it tells the batch size, whatever the others."""
+    if args or name is None or not isinstance(kwargs.get(name), torch.Tensor):
+        return args, kwargs
+    return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+
+
+def _merged(outputs: Sequence[Any], sizes: Sequence[int] | None) -> Any:
+    """The outputs of all microbatches as one tree.
+
+    A tensor whose leading dimension is 1 in every microbatch, whatever the microbatch's size, is broadcast over
+    the batch, as T5's position bias is: it must be equal in all, and the first one counts.
+    """
+    rows = [rp_batch.flatten(output)[0] for output in outputs]
+    if sizes is None or len({len(row) for row in rows}) > 1:
+        return rp_batch.merge(outputs, sizes=sizes)
+    rules = [_rule(column, sizes) for column in zip(*rows, strict=True)]
+    return rp_batch.merge(outputs, rp_batch.unflatten(rp_batch.flatten(outputs[0])[1], rules), sizes=sizes)
+
+
+def _rule(column: Sequence[Any], sizes: Sequence[int]) -> rp_batch.Concat | rp_batch.Equal | rp_batch.Mean:
+    if not all(isinstance(leaf, torch.Tensor) for leaf in column):
+        return rp_batch.Equal()
+    if any(leaf.dim() == 0 for leaf in column):
+        return rp_batch.Mean()
+    is_broadcast = all(leaf.shape[0] == 1 for leaf in column) and any(size != 1 for size in sizes)
+    return rp_batch.Equal() if is_broadcast else rp_batch.Concat(0)
+
+
+def _refuse_checkpointing(name: str, module: nn.Module) -> None:
+    if module.training and getattr(module, "gradient_checkpointing", False):
+        raise ValueError(
+            f"gradient checkpointing must be off, but is on in {name}: the engine recomputes what runs on the "
+            "devices; call model.gradient_checkpointing_disable() first"
+        )

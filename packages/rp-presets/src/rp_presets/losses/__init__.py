@@ -1,0 +1,8 @@
+"""Losses: over logits, over a head that never holds all logits, and the model's own, however a batch is split."""
+
+from rp_presets.losses.causal import causal_lm_loss
+from rp_presets.losses.lazy_logits import LazyLogits, lazy_logits
+from rp_presets.losses.observe_loss import observe_loss
+from rp_presets.losses.own_loss import OwnLoss, OwnLosses, Share
+
+__all__ = ["LazyLogits", "OwnLoss", "OwnLosses", "Share", "causal_lm_loss", "lazy_logits", "observe_loss"]

@@ -1,0 +1,125 @@
+"""A model's own loss, observed on a few tokens without running its layers or its large matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rp_presets.errors import UnknownLoss
+from rp_presets.losses import OwnLoss, OwnLosses, observe_loss
+from rp_presets.observing.trace import Seen, undisturbed
+from rp_presets.rows import capture
+from rp_presets.rows.absent import Spec
+from rp_presets.rows.arguments import use_cache_of
+from rp_presets.rows.layout import Layout, Like
+from rp_presets.rows.recorder import direct_tensors
+from rp_presets.rows.skeleton import Method, Part, Stub, in_session, skeleton
+from rp_presets.rows.trees import leaves, mapped
+
+
+class Imagined:
+    """A `Session` in which layers hand on what they are handed, and linear layers return waves.
+
+    What divides a loss depends on the code that computes it, not on weights. Rows do not mix, as in the model.
+    `tokens`: how many were in the batch that `seen` is of.
+    """
+
+    def __init__(self, layout: Layout, seen: Sequence[Seen], tokens: int, device: torch.device) -> None:
+        self.device = device
+        self._layout = layout
+        self._collected = [
+            {name: [Spec.of(leaf) for leaf in leaves(values)] for name, values in one.collected.items()}
+            for one in seen
+        ]
+        self._tokens = tokens
+
+    def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Session.layer`."""
+        given = direct_tensors((args, kwargs))
+        segment = self._layout.segments[stub.segment]
+        if stub.index == len(segment.results) - 1:
+            self._collect(stub.segment, given[0])
+        return mapped(
+            lambda leaf: _handed_on(leaf, given) if isinstance(leaf, Like) else leaf, segment.results[stub.index]
+        )
+
+    def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Session.part`."""
+        inner = part.held() if isinstance(part, Part) else None
+        if isinstance(inner, nn.Dropout):
+            return args[0]
+        return _waves(args[0], inner.out_features) if isinstance(inner, nn.Linear) else part.run(args, kwargs)
+
+    def read(self, part: Part, name: str) -> Any:
+        """See `Session.read`."""
+        return getattr(part.held(), name)
+
+    def _collect(self, segment: int, hidden: Tensor) -> None:
+        for name, values in capture.wanted().items():
+            for number, spec in enumerate(self._collected[segment].get(name, ())):
+                rows = (
+                    hidden.flatten(0, 1)
+                    if isinstance(spec, Spec) and spec.shape[:1] == (self._tokens,)
+                    else hidden
+                )
+                values.append(_waves(rows, spec.shape[-1], number + 1) if isinstance(spec, Spec) else spec)
+
+    def _imagined(self, spec: Spec, hidden: Tensor, number: int) -> Tensor:
+        is_by_token = spec.shape[0] == self._tokens
+        return _waves(hidden.flatten(0, 1) if is_by_token else hidden, spec.shape[-1], number)
+
+
+def _handed_on(like: Like, given: Sequence[Tensor]) -> Tensor:
+    # Of other results nothing is known; only layers read them.
+    return torch.zeros(()) if like.argument is None else given[like.argument]
+
+
+def _waves(rows: Tensor, width: int, number: int = 1) -> Tensor:
+    """Numbers for each row that depend on that row alone: (..., width)."""
+    phase = rows.double().mean(-1, keepdim=True) * 100 + number
+    found = torch.sin(phase * torch.arange(1, width + 1, dtype=torch.float64, device=rows.device))
+    return found.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> OwnLosses:
+    """How the model's own loss divides, found at the first call with labels of each kind."""
+    first = next(value for value in inputs.values() if isinstance(value, Tensor))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    session = Imagined(layout, seen, first.shape[:2].numel(), device)
+
+    def observe(kwargs: Mapping[str, Any]) -> OwnLoss:
+        batch = _batch(inputs, kwargs)
+        with undisturbed(model), in_session(session):
+            model.eval()
+            bare = skeleton(model, layout.numbers(), lambda _: True, layout.spine, layout.written).eval()
+            try:
+                return observe_loss(lambda given: bare(**given, **use_cache_of(layout)), batch)
+            except UnknownLoss:
+                raise
+            except Exception as error:
+                raise UnknownLoss(f"its loss could not be observed: {type(error).__name__}: {error}") from error
+
+    return OwnLosses(observe)
+
+
+def _batch(inputs: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Twice the rows of the inputs, with labels of the kind of those in `kwargs`."""
+    batch = {name: _twice(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    first = next(value for value in batch.values() if isinstance(value, Tensor))
+    labels: Tensor = kwargs["labels"]
+    if kwargs.get("attention_mask") is not None and first.ndim == 2:
+        batch["attention_mask"] = torch.ones_like(first)
+    generator = torch.Generator().manual_seed(0)
+    if labels.is_floating_point():
+        return batch | {"labels": torch.rand(len(first), *labels.shape[1:], generator=generator)}
+    ids = batch.get("decoder_input_ids", first)
+    shape = (len(first), *(ids.shape[1:2] if labels.ndim > 1 else ()))
+    return batch | {"labels": torch.randint(2, shape, generator=generator)}
+
+
+def _twice(tensor: Tensor) -> Tensor:
+    other = -tensor if tensor.is_floating_point() else tensor.roll(1, -1)
+    return torch.cat([tensor, other])
