@@ -62,15 +62,13 @@ def test_what_is_no_module_is_refused():
         to_sequential("Qwen/Qwen3-8B")
 
 
-def test_inputs_of_an_unknown_kind_are_to_be_given():
+def test_inputs_of_a_model_without_a_config_are_to_be_given():
     class Unknown(nn.Module):
-        main_input_name = "waves"
-
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList([nn.Linear(2, 2)])
 
-    with pytest.raises(ValueError, match="'waves'.*example_inputs"):
+    with pytest.raises(UnsupportedModel, match=r"Unknown has no config.*example_inputs"):
         to_sequential(Unknown())
 
 
