@@ -222,8 +222,8 @@ def compare(
 ) -> list[str]:
     """Make a row of the model and compare them in eval and training mode; what differs, in words.
 
-    A call that asks for more than the usual outputs may be refused: the code between some models' layers changes what
-    it collects.
+    A call that asks for more than the usual outputs may be refused: the code between some models' layers changes
+    what it collects.
     """
     found: list[str] = []
     row = to_sequential(model, example_inputs=example_inputs)

@@ -108,12 +108,11 @@ def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: M
     return OwnLosses(observe)
 
 
-def _with_own_configs(bare: nn.Module) -> nn.Module:
+def _give_own_configs(bare: nn.Module) -> None:
     # Some classifiers write into their config what kind of labels they were given.
     for module in bare.modules():
         if "config" in vars(module):
             vars(module)["config"] = copy.copy(vars(module)["config"])
-    return bare.eval()
 
 
 def _batch(inputs: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
