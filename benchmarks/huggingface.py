@@ -47,6 +47,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+# A step, and what to do after the last one.
+Engine = tuple[Callable[[Tensor], float], Callable[[], None]]
+
+
 def main() -> None:
     args = _arguments()
     # cuDNN's attention is nearly twice as fast on Hopper as what torch takes by default.
@@ -105,7 +109,9 @@ def _fill(model: nn.Module) -> None:
                 part.copy_(pattern[: len(part)])
 
 
-def roundpipe_engine(model: nn.Module, args: argparse.Namespace) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+def roundpipe_engine(
+    model: nn.Module, args: argparse.Namespace
+) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
     import roundpipe
 
     runtime = roundpipe.Runtime(args.devices)
@@ -135,7 +141,7 @@ def roundpipe_engine(model: nn.Module, args: argparse.Namespace) -> tuple[Callab
     return step, finish
 
 
-def resident(model: nn.Module, args: argparse.Namespace) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+def resident(model: nn.Module, args: argparse.Namespace) -> Engine:
     model = model.to("cuda").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     weights = [weight for weight in model.parameters() if weight.requires_grad]

@@ -364,16 +364,17 @@ def test_backward_may_run_twice():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_target_that_counts_is_as_in_torch(reduction, smoothing):
+@pytest.mark.parametrize("recipe", ["nothing", "divided"])  # by torch's operation, if it has one, and by ours
+def test_no_target_that_counts_is_as_in_torch(reduction, smoothing, recipe):
     linear, hidden = make(1, (2, 5), 3, 7, bias=True, dtype=torch.float32)
     found = []
     for logits in (lazy_logits(linear, hidden), linear(hidden)):
-        loss = functional.cross_entropy(
-            logits.view(-1, 7), torch.full((10,), -100), reduction=reduction, label_smoothing=smoothing
-        )
+        rows, targets = RECIPES[recipe](logits).view(-1, 7), torch.full((10,), -100)
+        loss = functional.cross_entropy(rows, targets, reduction=reduction, label_smoothing=smoothing)
         found.append((loss, gradients(loss.sum(), linear, hidden)))
     torch.testing.assert_close(found[0][0], found[1][0], equal_nan=True)
-    if not (reduction == "mean" and smoothing):  # where torch's gradient is NaN, zero will do
+    assert not any(grad.any() for grad in found[0][1])
+    if not (reduction == "mean" and smoothing):  # where torch's gradient is NaN
         torch.testing.assert_close(found[0][1], found[1][1])
 
 

