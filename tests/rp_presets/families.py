@@ -265,6 +265,8 @@ GEMMA4_ASSISTANT = {
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {**MAMBA2, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    # Tokens are too few for its sparse blocks; then it sets another kind of attention on its layers as it runs.
+    "BigBirdForCausalLM": {"attention_type": "original_full"},
     "BltForCausalLM": {
         "encoder_hash_byte_group_vocab": 50,
         "encoder_hash_byte_group_size": [3, 4],

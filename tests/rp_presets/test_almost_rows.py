@@ -67,6 +67,16 @@ class EmbeddingReadBehind(Model):
         return self.head(x + first * 0.5)
 
 
+class EmbeddingScaledInPlace(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = self.embed(tokens)
+        first *= 3.0
+        x = first
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first * 0.5)
+
+
 class DropoutReadBehind(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +168,7 @@ class WholeSlice(Model):
 CARRIED = [
     Model,
     EmbeddingReadBehind,
+    EmbeddingScaledInPlace,
     DropoutReadBehind,
     EveryResultReadBehind,
     FirstResultInTheSecondAndThird,

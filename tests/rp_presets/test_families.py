@@ -30,6 +30,7 @@ SAMPLE = (
     "BloomForCausalLM",
 )
 SAMPLE_OF_KINDS = ("T5", "Bert, sequences", "Whisper", "ViT", "LLaVA")
+# Older versions of transformers have fewer.
 FAMILIES = causal_families()
 
 
@@ -55,7 +56,7 @@ def assert_kind_equals(name: str) -> None:
     assert compare(model, cases, example_inputs=example or None) == []
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
 def test_a_row_of_a_causal_family_equals_its_model(name):
     assert_row_equals(name)
 
@@ -106,14 +107,14 @@ def test_a_row_of_every_other_kind_equals_its_model(name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "reason"), IS_NO_ROW.items())
+@pytest.mark.parametrize(("name", "reason"), [(name, IS_NO_ROW[name]) for name in IS_NO_ROW if name in FAMILIES])
 def test_a_family_that_is_no_row_is_refused_with_its_reason(name, reason):
     with pytest.raises(UnsupportedModel, match=reason):
         to_sequential(FAMILIES[name].build())
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", UNBUILDABLE)
+@pytest.mark.parametrize("name", [name for name in UNBUILDABLE if name in FAMILIES])
 def test_what_is_listed_as_unbuildable_cannot_be_built(name):
     with pytest.raises((ImportError, ValueError)):
         FAMILIES[name].build()

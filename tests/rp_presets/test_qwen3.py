@@ -444,7 +444,9 @@ def test_compiled_layers_compute_the_same():
 def test_a_twin_on_another_device_makes_everything_there():
     row = to_sequential(make_model(**SLIDING))
     twin = copy.deepcopy(row).to("meta")
-    for handed in run_layer_by_layer(twin, input_ids=make_tokens().to("meta")):
+    # A mask that is ready: to make one, transformers looks at the positions, which is impossible there.
+    inputs = {"input_ids": make_tokens().to("meta"), "attention_mask": OWN_MASK.to("meta")}
+    for handed in run_layer_by_layer(twin, **inputs):
         assert {tensor.device.type for tensor in tensors_of(handed)} == {"meta"}
 
 

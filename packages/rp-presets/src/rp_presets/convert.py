@@ -28,7 +28,14 @@ class Row(nn.Sequential):
     def __init__(self, layers: Sequence[nn.Module], own_loss: OwnLosses) -> None:
         super().__init__(*layers)
         self.own_loss = own_loss
-        self.training = layers[0].training
+        # Those around the model's modules, not these, which may have flags of their own.
+        for module in (self, *layers):
+            module.training = layers[0].training
+
+    def __getitem__(self, idx: slice | int) -> Any:
+        """A layer; or some, as an `nn.Sequential`: no part of a row has a loss of its own."""
+        layers = list(self)
+        return nn.Sequential(*layers[idx]) if isinstance(idx, slice) else layers[idx]
 
 
 def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None = None) -> Row:

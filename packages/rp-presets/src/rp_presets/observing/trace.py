@@ -53,6 +53,7 @@ class Trace:
         self._order: list[int] = []
         self._next = 0
         self._used: defaultdict[int, set[str]] = defaultdict(set)
+        self._used_since: set[str] = set()
         self._templates: defaultdict[int, list[Any]] = defaultdict(list)
         self._results: defaultdict[int, list[Any]] = defaultdict(list)
         # By list of layers, then by name: what hooks collected of its layers.
@@ -77,6 +78,7 @@ class Trace:
         # With gradients, to see where the model switches them off.
         with in_session(self), torch.enable_grad():
             self._skeleton(*args, **kwargs)
+        self._assign_used(len(self._order))
         self._check_others()
 
     def layout(self, *, cache_argument: bool) -> Layout:
@@ -128,26 +130,30 @@ class Trace:
 
     def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.part`."""
-        self._used[self._phase].add(part.part.path if isinstance(part, Method) else part.path)
+        self._note(part.part.path if isinstance(part, Method) else part.path)
         return part.run(args, kwargs)
 
     def read(self, part: Part, name: str) -> Any:
         """See `Session.read`."""
-        self._used[self._phase].add(part.path)
+        self._note(part.path)
         return getattr(part.held(), name)
 
     # Inside
 
-    @property
-    def _phase(self) -> int:
-        # The list that was called last is over when all its layers have been called.
-        is_inside = self._order and self._next < len(self._lists[self._order[-1]])
-        return len(self._order) - 1 if is_inside else len(self._order)
+    def _note(self, path: str) -> None:
+        # Whether this is between two layers of a list or behind them shows when the next layer is called, or none.
+        self._used_since.add(path)
+
+    def _assign_used(self, phase: int) -> None:
+        self._used[phase] |= self._used_since
+        self._used_since = set()
 
     def _check_turn(self, stub: Stub) -> None:
         if stub.segment not in self._order:
+            self._assign_used(len(self._order))
             self._order.append(stub.segment)
             self._next = 0
+        self._assign_used(len(self._order) - 1)
         if stub.segment != self._order[-1] or stub.index != self._next:
             raise NotARow(
                 self._names[stub.segment],

@@ -95,7 +95,7 @@ class Run:
         result = self._run(part, args, kwargs)
         self._past[origin] = mapped(Spec.of, result)
         if self._is_needed(origin):
-            self._parts[origin] = result
+            self._parts[origin] = mapped(_cloned, result)
         return result
 
     def read(self, part: Part, name: str) -> Any:
@@ -206,7 +206,7 @@ class Run:
 
     def _again(self, origin: Origin) -> Any:
         if origin in self._parts:
-            return self._parts[origin]
+            return mapped(_cloned, self._parts[origin])
         if origin not in self._past:
             self._refuse(
                 f"the model called {origin[1]!r} in another order when its forward ran again; a row runs the code "
@@ -269,3 +269,8 @@ class Gone:
     def __deepcopy__(self, memo: object) -> Gone:
         del memo
         return self
+
+
+def _cloned(leaf: Any) -> Any:
+    # Models write what their modules return, as by `x *= scale`, and do so again when their forward runs again.
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -179,7 +179,7 @@ class Part(nn.Module):
         """Run the module. One without parameters runs as a copy: some write attributes, such as rotary tables."""
         inner = self.held()
         has_parameters = next(inner.parameters(), None) is not None
-        return (inner if has_parameters else shallow(inner))(*args, **kwargs)
+        return (inner if has_parameters else _scratch(inner))(*args, **kwargs)
 
     def held(self) -> nn.Module:
         """The module. Raises `UnsupportedModel` if it did not run here when the model was observed."""
@@ -297,6 +297,14 @@ def _parameters(module: nn.Module, recurse: bool = True) -> Iterable[Tensor]:
 def _is_container(module: nn.Module) -> bool:
     # A list or dict of modules is never called itself.
     return type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _scratch(module: nn.Module) -> nn.Module:
+    """A copy whose attributes and buffers may be written."""
+    found = shallow(module)
+    buffers: dict[str, Tensor | None] = vars(found)["_buffers"]
+    vars(found)["_buffers"] = {name: None if one is None else one.clone() for name, one in buffers.items()}
+    return found
 
 
 def _list_like(old: nn.Module, stubs: list[Stub]) -> nn.Module:
