@@ -9,10 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rp_presets.rows.capture import HOOKED
 from rp_presets.rows.trees import contents_of, is_box, leaves, mapped, refill
 
-# What torch keeps in a module, and the numbers by which layers know their place.
-_STATE = frozenset(vars(nn.Module())) | {"layer_idx", "layer_id", "layer_number", "block_idx"}
+# What torch keeps in a module, the numbers by which layers know their place, and the mark of transformers' hooks,
+# which stay.
+_STATE = frozenset(vars(nn.Module())) | {"layer_idx", "layer_id", "layer_number", "block_idx", HOOKED}
 
 
 class Attributes:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 # Transformers marks so the models on which it has registered hooks.
-_INSTALLED = "_output_capturing_hooks_installed"
+HOOKED = "_output_capturing_hooks_installed"
 
 
 def _collector() -> Any:
@@ -62,13 +62,13 @@ def _install(model: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(vars(module).get(_INSTALLED, False))
+    return bool(vars(module).get(HOOKED, False))
 
 
 def note_hooked(skeleton: nn.Module) -> None:
     """Keep transformers from registering hooks on a skeleton's stubs."""
     if getattr(skeleton, "_can_record_outputs", None):
-        vars(skeleton)[_INSTALLED] = True
+        vars(skeleton)[HOOKED] = True
 
 
 def wanted() -> dict[str, Any]:
