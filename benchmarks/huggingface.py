@@ -1,4 +1,4 @@
-"""How fast a Hugging Face model trains as its users have it: random weights, its own loss, one JSON line an engine.
+"""How fast a Hugging Face model trains as users have it: random weights, its own loss; one JSON line an engine.
 
     python benchmarks/huggingface.py --model qwen3-1.7b --batch 32 --microbatches 8 roundpipe resident
 

@@ -449,7 +449,7 @@ def test_fused_calls_are_refused_in_words(two: Runtime) -> None:
         wrapped(net(), two).forward_backward((ids(),))
 
 
-def test_a_hugging_face_model_without_a_preset_trains(two: Runtime) -> None:
+def test_a_hugging_face_model_that_is_taken_apart_trains(two: Runtime) -> None:
     config = GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False)
     config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
     torch.manual_seed(0)
@@ -457,7 +457,7 @@ def test_a_hugging_face_model_without_a_preset_trains(two: Runtime) -> None:
     truth = twin(layers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = wrapped(layers, two, upper_threshold=14000)
+        model = wrapped(layers, two, use_sequential_preset=False, upper_threshold=14000)
     assert "transformer.h.0" in parts(model)
     assert model.config is config
     for train in (layers, truth):
@@ -510,7 +510,7 @@ def test_a_preset_makes_a_row(two: Runtime, preset: bool | None) -> None:
     original = qwen()
     model = wrap(original, preset, runtime=two)
     assert isinstance(model, RoundPipe)
-    assert [type(layer).__name__ for layer in model.model] == ["Embed", "Block", "Block", "Head"]
+    assert [type(layer).__name__ for layer in model.model] == ["Prologue", "Layer", "Layer", "Epilogue"]
     assert model.config is original.config
     assert model.vocab_size == 40
 
@@ -532,7 +532,7 @@ def test_without_the_preset_the_same_model_is_taken_apart(two: Runtime) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"use_sequential_preset": True}, NotImplementedError, "preset"),
+        ({"use_sequential_preset": True}, NotImplementedError, "example_inputs"),
         ({"use_sequential_preset": "qwen3"}, ValueError, "True, False or None"),
         ({"model": "net"}, TypeError, "nn.Module"),
         ({"lower_threshold": -1}, ValueError, "lower_threshold"),

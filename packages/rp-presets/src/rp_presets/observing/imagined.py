@@ -95,9 +95,8 @@ def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: M
         batch = _batch(inputs, kwargs)
         with undisturbed(model), in_session(session):
             model.eval()
-            bare = _with_own_configs(
-                skeleton(model, layout.numbers(), lambda _: True, layout.spine, layout.written)
-            )
+            bare = skeleton(model, layout.numbers(), lambda _: True, layout.spine, layout.written)
+            _give_own_configs(bare.eval())
             try:
                 return observe_loss(lambda given: bare(**given, **use_cache_of(layout)), batch)
             except UnknownLoss:
