@@ -75,8 +75,9 @@ def randomized(model: nn.Module) -> nn.Module:
 
 def tiny_config(config_class: type[Any], settings: Mapping[str, Any]) -> Any:
     """A config with its default's kinds of layers, and sizes that take milliseconds."""
-    default = config_class(**DEFAULTS.get(config_class.__name__, {}))
-    return config_class(**merged(tiny_settings(default), settings))
+    needed = DEFAULTS.get(config_class.__name__, {})
+    found = merged(needed, tiny_settings(config_class(**needed)))
+    return config_class(**merged(found, settings))
 
 
 def merged(changes: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +151,7 @@ RULES: list[tuple[str, Callable[[Any], Any] | Any]] = [
     (r"pad_token_id", lambda value: min(value, 3)),
     (r"\w+_token_(id|index)", lambda value: value if value < VOCABULARY else 80 + value % 16),
     (r"type_vocab_size", lambda value: value),
-    (r"(\w+_)?vocab_size(_per_layer_input)?", VOCABULARY),
+    (r"(\w+_)?vocab_size(_per_layer_input)?", lambda value: min(value, VOCABULARY)),
     (
         r"(num_|n_)?(kv_n_heads|key_value_heads|kv_heads|query_groups)|swa_num_key_value_heads",
         lambda value: min(value, 2),
@@ -163,7 +164,7 @@ RULES: list[tuple[str, Callable[[Any], Any] | Any]] = [
         r"\w*intermediate_size\w*|\w*ffn_dim|d_inner|n_inner|dff|dim_ff|d_ff|\w*ffn_hidden_size|feed_forward_size",
         48,
     ),
-    (r"hidden_size_per_layer_input", 16),
+    (r"hidden_size_per_layer_input", lambda value: min(value, 16)),
     (
         r"hidden_size|d_model|n_embd|dim_model|emb_dim|word_embed_proj_dim|lru_width|embedding_dim|embed_dim",
         HIDDEN,
