@@ -43,11 +43,13 @@ def plain_outcome(model: nn.Module, batch: dict[str, Any]) -> Outcome:
     return gradients(model, loss)
 
 
-def engine_outcome(model: nn.Module, batch: dict[str, Any], devices: str, *, is_row: bool) -> Outcome:
+def engine_outcome(
+    model: nn.Module, batch: dict[str, Any], devices: str, *, is_row: bool, **options: Any
+) -> Outcome:
     with Runtime(devices) as runtime, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = RoundPipeRunConfig(num_microbatch=3 if "labels" in batch else 1)
-        wrapped = wrap_model_to_roundpipe(model, is_row, runtime=runtime, model_run_config=config)
+        wrapped = wrap_model_to_roundpipe(model, is_row, runtime=runtime, model_run_config=config, **options)
         if is_row and "labels" in batch:
             loss = wrapped.forward_backward(input_kwargs=batch)
         else:
@@ -58,7 +60,7 @@ def engine_outcome(model: nn.Module, batch: dict[str, Any], devices: str, *, is_
     return gradients(model, loss)
 
 
-def assert_trains_as_plainly(name: str, devices: str, *, is_row: bool) -> None:
+def assert_trains_as_plainly(name: str, devices: str, *, is_row: bool, **options: Any) -> None:
     model = without_dropout(FAMILIES[name].build()).train()
     truth = copy.deepcopy(model)
     batch = batch_for(model)
@@ -66,13 +68,34 @@ def assert_trains_as_plainly(name: str, devices: str, *, is_row: bool) -> None:
         expected = plain_outcome(truth, batch)
     except (ValueError, RuntimeError, IndexError) as error:
         pytest.skip(f"transformers itself cannot: {error}")
-    assert differences(engine_outcome(model, batch, devices, is_row=is_row), expected) == []
+    assert differences(engine_outcome(model, batch, devices, is_row=is_row, **options), expected) == []
 
 
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:3"])
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
 def test_a_family_trains_on_devices_as_plainly(name, devices):
     assert_trains_as_plainly(name, devices, is_row=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in (
+                "Qwen3ForCausalLM",
+                "MixtralForCausalLM",
+                "GPT2LMHeadModel",
+                "Gemma2ForCausalLM",
+                "BloomForCausalLM",
+            )
+        ),
+    ],
+)
+def test_compiled_layers_of_a_row_have_the_same_numbers(name):
+    torch._dynamo.reset()
+    assert_trains_as_plainly(name, "cpu:2", is_row=True, compile_layers=True)
 
 
 @pytest.mark.nightly
