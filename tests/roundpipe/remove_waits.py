@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,10 +175,10 @@ def changed_copy(folder: Path, number: int) -> None:
         path.write_text(WAITS[number].removed_from(path.read_text()))
 
 
-def run_changed(folder: str) -> None:
-    """Run the scenarios on the engine in a folder, silently; the exit code tells."""
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)
+def run_changed(folder: str, *, aloud: bool) -> None:
+    """Run the scenarios on the engine in a folder; the exit code tells, aloud also the traceback."""
+    if not aloud:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.path[:0] = [folder, str(HERE)]
     try:
         import waiting
@@ -186,8 +187,10 @@ def run_changed(folder: str) -> None:
     try:
         waiting.main()
     except (AssertionError, RuntimeError):
+        traceback.print_exc()
         os._exit(1)  # wrong numbers, or one of the engine's own errors, such as Unordered
     except BaseException as error:
+        traceback.print_exc()
         # What went wrong while tasks ran has the engine's note.
         os._exit(1 if any(note.startswith("RoundPipe: ") for note in getattr(error, "__notes__", ())) else 3)
     os._exit(0)
@@ -197,7 +200,9 @@ def how_it_ends(number: int) -> str:
     """``failed`` or ``hung``; ``passed`` is bad news for the tests, ``crashed`` for this list."""
     with tempfile.TemporaryDirectory() as folder:
         changed_copy(Path(folder), number)
-        process = multiprocessing.get_context("fork").Process(target=run_changed, args=(folder,))
+        process = multiprocessing.get_context("fork").Process(
+            target=run_changed, args=(folder,), kwargs={"aloud": number < 0}
+        )
         process.start()
         process.join(LIMIT_S)
         if process.is_alive():

@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.device import transfers
 from roundpipe.execution import stage
 from rp_sched import Plan
 from torch import nn
@@ -282,12 +285,14 @@ def between_calls() -> None:
 
 
 class Fragile(nn.Module):
-    """Fails when told to."""
+    """Fails when told to, and after what it is told to wait for."""
 
     def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if FAILS:
             FAILS[0] -= 1
             if FAILS[0] < 0:
+                for event in DELAYS:
+                    event.wait(30)
                 raise ValueError("told to")
         return pair
 
@@ -529,8 +534,22 @@ def gradients_do_not_pile_up() -> None:
     assert max(peaks) < 6 * ours[0].weight.nbytes, peaks
 
 
+@contextmanager
+def a_delivery_begins() -> Iterator[threading.Event]:
+    """An event that is set when a porter begins to bring gradients home."""
+    begun, run = threading.Event(), transfers.Delivery.run
+
+    def told(delivery: transfers.Delivery) -> None:
+        if delivery.sums:
+            begun.set()
+        run(delivery)
+
+    with mock.patch.object(transfers.Delivery, "run", told):
+        yield begun
+
+
 def an_error_waits_for_gradients_on_their_way() -> None:
-    """What was delivered before the error is at home, or given up, when the error reaches the caller."""
+    """What a porter has begun to bring home before the error is there when the error reaches the caller."""
     ours = layers()
     ours[1] = nn.Sequential(ours[1], Fragile())
     released = threading.Event()
@@ -541,9 +560,12 @@ def an_error_waits_for_gradients_on_their_way() -> None:
         model.step(lambda: released.wait(30))
         FAILS[:] = [0]
         threading.Timer(DELAY_S, released.set).start()
-        with pytest.raises(ValueError, match="told to"):
-            loss.backward()
+        with a_delivery_begins() as begun:
+            DELAYS[:] = [begun]
+            with pytest.raises(ValueError, match="told to"):
+                loss.backward()
         FAILS.clear()
+        DELAYS.clear()
         assert released.is_set(), "gradients were still on their way"
 
 
