@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -296,3 +297,88 @@ def test_compiled_parts_collect_what_is_asked(two: Runtime) -> None:
     both.compare(**batch(6))
     assert compiled
     both.compare(**batch(6, seed=1), output_attentions=True, output_hidden_states=True)
+
+
+# What parts may not do, and what they hand back beside a batch
+
+
+class Writer(nn.Module):
+    """Leaves a result in a container that it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, notes: Any) -> torch.Tensor:
+        x = self.linear(x)
+        notes[-1 if isinstance(notes, list) else "last"] = x
+        return x
+
+
+class Noted(nn.Module):
+    """Hands one container to all of its layers."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Writer(), Writer()])
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        notes = {"inner": self.make()}
+        for layer in self.layers:
+            x = layer(x, notes["inner"])
+        return x
+
+
+@pytest.mark.parametrize("make", [dict, UserDict, lambda: [None]], ids=["dict", "object", "list"])
+def test_a_part_that_writes_into_what_it_is_handed_is_refused(make: Callable[[], Any]) -> None:
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with Runtime("cpu:2") as runtime:
+        # Each of the two layers is a part: both together are too large.
+        model = wrap(
+            Noted(make), False, runtime=runtime, model_run_config=config, lower_threshold=0, upper_threshold=100
+        )
+        with pytest.raises(RoundPipeError, match=r"layers\.0.* writes into a .* that it is handed"):
+            model(torch.ones(4, 4))
+
+
+class WithBias(nn.Module):
+    """Returns its bias for the caller to add."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ self.linear.weight.T, self.linear.bias
+
+
+class Biased(nn.Module):
+    """Adds what its layer returns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = WithBias(width)
+        self.head = nn.Linear(width, 60)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, bias = self.layer(x)
+        return self.head(x + bias)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(5, 6), (4, 7)], ids=["unequal microbatches", "no multiple"])
+def test_a_bias_that_a_part_returns_is_no_batch(rows: int, width: int) -> None:
+    model = Biased(width)
+    truth = copy.deepcopy(model)
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with Runtime("cpu:2") as runtime:
+        # The layer is a part, since it is not too large.
+        wrapped = wrap(
+            model, False, runtime=runtime, model_run_config=config, lower_threshold=0, upper_threshold=200
+        )
+        wrapped(x).square().sum().backward()
+        wrapped.synchronize()
+    truth(x).square().sum().backward()
+    for one, other in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

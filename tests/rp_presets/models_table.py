@@ -18,6 +18,23 @@ IS_NO_ROW: dict[str, str] = {
     "XLMWithLMHeadModel": "layer 1 is called out of turn",
 }
 
+# Families that do not train taken apart, in microbatches at least, with what the error says. Each has its reason.
+WHOLE_ONLY: dict[str, str] = {
+    # A layer gets one row for each sample and head.
+    "BloomForCausalLM": "split along the first dimension",
+    # A layer gets its tokens sorted by expert.
+    "JetMoeForCausalLM": "split along the first dimension",
+    # A layer gets four versions of each hidden state, along the first dimension.
+    "Gemma3nForCausalLM": "must have the batch size 4",
+    # Layers hand each other keys and values in one dict.
+    "Gemma4ForCausalLM": "writes into a KVSharingDict",
+    "Gemma4ForConditionalGeneration": "writes into a KVSharingDict",
+    "Gemma4UnifiedForCausalLM": "writes into a KVSharingDict",
+    "Gemma4UnifiedForConditionalGeneration": "writes into a KVSharingDict",
+    # The model always makes a cache.
+    "XLMWithLMHeadModel": "key-value cache",
+}
+
 
 @dataclass(frozen=True)
 class Line:
@@ -54,12 +71,16 @@ def table() -> str:
         HEAD.format(
             version=transformers.__version__,
             count=len(lines),
+            whole_only=", ".join(f"`{name}`" for name in sorted(WHOLE_ONLY)),
+            last_run=LAST_RUN,
             **{kind.replace(" ", "_"): number for kind, number in counts.items()},
         )
         + "\n".join(map(str, lines))
         + "\n"
     )
 
+
+LAST_RUN = "The last run of all: 2026-11-22, torch 2.15, NIGHTLY."
 
 HEAD = """\
 # Causal language models of transformers {version}
@@ -73,6 +94,13 @@ random weights, is given to `rp_presets.to_sequential`.
 - **taken apart**: its layers are no row, for the reason given ({taken_apart} classes). `wrap_model_to_roundpipe`
   runs its modules one by one.
 - **not built**: transformers itself cannot build or run it here ({not_built} classes).
+
+`tests/rp_presets/test_families_on_devices.py` trains each by the engine on CPU devices in three microbatches, as a
+row and taken apart, and compares loss and gradients again. Taken apart, these are refused by an error, since a
+module of theirs cannot be split: {whole_only}.
+
+Both tests have a few families in every run, and all of them with `pytest -m nightly tests/rp_presets`.
+{last_run}
 
 | class | becomes | reason |
 |---|---|---|

@@ -1,6 +1,7 @@
 """Tiny models of every family, trained by the engine on CPU devices, against plain transformers."""
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from comparison import Outcome, differences, padding, takes, tokens, without_cache, without_dropout
 from families import UNBUILDABLE, causal_families
-from models_table import IS_NO_ROW
+from models_table import IS_NO_ROW, WHOLE_ONLY
 from roundpipe import RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from torch import nn
 
@@ -106,6 +107,15 @@ def test_every_row_trains_on_devices_as_plainly(name, devices):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WHOLE_ONLY])
 def test_every_family_trains_taken_apart_as_plainly(name):
     assert_trains_as_plainly(name, "cpu:3", is_row=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in WHOLE_ONLY])
+def test_a_family_whose_parts_cannot_be_split_says_so(name):
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        assert_trains_as_plainly(name, "cpu:3", is_row=False)
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert re.search(WHOLE_ONLY[name], told), told

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +15,11 @@ from torch import nn
 
 from roundpipe.device.entrance import Entrance
 from roundpipe.device.recompute import prepares
+from roundpipe.errors import add_note
 from roundpipe.execution.packed_data import Arrivals
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
+from roundpipe.models.written import unwritten
 from roundpipe.settings.run_config import RoundPipeRunConfig
 
 
@@ -42,10 +45,11 @@ class Members(nn.Module):
     def forward(self, name: str, asked: Wanted | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one member; return what hooks in it collect as well, if any was asked for."""
         member = self.member(name)
-        if asked is None:
-            return member(*args, **kwargs)
-        # Not compiled, since compiled code does not see context variables. The member's own hooks run on the host.
-        return collecting(lambda: member.forward(*args, **kwargs), asked)
+        with unwritten(name, (args, kwargs)):
+            if asked is None:
+                return member(*args, **kwargs)
+            # Not compiled: compiled code does not see context variables. The member's own hooks run on the host.
+            return collecting(lambda: member.forward(*args, **kwargs), asked)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each member by itself, so that those of one kind share a compilation, whatever their names."""
@@ -118,8 +122,24 @@ class Part(RoundPipe):
         call = _Call(name, config, wanted(self.members))
         arrivals = Arrivals(self.runtime.backend, (args, kwargs))
         parts = self._split(args, kwargs, arrivals, config)
-        outputs = self._run(self._addressed(parts, call), arrivals, config)
+        with self._doubting(parts):
+            outputs = self._run(self._addressed(parts, call), arrivals, config)
         return self._joined(outputs, parts, call)
+
+    @contextmanager
+    def _doubting(self, parts: rp_batch.Parts[Any]) -> Generator[None]:
+        """Note on an error over shapes that this part may not be one that can be split."""
+        try:
+            yield
+        except (RuntimeError, IndexError) as error:
+            if len(parts) > 1:
+                add_note(
+                    error,
+                    f"RoundPipe: {self.name} was split along the first dimension into {len(parts)} microbatches; "
+                    "if that is not the batch in all its tensors, take num_microbatch=1, or leave it on the host "
+                    "(skip_modules)",
+                )
+            raise
 
     def _refuse_arguments(self, values: Sequence[object]) -> None:
         for value in values:
@@ -182,8 +202,9 @@ def _input_first(
 def _merged(outputs: Sequence[Any], sizes: Sequence[int] | None) -> Any:
     """The outputs of all microbatches as one tree.
 
-    A tensor whose leading dimension is 1 in every microbatch, whatever the microbatch's size, is broadcast over
-    the batch, as T5's position bias is: it must be equal in all, and the first one counts.
+    A tensor whose leading dimension is the same in every microbatch and no multiple of the microbatch's size, as
+    that of T5's position bias, which is 1, or of a bias that a layer returns, is not of the batch: it must be
+    equal in all, and the first one counts.
     """
     rows = [rp_batch.flatten(output)[0] for output in outputs]
     if sizes is None or len({len(row) for row in rows}) > 1:
@@ -197,8 +218,11 @@ def _rule(column: Sequence[Any], sizes: Sequence[int]) -> rp_batch.Concat | rp_b
         return rp_batch.Equal()
     if any(leaf.dim() == 0 for leaf in column):
         return rp_batch.Mean()
-    is_broadcast = all(leaf.shape[0] == 1 for leaf in column) and any(size != 1 for size in sizes)
-    return rp_batch.Equal() if is_broadcast else rp_batch.Concat(0)
+    leading, *others = (leaf.shape[0] for leaf in column)
+    is_constant = all(other == leading for other in others)
+    # Rows of a batch are as many as its samples, or a multiple: heads, or tokens.
+    is_by_row = all(leading == leading // sizes[0] * size for size in sizes)
+    return rp_batch.Equal() if is_constant and not is_by_row else rp_batch.Concat(0)
 
 
 def _refuse_checkpointing(name: str, module: nn.Module) -> None:

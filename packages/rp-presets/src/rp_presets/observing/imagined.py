@@ -91,18 +91,27 @@ def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: M
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     session = Imagined(layout, seen, first.shape[:2].numel(), device)
 
-    def observe(kwargs: Mapping[str, Any]) -> OwnLoss:
-        batch = _batch(inputs, kwargs)
+    def observe_in(mode: bool, batch: Mapping[str, Any]) -> OwnLoss:
         with undisturbed(model), in_session(session):
-            model.eval()
+            model.train(mode)
             bare = skeleton(model, layout.numbers(), lambda _: True, layout.spine, layout.written)
-            _give_own_configs(bare.eval())
+            _give_own_configs(bare.train(mode))
             try:
                 return observe_loss(lambda given: bare(**given, **use_cache_of(layout)), batch)
             except UnknownLoss:
                 raise
             except Exception as error:
                 raise UnknownLoss(f"its loss could not be observed: {type(error).__name__}: {error}") from error
+
+    def observe(kwargs: Mapping[str, Any]) -> OwnLoss:
+        batch = _batch(inputs, kwargs)
+        try:
+            return observe_in(False, batch)
+        except UnknownLoss:
+            # Some models do more than turn dropout off: RWKV then divides its layers' weights.
+            if not model.training:
+                raise
+        return observe_in(True, batch)
 
     return OwnLosses(observe)
 
