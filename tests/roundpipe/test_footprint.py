@@ -11,8 +11,8 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.planning.adaptive import PlanInUse
 from roundpipe.planning.footprint import Footprint, resident_bytes, rows_of
 from roundpipe.runtime.switch_interval import QuickSwitching
-from roundpipe.telemetry.layer_times import ModelTimer
-from rp_sched import LayerCost, Limits, Task
+from roundpipe.telemetry.layer_times import LayerTimes, ModelTimer
+from rp_sched import LayerCost, Limits, Plan, Task
 from rp_transfer import MemoryUse
 from torch import nn
 
@@ -129,6 +129,7 @@ def test_a_call_leaves_what_it_is_not_foreseen_to_take_once_a_peak_is_known(
 ) -> None:
     planner = RoundPipe(layers, runtime=two)._engine._planner
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, 100_000),))
+    monkeypatch.setattr(ModelTimer, "is_watching", lambda _: False)
     parts = [((torch.zeros(4, 4),), {})]
 
     def spare() -> int:
@@ -142,6 +143,64 @@ def test_a_call_leaves_what_it_is_not_foreseen_to_take_once_a_peak_is_known(
     assert spare() == 95_000 - (planner.predicted_bytes or 0) > 0
     planner._footprint.note_peak(200_000, [], [])
     assert spare() == 0
+
+
+def test_there_is_room_for_leaving_gradients_from_the_first_call_after_a_measured_one(
+    two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = RoundPipe(layers, runtime=two)._engine._planner
+    planner._on_host = False
+    peak = 0
+    monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, peak, 100_000),))
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=Plan(fused=range(0, 3)))
+    parts = [((torch.zeros(4, 4),), {})]
+
+    def launch() -> tuple[int, LayerTimes]:
+        tasks = planner.tasks(config, "fused", parts, input_grads=False)
+        times = planner.watch(config, "fused", parts, tasks)
+        assert times is not None, "calls with a user's plan are measured, too"
+        times.keep(0, 40)
+        return planner.spare_bytes, times
+
+    spare, times = launch()
+    assert spare == 0
+    peak = 20_000
+    planner.take(times)
+    workspace = planner._footprint.working_bytes
+    spare, times = launch()
+    assert spare == 95_000 - (planner.predicted_bytes or 0) > 0
+    # Gradients that were leaving explain a higher peak, as far as they had room.
+    peak = 90_000
+    planner.take(times)
+    assert planner._footprint.working_bytes == workspace
+    _, times = launch()
+    peak = 99_000
+    planner.take(times)
+    assert planner._footprint.working_bytes > workspace
+
+
+def test_a_task_that_is_new_leaves_no_room_while_calls_are_measured(
+    two: Runtime, layers: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = RoundPipe(layers, runtime=two)._engine._planner
+    planner._on_host = False
+    monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, 100_000),))
+    planner._footprint.note_kept({0: 40}, rows=4)
+    planner._footprint.note_peak(20_000, [], [])
+    spare: list[int] = []
+    for plan in (
+        Plan(fused=range(0, 3)),
+        Plan(fused=range(0, 3)),
+        Plan(fused=range(1, 3), backward=[range(0, 1)], forward=[range(0, 1)]),
+    ):
+        config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+        parts = [((torch.zeros(4, 4),), {})]
+        tasks = planner.tasks(config, "fused", parts, input_grads=False)
+        spare.append(planner.spare_bytes)
+        times = planner.watch(config, "fused", parts, tasks)
+        assert times is not None
+        planner.take(times)
+    assert [room > 0 for room in spare] == [False, True, False]
 
 
 def test_what_layers_work_in_is_what_a_peak_has_beside_what_is_known(two: Runtime, layers: nn.Sequential) -> None:

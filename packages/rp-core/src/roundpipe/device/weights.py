@@ -48,8 +48,7 @@ class Weights:
         tracer: Tracer,
     ) -> None:
         self._times = times
-        # While memory is being measured, a task must show its own peak, without the sums of earlier tasks.
-        self._spare_bytes = spare_bytes if times is None else 0
+        self._spare_bytes = spare_bytes
         self._tracer = tracer
         self._lane = lane
         self._device = lane.device

@@ -51,6 +51,8 @@ class Planner:
         self._plans: dict[object, tuple[int, PlanInUse]] = {}
         self._footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
+        # Tasks that ran while the peak was measured, without gradients of earlier calls beside them.
+        self._shown: set[object] = set()
         # Predicted peak of the last call on a device, and how much of the usable memory that leaves free.
         self.predicted_bytes: int | None = None
         self.spare_bytes = 0
@@ -60,12 +62,13 @@ class Planner:
     ) -> LayerTimes | None:
         """A recorder for the next launch's times and memory; None if no more measurements are needed.
 
-        A call with a user's plan is measured only if `ModelTimer.VERBOSE`: its plan does not depend on times.
+        On CPU devices a call with a user's plan is measured only if `ModelTimer.VERBOSE`: nothing depends on it.
         """
         timer = self._timer(mode, len(parts))
-        if not timer.is_watching() or (config.execute_plan is not None and not timer.VERBOSE):
+        is_given = config.execute_plan is not None and self._on_host
+        if not timer.is_watching() or (is_given and not timer.VERBOSE):
             return None
-        self._launches.append(LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes()))
+        self._launches.append(LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes(), self.spare_bytes))
         return self._launches[-1]
 
     def take(self, times: LayerTimes) -> None:
@@ -75,8 +78,12 @@ class Planner:
         if self._on_host:
             return
         self._footprint.note_kept(times.kept, times.rows)
+        self._shown |= _shapes(times.tasks, times.rows)
         if (peak := self._peak_bytes()) > times.peak_bytes and times in self._launches:
-            largest = max(self._launched_since(times), key=self._resident_bytes)
+            launches = self._launched_since(times)
+            largest = max(launches, key=self._resident_bytes)
+            # Of a peak, as much as may have been gradients that were leaving is no workspace.
+            peak -= max(launch.spare_bytes for launch in launches)
             self._footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows))
 
     def _launched_since(self, times: LayerTimes) -> list[LayerTimes]:
@@ -123,8 +130,13 @@ class Planner:
             costs = self._guesses(rows_of(parts))
             self.predicted_bytes = resident_bytes(kept, costs) + self._footprint.working_bytes
             spare = self._usable_bytes() - self.predicted_bytes
-            self.spare_bytes = max(spare, 0) if self._footprint.knows_peak else 0
+            self.spare_bytes = max(spare, 0) if self._knows_peak(mode, parts, kept) else 0
         return kept
+
+    def _knows_peak(self, mode: Mode, parts: Sequence[Any], tasks: Sequence[Task]) -> bool:
+        # While calls are measured, a new task must show its own peak.
+        is_shown = _shapes(tasks, rows_of(parts)) <= self._shown
+        return self._footprint.knows_peak and (is_shown or not self._timer(mode, len(parts)).is_watching())
 
     def _dealt(self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any]) -> tuple[Task, ...]:
         if config.execute_plan is not None:
@@ -200,6 +212,11 @@ class Planner:
 
     def _device_bytes(self) -> int:
         return min(use.total_bytes for use in self._runtime.memory())
+
+
+def _shapes(tasks: Sequence[Task], rows: int) -> set[object]:
+    """What the memory of tasks depends on, whatever their devices."""
+    return {(_rounded_up(rows), task.kind, task.layers, len(task.microbatches)) for task in tasks}
 
 
 def _rounded_up(rows: int) -> int:

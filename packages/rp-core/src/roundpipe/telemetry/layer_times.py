@@ -26,12 +26,20 @@ class LayerTimes:
     gradients are on the host.
     """
 
-    def __init__(self, timer: ModelTimer, rows: int = 1, tasks: Sequence[Task] = (), peak_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        timer: ModelTimer,
+        rows: int = 1,
+        tasks: Sequence[Task] = (),
+        peak_bytes: int = 0,
+        spare_bytes: int = 0,
+    ) -> None:
         self.timer = timer
         self.rows = rows
         self.tasks = tasks
-        # The largest peak of any device before the launch.
+        # The largest peak of any device before the launch, and what gradients of earlier tasks may take during it.
         self.peak_bytes = peak_bytes
+        self.spare_bytes = spare_bytes
         self.kept: dict[int, int] = {}
         self._lock = threading.Lock()
         self._forward: dict[int, list[_Interval]] = {}
