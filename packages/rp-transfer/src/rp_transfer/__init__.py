@@ -20,6 +20,7 @@ from rp_transfer.errors import (
     Unordered,
 )
 from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, tensors_of
+from rp_transfer.memory.files import GivingBack, MappedFiles
 from rp_transfer.order.conveyor import Conveyor
 from rp_transfer.order.retain import Retainer
 from rp_transfer.order.turns import Ticket, Turns
@@ -36,10 +37,12 @@ __all__ = [
     "Device",
     "DeviceStringError",
     "Event",
+    "GivingBack",
     "Group",
     "HostUse",
     "Kind",
     "Layout",
+    "MappedFiles",
     "MemoryUse",
     "NotConforming",
     "PinningWarning",

@@ -213,7 +213,7 @@ def blocks_have_their_layouts(backend: Backend, device: Device) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.int64)
     layouts = [Layout.of([torch.empty(n, dtype=dtype)]) for n in (0, 1, 33, 5000) for dtype in dtypes]
     before = backend.host_memory().used_bytes
-    blocks = backend.host_blocks(layouts)
+    blocks = list(backend.host_blocks(layouts))
     fits = all(
         block.shape == (layout.numel,) and block.dtype == layout.dtype
         for layout, block in zip(layouts, blocks, strict=True)
