@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from rp_optim import Master, write_weights
-from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, group, tensors_of
+from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, tensors_of
 
 from roundpipe.state.gradient import Gradient
 
@@ -226,8 +226,11 @@ def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> li
     for tensor in (tensor for found in moving for tensor in found.tensors):
         # What code before has read, such as the observation of the model.
         files.give_back(tensor)
-    # Each block is allocated when the tensors of the one before have moved, so no two are in memory twice.
-    moved = {found: Block(backend, found, files, memory) for found, memory in zip(moving, memories, strict=True)}
+    moved: dict[Group, Block] = {}
+    # Each block is allocated when the tensors of the one before have moved: no two are in memory twice.
+    for found, memory in zip(moving, memories, strict=True):
+        moved[found] = Block(backend, found, files, memory)
+        give_back_freed()
     staying = [tensor for found in groups if found not in moved for tensor in found.tensors]
     registration = backend.register(staying) if pin == "register" else None
     return [moved.get(found) or Block(backend, found, files, registration=registration) for found in groups]
