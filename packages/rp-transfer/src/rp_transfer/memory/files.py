@@ -28,7 +28,7 @@ class MappedFiles:
 
     Pages of such a mapping that were read count as the process's resident memory until they are given back; read
     again, they come from the file again. Pages that were written are the process's own and are never given back.
-    Linux only: elsewhere no mapping is found, and the system alone decides what stays resident.
+    On systems without Linux's ``/proc`` no mapping is found, and the system alone decides what stays resident.
 
     >>> MappedFiles.now().holds(torch.ones(3))
     False
@@ -40,7 +40,8 @@ class MappedFiles:
     @classmethod
     def now(cls) -> MappedFiles:
         """Look up the current mappings."""
-        return cls(_private_files(_MAPS.read_text().splitlines()) if _MAPS.exists() else ())
+        is_known = os.access(_MAPS, os.R_OK) and os.access(_PAGEMAP, os.R_OK)
+        return cls(_private_files(_MAPS.read_text().splitlines()) if is_known else ())
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether all bytes of a contiguous host tensor are in a mapped file."""
