@@ -237,6 +237,24 @@ def test_importing_does_not_import_transformers() -> None:
 
 # Memory
 
+
+def test_the_tensors_of_a_layer_have_moved_when_the_next_block_is_made(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+    before = [layer.weight.data_ptr() for layer in layers]
+    moved: list[list[bool]] = []
+    allocate = two.backend.host_empty
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        moved.append([layer.weight.data_ptr() != old for layer, old in zip(layers, before, strict=True)])
+        return allocate(*args, **kwargs)
+
+    monkeypatch.setattr(two.backend, "host_empty", watched)
+    RoundPipe(layers, runtime=two)
+    assert moved[:3] == [[False] * 3, [True, False, False], [True, True, False]]
+
+
 LARGE = {
     "vocab_size": 48_000,
     "hidden_size": 1024,
