@@ -14,8 +14,8 @@ from roundpipe.context import (
 from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
 from roundpipe.execution.packed_data import RoundPipePackedData
+from roundpipe.loading import from_pretrained
 from roundpipe.models.auto import AutoRoundPipe
-from roundpipe.models.loading import from_pretrained
 from roundpipe.models.own_loss import OwnLoss
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.token_mean import TokenMean, token_mean

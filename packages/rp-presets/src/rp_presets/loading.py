@@ -39,10 +39,15 @@ def load_pretrained(
     Everything is transformers' own: names and fusions of weights, ties, casts, the report of missing and
     unexpected keys. Tensors are read by the calling thread, one after another.
 
-    >>> load_pretrained("nowhere")
-    Traceback (most recent call last):
-    ...
-    NotADirectoryError: directory must be a local directory with a checkpoint, but there is none at 'nowhere'; ...
+    >>> from tempfile import TemporaryDirectory
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    ... )
+    >>> with TemporaryDirectory() as folder:
+    ...     LlamaForCausalLM(config).save_pretrained(folder)
+    ...     type(load_pretrained(folder)).__name__
+    'LlamaForCausalLM'
 
     Raises:
         NotADirectoryError: there is no such directory.

@@ -38,12 +38,18 @@ def from_pretrained(
     that transformers computes, in a cast or by stacking experts, are in memory before their block is made, so the
     largest block of those comes on top. Masters, gradients and a second block are made later, for training.
 
+    >>> import torch
+    >>> from tempfile import TemporaryDirectory
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    ... )
     >>> from roundpipe import Runtime
-    >>> with Runtime("cpu:1") as runtime:
-    ...     from_pretrained("nowhere", runtime=runtime)
-    Traceback (most recent call last):
-    ...
-    NotADirectoryError: directory must be a local directory with a checkpoint, but there is none at 'nowhere'; ...
+    >>> with TemporaryDirectory() as folder, Runtime("cpu:1") as runtime:
+    ...     LlamaForCausalLM(config).save_pretrained(folder)
+    ...     model = from_pretrained(folder, dtype=torch.bfloat16, optim_dtype=torch.float32, runtime=runtime)
+    >>> [type(layer).__name__ for layer in model.model]
+    ['Prologue', 'Layer', 'Layer', 'Epilogue']
 
     Raises what `rp_presets.load_pretrained` and `wrap_model_to_roundpipe` raise, and `TypeError` if `adapt` is not
     callable or does not return a module.
