@@ -34,9 +34,10 @@ def from_pretrained(
             to `model_class.from_pretrained`.
 
     The result is that of `wrap_model_to_roundpipe` on the model that transformers loads. While it is made, the
-    process grows by at most 1.1 times the weights' bytes: by the blocks, and 32 MiB of files at any time. Weights
-    that transformers computes, in a cast or by stacking experts, are in memory before their block is made, so the
-    largest block of those comes on top. Masters, gradients and a second block are made later, for training.
+    resident memory of the process grows by at most 1.1 times the weights' bytes, if these are 500 MB or more: by
+    the blocks, and some 20 MiB of files. Weights that transformers computes, in a cast or by stacking experts, are
+    in memory before their block is made, so the largest block of those comes on top. Masters, gradients and a
+    second block are made later, for training.
 
     >>> import torch
     >>> from tempfile import TemporaryDirectory
