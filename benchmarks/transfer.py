@@ -115,7 +115,7 @@ def plain_copies(bench: Bench) -> tuple[float, float, float]:
 def blocks_alone(bench: Bench, up: float, down: float) -> tuple[float, Pieces]:
     """The model's blocks in exact pinned memory."""
     start = time.perf_counter()
-    blocks = bench.backend.host_blocks(bench.layouts)
+    blocks = list(bench.backend.host_blocks(bench.layouts))
     seconds = time.perf_counter() - start
     bench.row("pinning the blocks", f"{bench.nbytes / seconds / 1e9:.1f} GB/s")
     for block in blocks:
@@ -133,7 +133,7 @@ def blocks_alone(bench: Bench, up: float, down: float) -> tuple[float, Pieces]:
 
 def both_ways(bench: Bench, pieces: Pieces, plain: float) -> None:
     """Blocks up while others go down, each from its own thread."""
-    homes = bench.pieces(bench.backend.host_blocks(bench.layouts), bench.from_there)
+    homes = bench.pieces(list(bench.backend.host_blocks(bench.layouts)), bench.from_there)
 
     def down() -> None:
         bench.device.attach_thread()
@@ -259,7 +259,7 @@ def resident_growth(backend: Backend, layouts: Sequence[Layout]) -> int:
     growth = 0
     for _ in range(2):
         before = resident()
-        blocks = backend.host_blocks(layouts)
+        blocks = list(backend.host_blocks(layouts))
         for block in blocks:
             block.zero_()
         growth = resident() - before

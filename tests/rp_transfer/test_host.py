@@ -92,7 +92,7 @@ def test_the_next_slab_is_begun_when_one_is_full(driver: Driver, host: HostMemor
 @given(sizes=st.lists(st.sampled_from([0, 1, 63, 64, 65, 5000, 70_000, 5 << 20]), min_size=1, max_size=30))
 def test_blocks_of_one_model_take_few_pages_and_count_to_the_byte(sizes: list[int]) -> None:
     host = HostMemory(Pinned(Driver()), 1 << 40)
-    blocks = host.blocks([block(nbytes) for nbytes in sizes])
+    blocks = list(host.blocks([block(nbytes) for nbytes in sizes]))
     for number, tensor in enumerate(blocks):
         tensor.fill_(number)
     assert [tensor.numel() for tensor in blocks] == sizes
@@ -110,7 +110,7 @@ def test_ten_thousand_small_parameters_take_two_per_cent_more_at_most() -> None:
     sizes = torch.randint(200, 6000, (100, 100), generator=generator).tolist()
     layouts = [Layout.of([torch.empty(n, device="meta") for n in layer]) for layer in sizes]
     host = HostMemory(Pinned(Driver()), 1 << 40)
-    blocks = host.blocks(layouts)
+    blocks = list(host.blocks(layouts))
     assert len(blocks) == 100
     assert host.use().pinned_bytes <= 1.02 * 4 * sum(map(sum, sizes))
 
@@ -225,7 +225,7 @@ def test_what_ended_while_the_lock_was_held_counts_no_more_when_blocks_are_made(
     tensors = [host.empty((1000,), torch.float32, short_lived=False)]
     with host._guard:
         tensors.clear()
-    host.blocks([Layout.of([torch.zeros(1000)])])
+    list(host.blocks([Layout.of([torch.zeros(1000)])]))
     assert host.use().peak_bytes == 4000
 
 

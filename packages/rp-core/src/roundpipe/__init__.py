@@ -14,6 +14,7 @@ from roundpipe.context import (
 from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
 from roundpipe.execution.packed_data import RoundPipePackedData
+from roundpipe.loading import from_pretrained
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.own_loss import OwnLoss
 from roundpipe.models.roundpipe import RoundPipe
@@ -46,6 +47,7 @@ __all__ = [
     "TokenMean",
     "doing_optimizer",
     "doing_recompute",
+    "from_pretrained",
     "get_recompute_data",
     "optim",
     "profile",

@@ -20,6 +20,8 @@ from rp_transfer.errors import (
     Unordered,
 )
 from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, tensors_of
+from rp_transfer.memory.files import GivingBack, MappedFiles
+from rp_transfer.memory.pages import give_back_freed
 from rp_transfer.order.conveyor import Conveyor
 from rp_transfer.order.retain import Retainer
 from rp_transfer.order.turns import Ticket, Turns
@@ -36,10 +38,12 @@ __all__ = [
     "Device",
     "DeviceStringError",
     "Event",
+    "GivingBack",
     "Group",
     "HostUse",
     "Kind",
     "Layout",
+    "MappedFiles",
     "MemoryUse",
     "NotConforming",
     "PinningWarning",
@@ -50,6 +54,7 @@ __all__ = [
     "TransferError",
     "Turns",
     "Unordered",
+    "give_back_freed",
     "group",
     "open_backend",
     "parse_devices",

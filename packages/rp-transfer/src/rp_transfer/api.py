@@ -6,7 +6,7 @@ streams unless it waits for an event of theirs. `rp_transfer.testing` checks tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -190,8 +190,11 @@ class Backend(Protocol):
         """
         ...
 
-    def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """Allocate one block of host memory, (numel,), for each layout; small blocks share pages."""
+    def host_blocks(self, layouts: Sequence[Layout]) -> Iterator[torch.Tensor]:
+        """Allocate one block of host memory, (numel,), for each layout, when it is asked for.
+
+        So a model can move into its blocks one by one, without being there twice. Small blocks share pages.
+        """
         ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from rp_optim import Master, write_weights
-from rp_transfer import Backend, Group, Kind, Turns, group, tensors_of
+from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, tensors_of
 
 from roundpipe.state.gradient import Gradient
 
@@ -28,7 +28,14 @@ class Block:
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
     """
 
-    def __init__(self, backend: Backend, found: Group, memory: torch.Tensor | None, registration: object) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        found: Group,
+        files: MappedFiles,
+        memory: torch.Tensor | None = None,
+        registration: object = None,
+    ) -> None:
         self.kind = found.kind
         self.users = found.users
         self.tensors = found.tensors
@@ -43,7 +50,7 @@ class Block:
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
         if memory is not None:
-            self.layout.move_in(memory, self.tensors)
+            self.layout.move_in(memory, self.tensors, files)
         # The engine writes through `.data`, which leaves the parameters' version counters to detect other writers.
         self.values = [tensor.data for tensor in self.tensors]
         self.seen = [tensor._version for tensor in self.tensors]
@@ -214,10 +221,19 @@ def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinM
 
 def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> list[Block]:
     moving = [found for found in groups if _moves(found, pin)]
-    memories = dict(zip(moving, backend.host_blocks([found.layout for found in moving]), strict=True))
-    staying = [tensor for found in groups if found not in memories for tensor in found.tensors]
+    memories = backend.host_blocks([found.layout for found in moving])
+    files = MappedFiles.now()
+    for tensor in (tensor for found in moving for tensor in found.tensors):
+        # What code before has read, such as the observation of the model.
+        files.give_back(tensor)
+    moved: dict[Group, Block] = {}
+    # Each block is allocated when the tensors of the one before have moved: no two are in memory twice.
+    for found, memory in zip(moving, memories, strict=True):
+        moved[found] = Block(backend, found, files, memory)
+        give_back_freed()
+    staying = [tensor for found in groups if found not in moved for tensor in found.tensors]
     registration = backend.register(staying) if pin == "register" else None
-    return [Block(backend, found, memories.get(found), registration) for found in groups]
+    return [moved.get(found) or Block(backend, found, files, registration=registration) for found in groups]
 
 
 def _moves(found: Group, pin: PinMode) -> bool:

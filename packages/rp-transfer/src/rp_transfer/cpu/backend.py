@@ -12,7 +12,7 @@ import ctypes
 import math
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -164,9 +164,9 @@ class CpuBackend:
         self._count_host(tensor.nbytes)
         return tensor
 
-    def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    def host_blocks(self, layouts: Sequence[Layout]) -> Iterator[torch.Tensor]:
         """Allocate each block separately, so that each is checked separately."""
-        return [self.host_empty((layout.numel,), layout.dtype) for layout in layouts]
+        return (self.host_empty((layout.numel,), layout.dtype) for layout in layouts)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory counts as pinned."""

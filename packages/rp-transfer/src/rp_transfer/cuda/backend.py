@@ -10,7 +10,7 @@ This is the only file that imports CuPy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -214,7 +214,7 @@ class CudaBackend:
         self._check_open()
         return self._host.empty(shape, dtype, short_lived=short_lived)
 
-    def host_blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    def host_blocks(self, layouts: Sequence[Layout]) -> Iterator[torch.Tensor]:
         """Allocate a pinned block for each layout; see `HostMemory.blocks`."""
         self._check_open()
         return self._host.blocks(layouts)

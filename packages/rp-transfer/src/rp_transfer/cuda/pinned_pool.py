@@ -6,7 +6,7 @@ import ctypes
 import math
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -68,21 +68,19 @@ class HostMemory:
         piece = self._take(room, short_lived)
         return self._tensor(piece, room, dtype, short_lived)[: math.prod(shape)].view(tuple(shape))
 
-    def blocks(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        """Allocate a block, (numel,), for each layout; small blocks share one slab of exactly their size."""
+    def blocks(self, layouts: Sequence[Layout]) -> Iterator[torch.Tensor]:
+        """Allocate a block, (numel,), for each layout, when it is asked for; small blocks share one exact slab."""
         self._catch_up()
         small = [_aligned(layout.nbytes) for layout in layouts if layout.nbytes < _SMALL_BLOCK_BYTES]
         slab = Slab(sum(small), self._pinned) if sum(small) else None
-        found: list[torch.Tensor] = []
         offset = 0
         for layout in layouts:
             if slab is None or layout.nbytes == 0 or layout.nbytes >= _SMALL_BLOCK_BYTES:
-                found.append(self.empty((layout.numel,), layout.dtype, short_lived=False))
+                yield self.empty((layout.numel,), layout.dtype, short_lived=False)
                 continue
             self._count(layout.nbytes)
-            found.append(self._tensor((slab.address + offset, slab), layout.nbytes, layout.dtype, False))
+            yield self._tensor((slab.address + offset, slab), layout.nbytes, layout.dtype, False)
             offset += _aligned(layout.nbytes)
-        return found
 
     def use(self) -> HostUse:
         """Bytes allocated, including idle pooled buffers, and bytes pinned."""

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from rp_transfer.memory.files import MappedFiles
+
 # In bytes: a cache line of the host, and at least what any load instruction of a device needs.
 ALIGNMENT = 64
 # In bytes: what vector loads and compiled kernels need. Models have many small tensors, so this saves memory.
@@ -115,12 +117,15 @@ class Layout:
             for view, tensor in zip(self.views(block), tensors, strict=True):
                 view.copy_(tensor)
 
-    def move_in(self, block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    def move_in(self, block: torch.Tensor, tensors: Sequence[torch.Tensor], files: MappedFiles) -> None:
         """Copy the tensors into a host block, and make each tensor's ``.data`` its place there.
 
-        The tensor objects stay the same, so their module saves and loads as before.
+        The tensor objects stay the same, so their module saves and loads as before. Of tensors in `files` no more
+        than a few MiB are resident beside the block at any time.
         """
-        self.fill(block, (tensor.detach() for tensor in tensors))
+        with torch.no_grad():
+            for view, tensor in zip(self.views(block), tensors, strict=True):
+                files.copy(view, tensor.detach())
         for tensor, own in zip(tensors, self.storages(block), strict=True):
             tensor.data = own
 

@@ -39,6 +39,16 @@ def whole_pages(address: int, nbytes: int) -> int:
     return (-(-(address + nbytes) // PAGE_BYTES) - address // PAGE_BYTES) * PAGE_BYTES
 
 
+def give_back_freed() -> None:
+    """Return the pages of freed tensors to the system; glibc keeps those of up to 32 MiB in its heap for later.
+
+    >>> give_back_freed()
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(0)
+
+
 class Pinned:
     """The pinned address ranges of one backend. Warns once if pinning is refused.
 

@@ -213,7 +213,10 @@ def blocks_have_their_layouts(backend: Backend, device: Device) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.int64)
     layouts = [Layout.of([torch.empty(n, dtype=dtype)]) for n in (0, 1, 33, 5000) for dtype in dtypes]
     before = backend.host_memory().used_bytes
-    blocks = backend.host_blocks(layouts)
+    asked_for = backend.host_blocks(layouts)
+    used = backend.host_memory().used_bytes - before
+    _demand(used == 0, "a block must be allocated when it is asked for, not before")
+    blocks = list(asked_for)
     fits = all(
         block.shape == (layout.numel,) and block.dtype == layout.dtype
         for layout, block in zip(layouts, blocks, strict=True)

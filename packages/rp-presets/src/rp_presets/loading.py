@@ -1,0 +1,126 @@
+"""Load a checkpoint of transformers from a directory of safetensors files, whose weights stay mapped."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+_LATER = "load the model with transformers' own from_pretrained, then call wrap_model_to_roundpipe"
+_DEVICES = "weights stay in host memory, and a Runtime chooses the devices; leave it out"
+# Options of transformers' from_pretrained by which weights would be elsewhere than in mapped files.
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_buffers"), _DEVICES),
+    **dict.fromkeys(("tp_plan", "tp_size", "device_mesh", "distributed_config"), _DEVICES),
+    **dict.fromkeys(
+        ("quantization_config", "load_in_4bit", "load_in_8bit"), "weights are not quantized; " + _LATER
+    ),
+    **dict.fromkeys(("gguf_file", "state_dict", "from_tf", "from_flax"), "only safetensors are read; " + _LATER),
+    "disable_mmap": "files that are not mapped are in memory twice; leave it out",
+    "output_loading_info": "missing and unexpected keys are logged, as transformers does; leave it out",
+}
+
+
+def load_pretrained(
+    directory: str | os.PathLike[str], model_class: type[Any] | None = None, **options: Any
+) -> nn.Module:
+    """Load a model as transformers does; weights that it need not compute stay mapped to their files.
+
+    Args:
+        directory: a checkpoint: ``config.json`` and one or more safetensors files.
+        model_class: a class of transformers with `from_pretrained`; default: ``AutoModelForCausalLM``.
+        options: for its `from_pretrained`, such as `dtype`.
+
+    Everything is transformers' own: names and fusions of weights, ties, casts, the report of missing and
+    unexpected keys. Tensors are read by the calling thread, one after another.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    ... )
+    >>> with TemporaryDirectory() as folder:
+    ...     LlamaForCausalLM(config).save_pretrained(folder)
+    ...     type(load_pretrained(folder)).__name__
+    'LlamaForCausalLM'
+
+    Raises:
+        NotADirectoryError: there is no such directory.
+        FileNotFoundError: it has no safetensors files.
+        TypeError: `model_class` has no `from_pretrained`, or the model does not take an option.
+        ValueError: an option, or the checkpoint, asks for what is not supported; the message says what to do.
+    """
+    _check_options(options)
+    _check_checkpoint(Path(directory), directory, str(options.get("subfolder") or ""))
+    loader = _checked_class(model_class)
+    with _one_by_one():
+        return loader.from_pretrained(
+            os.fspath(directory), **{**options, "use_safetensors": True, "local_files_only": True}
+        )
+
+
+def _checked_class(model_class: Any) -> Any:
+    if model_class is None:
+        from transformers import AutoModelForCausalLM  # importing transformers takes seconds
+
+        return AutoModelForCausalLM
+    if not callable(getattr(model_class, "from_pretrained", None)):
+        raise TypeError(
+            f"model_class must be a class of transformers with from_pretrained, but is {model_class!r} instead"
+        )
+    return model_class
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, reason in _REFUSED.items():
+        if options.get(name) not in (None, False):
+            raise ValueError(f"{name} is not supported: {reason}")
+    if options.get("use_safetensors") is False:
+        raise ValueError(f"use_safetensors=False is not supported: only safetensors are read; {_LATER}")
+    if getattr(options.get("config"), "quantization_config", None):
+        raise ValueError(f"the config has a quantization_config: weights are not quantized; {_LATER}")
+
+
+def _check_checkpoint(directory: Path, given: object, subfolder: str) -> None:
+    if not directory.is_dir():
+        raise NotADirectoryError(
+            f"directory must be a local directory with a checkpoint, but there is none at {given!r}; "
+            "huggingface_hub.snapshot_download fetches a model of the hub and returns its directory"
+        )
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(
+            f"{directory} holds an adapter: load the directory of its base model, and pass "
+            "adapt=lambda model: PeftModel.from_pretrained(model, ...)"
+        )
+    if not any((directory / subfolder).glob("*.safetensors")):
+        raise FileNotFoundError(
+            f"{directory / subfolder} has no safetensors files; save the checkpoint as such: load it with "
+            "transformers, then call save_pretrained"
+        )
+    if _read_config(directory / subfolder).get("quantization_config"):
+        raise ValueError(f"{directory} is quantized, by its config.json: {_LATER}")
+
+
+def _read_config(directory: Path) -> Mapping[str, Any]:
+    file = directory / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+@contextmanager
+def _one_by_one() -> Generator[None]:
+    """Keep transformers from reading tensors ahead on other threads, with the one switch that it has for that."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

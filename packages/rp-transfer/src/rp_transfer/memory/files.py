@@ -1,0 +1,192 @@
+"""Memory-mapped files: tensors in them are copied out, and the pages that were read are given back."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rp_transfer.memory.pages import PAGE_BYTES
+
+_MAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/pagemap")
+# In bytes: how much of a file is read before its pages are given back.
+PIECE_BYTES = 1 << 24
+# Bits of an entry of the pagemap, from admin-guide/mm/pagemap.rst of Linux; the sign is "present".
+_SWAPPED, _OF_FILE = 1 << 62, 1 << 61
+
+
+class MappedFiles:
+    """The ranges of addresses of this process that are private mappings of files, such as safetensors makes.
+
+    Pages of such a mapping that were read count as the process's resident memory until they are given back; read
+    again, they come from the file again. Pages that were written are the process's own and are never given back.
+    On systems without Linux's ``/proc`` no mapping is found, and the system alone decides what stays resident.
+
+    >>> MappedFiles.now().holds(torch.ones(3))
+    False
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._ranges = [(0, 0), *sorted(ranges)]
+
+    @classmethod
+    def now(cls) -> MappedFiles:
+        """Look up the current mappings."""
+        is_known = os.access(_MAPS, os.R_OK) and os.access(_PAGEMAP, os.R_OK)
+        return cls(_private_files(_MAPS.read_text().splitlines()) if is_known else ())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether all bytes of a contiguous host tensor are in a mapped file."""
+        return tensor.nbytes > 0 and self._hold(tensor.data_ptr(), tensor.nbytes)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Give back the pages of a host tensor's storage if that is in a mapped file; the values stay."""
+        storage = tensor.untyped_storage()
+        self.give_back_range(storage.data_ptr(), storage.nbytes())
+
+    def give_back_range(self, address: int, nbytes: int) -> None:
+        """Give back the whole pages in ``[address, address + nbytes)`` if that is in a mapped file."""
+        if self._hold(address, nbytes):
+            for start in range(address, address + nbytes, PIECE_BYTES):
+                _give_back(start, min(start + PIECE_BYTES, address + nbytes))
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy as ``destination.copy_(source)`` does; no more than a piece of a mapped source stays resident."""
+        if not (self.holds(source) and source.is_contiguous() and destination.is_contiguous()):
+            destination.copy_(source)
+            self.give_back(source)
+            return
+        into, out_of = destination.view(-1), source.view(-1)
+        step = PIECE_BYTES // source.element_size()
+        for start in range(0, len(out_of), step):
+            piece = out_of[start : start + step]
+            into[start : start + step].copy_(piece)
+            self.give_back_range(piece.data_ptr(), piece.nbytes)
+
+    def _hold(self, address: int, nbytes: int) -> bool:
+        start, end = self._ranges[bisect_right(self._ranges, address, key=itemgetter(0)) - 1]
+        return start <= address and address + nbytes <= end
+
+
+class GivingBack(TorchFunctionMode):
+    """While it is entered, the calling thread's torch functions give back the pages of files that they read.
+
+    A function that returns a view has read nothing. Casts of large tensors read piece by piece.
+
+    >>> with GivingBack():
+    ...     torch.ones(2).to(torch.bfloat16)
+    tensor([1., 1.], dtype=torch.bfloat16)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Addresses and sizes, since tensors would keep their memory. What is mapped there then may be given back.
+        self._read: list[tuple[int, int]] = []
+        self._nbytes = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the function; for torch."""
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and (dtype := _cast_to(args, kwargs)) is not None:
+            return self._cast(args[0], dtype)
+        result = func(*args, **kwargs)
+        made = {_storage(tensor) for tensor in _host_tensors(result)}
+        read = {_storage(tensor) for tensor in _host_tensors((args, tuple(kwargs.values())))}
+        if made:
+            self._note(read - made)
+        return result
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        """Give back what is left."""
+        super().__exit__(exc_type, exc_val, exc_tb)  # pyright: ignore[reportUnknownMemberType]
+        self._flush()
+
+    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        files = MappedFiles.now()
+        if not files.holds(tensor):
+            return tensor.to(dtype)
+        found = torch.empty_like(tensor, dtype=dtype)
+        files.copy(found, tensor.detach())
+        return found
+
+    def _note(self, read: Iterable[tuple[int, int]]) -> None:
+        self._read += read
+        self._nbytes += sum(nbytes for _, nbytes in read)
+        if self._nbytes >= PIECE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        files = MappedFiles.now()
+        for address, nbytes in self._read:
+            files.give_back_range(address, nbytes)
+        self._read, self._nbytes = [], 0
+
+
+def _private_files(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """The address ranges in the lines of /proc/self/maps that are private mappings of files."""
+    for line in lines:
+        addresses, permissions, _, _, inode, *_ = line.split(maxsplit=5)
+        if permissions.endswith("p") and inode != "0":
+            start, _, end = addresses.partition("-")
+            yield int(start, 16), int(end, 16)
+
+
+def _give_back(start: int, end: int) -> None:
+    first, last = -(-start // PAGE_BYTES), end // PAGE_BYTES
+    if first < last and not _is_written(first, last):
+        # Advice that is refused, for locked memory, leaves the pages resident.
+        nbytes = (last - first) * PAGE_BYTES
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first * PAGE_BYTES), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
+def _is_written(first: int, last: int) -> bool:
+    """Whether any of the pages with these numbers is no longer the file's: giving it back would lose it."""
+    with _PAGEMAP.open("rb", buffering=0) as pagemap:
+        entries = bytearray(os.pread(pagemap.fileno(), (last - first) * 8, first * 8))
+    found = torch.frombuffer(entries, dtype=torch.int64)
+    is_own = (found < 0) & ((found & _OF_FILE) == 0) | ((found & _SWAPPED) != 0)
+    return len(found) < last - first or bool(is_own.any())
+
+
+def _host_tensors(tree: object) -> Iterator[torch.Tensor]:
+    """The plain tensors on the host in a tensor, a list or a tuple, however nested."""
+    if isinstance(tree, list | tuple):
+        for part in cast("list[object]", tree):
+            yield from _host_tensors(part)
+    elif isinstance(tree, torch.Tensor) and _is_plain(tree):
+        yield tree
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_known and tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _cast_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype if these are the arguments of ``tensor.to`` with which transformers casts a large host tensor."""
+    if len(args) != 1 or not kwargs.keys() <= {"dtype", "device"}:
+        return None
+    tensor, dtype = next(_host_tensors(args), None), kwargs.get("dtype")
+    is_kept = (
+        tensor is None or dtype in (None, tensor.dtype) or tensor.nbytes < PIECE_BYTES or tensor.requires_grad
+    )
+    return None if is_kept or torch.device(kwargs.get("device") or "cpu").type != "cpu" else dtype
