@@ -296,7 +296,9 @@ def written(folder: Path, config: Any, dtype: torch.dtype) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["as they are", "experts", "cast"])
+@pytest.mark.parametrize(
+    "kind", ["as they are", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("experts", "cast"))]
+)
 def test_a_process_grows_by_little_more_than_the_weights(tmp_path: Path, kind: str) -> None:
     make, more = (Qwen3MoeConfig, EXPERTS) if kind == "experts" else (Qwen3Config, {})
     dtype = torch.float32 if kind == "cast" else torch.bfloat16
