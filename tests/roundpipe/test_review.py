@@ -225,6 +225,7 @@ def test_a_late_error_is_forgotten_with_what_it_broke(two: Runtime) -> None:
         @staticmethod
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
             del ctx, grad
+            assert returned.wait(30)
             raise ValueError("late")
 
     class Layer(nn.Module):
@@ -235,9 +236,11 @@ def test_a_late_error_is_forgotten_with_what_it_broke(two: Runtime) -> None:
     layers = nn.Sequential(nn.Linear(4, 3), Layer())
     model = RoundPipe(layers, runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1))
     x, y = batch(6)
+    returned = threading.Event()
     FAILING = True
     call(model, x, y)
     FAILING = False
+    returned.set()
     model.reset()
     call(model, x, y)
     model.synchronize()

@@ -17,9 +17,9 @@ from roundpipe.device.entrance import Entrance
 from roundpipe.device.recompute import prepares
 from roundpipe.errors import add_note
 from roundpipe.execution.packed_data import Arrivals
+from roundpipe.execution.written import unwritten
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
-from roundpipe.models.written import unwritten
 from roundpipe.settings.run_config import RoundPipeRunConfig
 
 
