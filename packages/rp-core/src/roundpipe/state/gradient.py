@@ -132,7 +132,10 @@ class Gradient:
         return GradientPair(*held) if len(held) == 2 else next(iter(held), None)
 
     def view(self, index: int) -> torch.Tensor:
-        """One parameter's gradient: a new view, which the caller may give to the user. Sums two blocks into one."""
+        """A new view of one parameter's gradient, which the caller may give to the user.
+
+        Two blocks are summed into one first.
+        """
         held = self.blocks()
         return self.layout.spans[index].of(held[0] if len(held) == 1 else self.widen())
 
