@@ -445,25 +445,37 @@ static void to_weight(const rpo_job *job, int64_t begin, int64_t end) {
 
 /* Adding `grad` to the pair of `param` and `more`, all 16-bit: the sum, rounded, and what the rounding left. */
 
-INLINE void rests(int64_t n, const float *restrict sums, const float *restrict rounded, float *restrict left) {
-    for (int64_t j = 0; j < n; j++) {
-        float rest = sums[j] - rounded[j];
-        left[j] = fabsf(rest) <= FLT_MAX ? rest : 0; /* an infinite sum has no rounding error */
+INLINE float widen_one(const int32_t type, uint16_t h) {
+    return type == RPO_BFLOAT16 ? widen_bfloat16(h) : widen_float16(h);
+}
+
+INLINE uint16_t round_one(const int32_t type, float x) {
+    return type == RPO_BFLOAT16 ? round_bfloat16(x) : round_float16(x);
+}
+
+INLINE void pair_block(const int32_t type, int64_t n, uint16_t *restrict first, uint16_t *restrict second,
+                       const uint16_t *restrict addend) {
+    for (int64_t i = 0; i < n; i++) {
+        float sum = widen_one(type, first[i]) + (widen_one(type, second[i]) + widen_one(type, addend[i]));
+        uint16_t rounded = round_one(type, sum);
+        float rest = sum - widen_one(type, rounded);
+        first[i] = rounded;
+        second[i] = round_one(type, fabsf(rest) <= FLT_MAX ? rest : 0); /* an infinite sum leaves nothing */
     }
 }
 
 static void add_to_pair(const rpo_job *job, int64_t begin, int64_t end) {
-    float rooms[3][BLOCK];
-    const int32_t type = job->param.type;
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        float *restrict sums = fetch_gradient(job, i, n, rooms[0]);
-        const float *restrict first = fetch(job->param.at, type, i, n, rooms[1]);
-        for (int64_t j = 0; j < n; j++) sums[j] = first[j] + sums[j];
-        put_back(job->param.at, type, i, n, sums);
-        widen(type, (uint16_t *)job->param.at + i, rooms[1], n);
-        rests(n, sums, rooms[1], rooms[2]);
-        put_back(job->more.at, type, i, n, rooms[2]);
+        uint16_t *first = (uint16_t *)job->param.at + i, *second = (uint16_t *)job->more.at + i;
+        const uint16_t *addend = (const uint16_t *)job->grad.at + i;
+        ask_for(first + AHEAD, (size_t)n * 2);
+        ask_for(second + AHEAD, (size_t)n * 2);
+        ask_for(addend + AHEAD, (size_t)n * 2);
+        if (job->param.type == RPO_BFLOAT16)
+            pair_block(RPO_BFLOAT16, n, first, second, addend);
+        else
+            pair_block(RPO_FLOAT16, n, first, second, addend);
     }
 }
 
