@@ -1,6 +1,5 @@
 """Optimizers for parameters in host memory, and the thread that runs their steps."""
 
-from rp_optim.accumulate import add_to_pair
 from rp_optim.clip import clip_grad_norm_
 from rp_optim.errors import (
     InvalidLink,
@@ -12,6 +11,7 @@ from rp_optim.errors import (
     ScalerMisuse,
     WrongThread,
 )
+from rp_optim.kernels.accumulate import add_to_pair
 from rp_optim.kernels.kernel import available_kernels, kernel_in_use, use_kernel
 from rp_optim.masters import UNCHANGED, Master, Ready, link, unlink
 from rp_optim.optimizers.adafactor import Adafactor
