@@ -12,6 +12,14 @@ In one process, in turns, many times; the middle time of each:
 
     python benchmarks/optim.py [--parameters 40e6] [--tensors 10] [--threads 2] [--rounds 15] [--kernel avx2]
 
+With `--additions`, what it costs that a second task adds to each gradient, and a third:
+
+    one       a step on the bf16 gradients of one task
+    added     a second task's fp32 gradients added to the fp32 block of the first, then a step on that
+    pair      a step on the bf16 gradients of two tasks, which it adds while it reads them
+    third     one more task's fp32 gradients added to an fp32 block
+    to pair   one more task's bf16 gradients added to those of two, by rp_optim.add_to_pair
+
 All ways share one set of arrays, so 400 million parameters need about 8.5 GB. `--memory` measures the bytes a
 parameter instead: what the process grows by when weights, gradients, masters and Adam's state are made and
 stepped. `--check` ends with an error where a figure misses its aim; the others are there to be read.
@@ -188,6 +196,77 @@ def missed(figures: dict[str, float], threads: int) -> list[str]:
     ]
 
 
+# Gradients that several tasks add to
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """One tensor's part of the model, and the gradients of two tasks in both forms."""
+
+    master: rp_optim.Master
+    weight: torch.Tensor
+    pair: rp_optim.GradientPair
+    wide: torch.Tensor
+    more: torch.Tensor
+
+
+def make_tasks(parameters: int, tensors: int) -> list[Tasks]:
+    return [
+        Tasks(
+            each.master,
+            each.weight,
+            rp_optim.GradientPair(each.grad, each.grad.clone()),
+            each.wide,
+            torch.empty_like(each.wide).normal_(std=1e-3),
+        )
+        for each in make_arrays(parameters, tensors)
+    ]
+
+
+def measure_additions(parameters: int, tensors: int, rounds: int) -> dict[str, float]:
+    tasks = make_tasks(parameters, tensors)
+    optimizer = rp_optim.AdamW([each.master for each in tasks], lr=1e-5)
+    halves = [each.more.bfloat16() for each in tasks]
+
+    def step(gradient: Callable[[Tasks], torch.Tensor | rp_optim.GradientPair]) -> None:
+        for each in tasks:
+            rp_optim.link(each.master, lambda each=each: gradient(each), lambda each=each: each.weight)
+        optimizer.step()
+        for each in tasks:
+            rp_optim.unlink(each.master)
+
+    def third() -> None:
+        for each in tasks:
+            each.wide.add_(each.more)
+
+    def added() -> None:
+        third()
+        step(lambda each: each.wide)
+
+    def to_pair() -> None:
+        for each, half in zip(tasks, halves, strict=True):
+            rp_optim.add_to_pair(each.pair, half)
+
+    ways = {
+        "one": lambda: step(lambda each: each.pair.first),
+        "added": added,
+        "pair": lambda: step(lambda each: each.pair),
+        "third": third,
+        "to pair": to_pair,
+    }
+    return side_by_side(ways, rounds=rounds)
+
+
+def report_additions(parameters: int, seconds: dict[str, float]) -> None:
+    moved = {"one": STEP_BYTES, "added": 12 + STEP_BYTES + 2, "pair": STEP_BYTES + 2, "third": 12, "to pair": 10}
+    print(f"{'':10} {'ms':>9} {'bytes':>6} {'GB/s':>7}")
+    for name, each in seconds.items():
+        print(f"{name:10} {each * 1e3:9.2f} {moved[name]:6} {moved[name] * parameters / each / 1e9:7.1f}")
+    print(f"{'added / pair':20} {seconds['added'] / seconds['pair']:6.3f}")
+    print(f"{'pair / one':20} {seconds['pair'] / seconds['one']:6.3f}")
+    print(f"{'third / to pair':20} {seconds['third'] / seconds['to pair']:6.3f}")
+
+
 # Memory
 
 
@@ -242,6 +321,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kernel", help="one of rp_optim.available_kernels(); default: the fastest")
     parser.add_argument("--memory", action="store_true", help="measure bytes a parameter instead")
+    parser.add_argument("--additions", action="store_true", help="measure gradients of several tasks instead")
     parser.add_argument("--check", action="store_true", help="end with an error where a figure misses its aim")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -254,6 +334,9 @@ def main() -> None:
     )
     if options.memory:
         measure_memory(parameters, options.tensors)
+        return
+    if options.additions:
+        report_additions(parameters, measure_additions(parameters, options.tensors, options.rounds))
         return
     figures = report(parameters, measure(parameters, options.tensors, options.rounds))
     if options.check and (misses := missed(figures, options.threads)):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from rp_optim import GradientPair, add_to_pair
 from rp_transfer import Backend, Conveyor, Device, Layout, group, open_backend
 from rp_transfer.order.conveyor import CHUNK_BYTES
 from safetensors import safe_open
@@ -207,6 +208,13 @@ def additions(bench: Bench) -> None:
         torch.cuda.synchronize()
     rate = bench.rate(GIB, lambda: bench.outbox.add(total, sums))
     bench.row(f"additions on the host, {torch.get_num_threads()} threads", f"{rate:.1f} GB/s")
+    pair = [bench.backend.host_empty((GIB // 4,), torch.bfloat16).zero_() for _ in range(2)]
+    rate = bench.rate(
+        GIB, lambda: bench.outbox.combine(pair, sums, lambda p, more: add_to_pair(GradientPair(*p), more))
+    )
+    bench.row("the same sums rounded, added to two 16-bit blocks", f"{rate:.1f} GB/s")
+    rate = bench.rate(GIB, lambda: bench.outbox.download(pair[1], sums))
+    bench.row("the same sums rounded, as a second task's block", f"{rate:.1f} GB/s")
 
 
 def delays(bench: Bench, up: float) -> None:

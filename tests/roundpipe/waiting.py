@@ -152,6 +152,45 @@ def accumulation(plan: Plan) -> None:
         same_gradients(ours, theirs)
 
 
+def two_tasks_in_16_bits() -> None:
+    """A step reads what both tasks have brought home, each in its own block; the next call waits for the step."""
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(low: int, high: int, *shape: int) -> torch.Tensor:
+        # Sums of small whole numbers are exact.
+        return torch.randint(low, high, shape, generator=generator).bfloat16()
+
+    ours = nn.Sequential(*(nn.Linear(2, 2, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    for layer in ours:
+        layer.weight.data = whole(-2, 3, 2, 2)
+    theirs = copy.deepcopy(ours)
+    found: list[list[torch.Tensor]] = []
+    wanted: list[list[torch.Tensor]] = []
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, Plan(fused=range(2), groups=[range(2), range(2, 4)]))
+        released = threading.Event()
+
+        def late() -> None:
+            released.wait(30)
+            found.append([master.grad.clone() for master in model.parameters()])
+            for master in model.parameters():
+                master.grad = None
+
+        for call_number in range(4):
+            x = whole(-3, 4, 8, 2)
+            model.forward_backward((x,), loss_fn=lambda out, _: out.sum())
+            model.step(late)
+            if call_number == 0:
+                # The second call's gradients are ready before the first step has read those of the first.
+                threading.Timer(DELAY_S, released.set).start()
+            theirs.zero_grad()
+            theirs(x).sum().backward()
+            wanted.append([parameter.grad.clone() for parameter in theirs.parameters()])
+        model.synchronize()
+    for mine, plain_ones in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, mine, plain_ones)), (mine, plain_ones)
+
+
 def separate_backward() -> None:
     """Forward and backward by themselves; a forward whose backward never comes leaves no trace."""
     ours, theirs = layers(), layers()
@@ -609,6 +648,7 @@ SCENARIOS: list[Callable[[], None]] = [
     lambda: delayed_training(DIVIDED, double_buffer=True),
     lambda: accumulation(STAGED),
     lambda: accumulation(DIVIDED),
+    two_tasks_in_16_bits,
     separate_backward,
     publication_waits_for_the_step_before,
     backward_reads_the_weights_of_its_forward,

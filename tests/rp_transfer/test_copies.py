@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,31 @@ def test_additions_are_the_hosts_own(numel: int, seeds: list[int], pinned: bool,
     assert torch.equal(total, wanted)
 
 
+@settings(deadline=None)
+@given(
+    numel=sizes, pinned=st.booleans(), quick=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16])
+)
+def test_pieces_of_several_blocks_are_combined_with_what_arrives_rounded(
+    numel: int, pinned: bool, quick: bool, dtype: torch.dtype
+) -> None:
+    backend = CpuBackend(1)
+    device = backend.devices[0]
+    totals = [host(backend, torch.full((numel,), value, dtype=dtype), pinned) for value in (1.0, 2.0)]
+    more = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+
+    def combine(pieces: Sequence[torch.Tensor], arrived: torch.Tensor) -> None:
+        assert len(pieces) == 2
+        pieces[0].add_(arrived)
+        pieces[1].mul_(arrived)
+
+    conveyor(backend, device, "gradients_out", quick=quick).combine(
+        totals, on_device(backend, device, more), combine
+    )
+    backend.host_touch(read=totals)
+    assert torch.equal(totals[0], torch.ones(numel, dtype=dtype) + more.to(dtype))
+    assert torch.equal(totals[1], more.to(dtype) * 2)
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_what_is_rounded_lives_until_its_last_byte_has_left(pinned: bool) -> None:
     backend = CpuBackend(1)
@@ -148,6 +173,12 @@ def test_sizes_and_dtypes_that_do_not_fit_are_refused() -> None:
             carrier.download(host(backend, torch.ones(9), pinned), there)
         with pytest.raises(ValueError, match=r"add needs 8 numbers of torch.bfloat16"):
             carrier.add(host(backend, torch.ones(8).bfloat16(), pinned), there)
+        for other, message in ((torch.ones(9), "9 numbers of torch.float32"), (torch.ones(8).half(), "8 numbers")):
+            totals = [host(backend, total, pinned) for total in (torch.ones(8), other)]
+            with pytest.raises(ValueError, match=f"combine needs {message}"):
+                carrier.combine(totals, there, nothing)
+    with pytest.raises(ValueError, match="at least one block"):
+        carrier.combine((), there, nothing)
     with pytest.raises(ValueError, match="must be >= 1"):
         Conveyor(backend, device, device.weights_in, slot_bytes=0)
 
@@ -286,6 +317,10 @@ def test_carrying_a_thousand_times_keeps_nothing(way: str) -> None:
     assert not list(backend.streams.queued())
 
 
+def nothing(*_: object) -> None:
+    pass
+
+
 def read_too_early(backend: CpuBackend, device: Device) -> None:
     there = device.empty((100,), torch.float32, stream=device.weights_in)
     carrier = conveyor(backend, device, "weights_in")
@@ -306,6 +341,16 @@ def read_home_too_early(backend: CpuBackend, device: Device) -> None:
     backend.host_touch(read=[home])
 
 
+def combine_while_it_is_read(backend: CpuBackend, device: Device) -> None:
+    totals = [host(backend, torch.ones(100), pinned=True) for _ in range(2)]
+    there = device.empty((100,), torch.float32, stream=device.weights_in)
+    conveyor(backend, device, "weights_in").upload(there, totals[1])
+    more = on_device(backend, device, torch.ones(100))
+    conveyor(backend, device, "gradients_out").combine(
+        totals, more, lambda pieces, arrived: pieces[1].add_(arrived)
+    )
+
+
 def add_before_it_is_made(backend: CpuBackend, device: Device) -> None:
     there = device.empty((100,), torch.float32, stream=device.compute)
     device.compute.touch(write=[there], what="backward")
@@ -313,7 +358,14 @@ def add_before_it_is_made(backend: CpuBackend, device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake", [read_too_early, change_the_source_too_early, read_home_too_early, add_before_it_is_made]
+    "mistake",
+    [
+        read_too_early,
+        change_the_source_too_early,
+        read_home_too_early,
+        add_before_it_is_made,
+        combine_while_it_is_read,
+    ],
 )
 def test_a_forgotten_wait_around_a_conveyor_is_noticed(mistake: Callable[[CpuBackend, Device], None]) -> None:
     backend = CpuBackend(1)

@@ -11,12 +11,14 @@ from rp_optim.errors import (
     ScalerMisuse,
     WrongThread,
 )
+from rp_optim.kernels.accumulate import add_to_pair
 from rp_optim.kernels.kernel import available_kernels, kernel_in_use, use_kernel
 from rp_optim.masters import UNCHANGED, Master, Ready, link, unlink
 from rp_optim.optimizers.adafactor import Adafactor
 from rp_optim.optimizers.adam import Adam, AdamW
 from rp_optim.optimizers.lion import Lion
 from rp_optim.optimizers.sgd import SGD
+from rp_optim.pair import GradientPair
 from rp_optim.publish import write_weights
 from rp_optim.scaler import GradScaler
 from rp_optim.worker import OptimizerThread
@@ -30,6 +32,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "GradScaler",
+    "GradientPair",
     "InvalidLink",
     "InvalidOption",
     "InvalidParameter",
@@ -42,6 +45,7 @@ __all__ = [
     "Ready",
     "ScalerMisuse",
     "WrongThread",
+    "add_to_pair",
     "available_kernels",
     "clip_grad_norm_",
     "kernel_in_use",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import GeneratorType
 from typing import cast
 
@@ -91,7 +91,7 @@ def _part(parameter: torch.Tensor, norm_type: float) -> float | None:
     gradient = gradient_of(parameter)
     if gradient is None:
         return None
-    norms = [_join(piece, norm_type) for piece in _pieces(gradient.tensor)]
+    norms = [_join(piece, norm_type) for piece in gradient.pieces(_PIECE)]
     # The 0-norm counts the nonzero elements.
     return sum(norms) if norm_type == 0 else _join(norms, norm_type) * abs(gradient.factor)
 
@@ -102,8 +102,3 @@ def _join(values: list[float] | torch.Tensor, norm_type: float) -> float:
     # Torch's stub lacks a type here.
     norm = cast(Callable[..., torch.Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
     return float(norm(wide, norm_type)) if wide.numel() else 0.0
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    flat = tensor.reshape(-1)
-    return (flat[begin : begin + _PIECE] for begin in range(0, flat.numel(), _PIECE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +11,32 @@ import torch
 from rp_optim.checks import resolved_matching
 from rp_optim.kernels.kernel import kernel_for
 from rp_optim.kernels.updates import Spot
-from rp_optim.masters import source_link
+from rp_optim.masters import Source, source_link
+from rp_optim.pair import GradientPair
+
+# Elements that are looked at together where gradients are checked one by one.
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient whose value is ``tensor * factor``."""
+    """A gradient whose value is ``tensor * factor``, or ``(tensor + more) * factor``, added in fp32 at least."""
 
     tensor: torch.Tensor
     factor: float
+    more: torch.Tensor | None = None
+
+    def spot(self) -> Spot:
+        """For kernels that only read the gradient, without the factor."""
+        return Spot(self.tensor, self.tensor, None, 1.0, self.more)
+
+    def pieces(self, count: int) -> Iterator[torch.Tensor]:
+        """The values without the factor, flat, `count` elements at a time."""
+        for begin in range(0, self.tensor.numel(), count):
+            piece = self.tensor.reshape(-1)[begin : begin + count]
+            if self.more is not None:
+                piece = GradientPair(piece, self.more.reshape(-1)[begin : begin + count]).sum()
+            yield piece
 
 
 def gradient_of(parameter: torch.Tensor) -> Gradient | None:
@@ -29,11 +46,17 @@ def gradient_of(parameter: torch.Tensor) -> Gradient | None:
     """
     if (link := source_link(parameter)) is not None:
         source = link.source(parameter)
-        return None if source is None else Gradient(source, link.factor)
+        return None if source is None else _of_source(source, link.factor)
     grad = parameter.grad
     if grad is None:
         return None
     return Gradient(resolved_matching("a gradient", grad, parameter), 1.0)
+
+
+def _of_source(source: Source, factor: float) -> Gradient:
+    if isinstance(source, GradientPair):
+        return Gradient(source.first, factor, source.second)
+    return Gradient(source, factor)
 
 
 def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:
@@ -41,7 +64,7 @@ def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:
     gradients = [gradient_of(parameter) for parameter in parameters]
     known = [_known_squares(parameter) for parameter in parameters]
     unknown = [i for i, gradient in enumerate(gradients) if gradient is not None and known[i] is None]
-    found = _squares([gradient.tensor for i in unknown if (gradient := gradients[i]) is not None])
+    found = _squares([gradient.spot() for i in unknown if (gradient := gradients[i]) is not None])
     for index, squares in zip(unknown, found, strict=True):
         known[index] = squares
         if (link := source_link(parameters[index])) is not None:
@@ -57,11 +80,11 @@ def _known_squares(parameter: torch.Tensor) -> float | None:
     return None if link is None else link.squares
 
 
-def _squares(tensors: Sequence[torch.Tensor]) -> list[float]:
-    kernels = [kernel_for(Spot(tensor, tensor, None, 1.0)) for tensor in tensors]
+def _squares(spots: Sequence[Spot]) -> list[float]:
+    kernels = [kernel_for(spot) for spot in spots]
     if len(set(map(id, kernels))) == 1:
-        return kernels[0].squares(tensors)
-    return [kernel.squares([tensor])[0] for kernel, tensor in zip(kernels, tensors, strict=True)]
+        return kernels[0].squares(spots)
+    return [kernel.squares([spot])[0] for kernel, spot in zip(kernels, spots, strict=True)]
 
 
 def is_finite(parameter: torch.Tensor) -> bool:
@@ -73,7 +96,9 @@ def is_finite(parameter: torch.Tensor) -> bool:
     (squares,) = squares_of([parameter])
     if squares is None or math.isfinite(squares):
         return math.isfinite(gradient.factor)
-    return gradient.tensor.dtype in (torch.float64, torch.complex128) and bool(gradient.tensor.isfinite().all())
+    if gradient.tensor.dtype not in (torch.float64, torch.complex128):
+        return False
+    return all(bool(piece.isfinite().all()) for piece in gradient.pieces(_PIECE))
 
 
 def scale(parameter: torch.Tensor, factor: float) -> None:

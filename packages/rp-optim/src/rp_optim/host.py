@@ -148,7 +148,7 @@ def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
     link = link_of(parameter)
     weight = None if link is None else link.destination(parameter)
     factor = -gradient.factor if group.get("maximize") else gradient.factor
-    return Taken(group, parameter, Spot(parameter, gradient.tensor, weight, factor))
+    return Taken(group, parameter, Spot(parameter, gradient.tensor, weight, factor, gradient.more))
 
 
 def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tensor:

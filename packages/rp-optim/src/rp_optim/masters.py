@@ -11,8 +11,12 @@ import torch
 
 from rp_optim.checks import check_matching, resolved_matching
 from rp_optim.errors import InvalidLink
+from rp_optim.pair import GradientPair
 
 _Item = TypeVar("_Item")
+
+# A gradient that a master is linked to: one tensor, or two whose sum it is.
+Source = torch.Tensor | GradientPair
 
 
 class Ready(Protocol):
@@ -34,7 +38,7 @@ class Link:
     ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed.
     """
 
-    gradients: Callable[[], torch.Tensor | None]
+    gradients: Callable[[], Source | None]
     weights: Callable[[], torch.Tensor | None]
     ready: Ready
     written: Callable[[], None]
@@ -42,13 +46,13 @@ class Link:
     factor: float = 1.0
     squares: float | None = None
 
-    def source(self, master: torch.Tensor) -> torch.Tensor | None:
+    def source(self, master: torch.Tensor) -> Source | None:
         """Wait for the low-precision gradient, and return it, checked; None if there is none."""
         self.ready(True)
         gradient = self.gradients()
-        if gradient is not None:
-            gradient = resolved_matching("the gradient that a master is linked to", gradient, master)
-        return gradient
+        if isinstance(gradient, GradientPair):
+            return GradientPair(_checked(gradient.first, master), _checked(gradient.second, master))
+        return None if gradient is None else _checked(gradient, master)
 
     def destination(self, master: torch.Tensor) -> torch.Tensor | None:
         """Wait until the low-precision weight may be written, and return it, checked; None if there is none."""
@@ -56,6 +60,10 @@ class Link:
         if weight is not None:
             check_matching("the weight that a master is linked to", weight, master)
         return weight
+
+
+def _checked(gradient: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    return resolved_matching("the gradient that a master is linked to", gradient, master)
 
 
 class Master(torch.nn.Parameter):
@@ -150,8 +158,10 @@ def source_link(parameter: torch.Tensor) -> Link | None:
     return None
 
 
-def _copy(source: torch.Tensor, master: torch.Tensor, factor: float) -> torch.Tensor:
-    return source.detach().to(master.dtype, copy=True).view(master.shape).mul_(factor)
+def _copy(source: Source, master: torch.Tensor, factor: float) -> torch.Tensor:
+    pair = isinstance(source, GradientPair)
+    copied = source.sum(master.dtype) if pair else source.detach().to(master.dtype, copy=True)
+    return copied.view(master.shape).mul_(factor)
 
 
 class _Unchanged(Enum):
@@ -173,7 +183,7 @@ def _at_once(wait: bool, /) -> bool:
 
 def link(
     master: torch.Tensor,
-    gradients: Callable[[], torch.Tensor | None],
+    gradients: Callable[[], Source | None],
     weights: Callable[[], torch.Tensor | None] = _no_weights,
     ready: Ready = _at_once,
     written: Callable[[], None] = _no_weights,
@@ -185,7 +195,8 @@ def link(
     Args:
         master: a `Master`.
         gradients: returns the gradient, contiguous, on the host, of the master's shape or flat, in any floating
-            dtype; None if there is none. It is read, never written. Called only after `ready` returned True.
+            dtype; a `GradientPair` of two such tensors; None if there is none. It is read, never written. Called
+            only after `ready` returned True.
         weights: returns the tensor to write the updated weight into, rounded to its dtype; None to write none. It
             may block until that tensor may be written.
         ready: ``ready(False)`` returns whether `gradients` may be called; ``ready(True)`` blocks until it may.

@@ -118,8 +118,7 @@ def _back_bytes(block: Block) -> int:
 
 
 def _gradient_bytes(block: Block) -> int:
-    held = None if block.gradient is None else block.gradient.block
-    return 0 if held is None else held.nbytes
+    return 0 if block.gradient is None else block.gradient.nbytes
 
 
 def _state_bytes(optimizer: object) -> int:

@@ -54,7 +54,7 @@ class Loan:
         for index, master in enumerate(self.masters()):
             link(
                 master,
-                partial(self._gradient, index),
+                partial(self.gradient.source, index),
                 partial(self._destination, index),
                 self._ready,
                 partial(self._note_complete, index),
@@ -84,9 +84,9 @@ class Loan:
         with self._waiting():
             self._ticket.enter()
         self._arrived = True
-        if (held := self.gradient.first_or_none()) is not None:
-            written = (held,) if self.block.back is None else (held, self.block.back)
-            self._state.backend.host_touch(read=(held,), write=written, what="the step's gradients")
+        if held := self.gradient.blocks():
+            written = held if self.block.back is None else [*held, self.block.back]
+            self._state.backend.host_touch(read=held, write=written, what="the step's gradients")
 
     def _waiting(self) -> AbstractContextManager[None]:
         name = f"wait for the gradients of {self.block}"
@@ -113,9 +113,6 @@ class Loan:
 
     def _note_complete(self, index: int) -> None:
         self.block.complete[index] = self._lent[index]._version
-
-    def _gradient(self, index: int) -> torch.Tensor | None:
-        return self.gradient.views[index].contiguous() if index in self.gradient.written else None
 
 
 def take_back(loans: Sequence[Loan]) -> None:

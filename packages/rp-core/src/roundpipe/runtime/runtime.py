@@ -263,8 +263,8 @@ def lasting() -> AbstractContextManager[object]:
 
 
 def _share(num_threads: int, num_devices: int) -> int:
-    # Two porters a device. They need threads: where several devices add to one gradient, calls and the optimizer
-    # wait for these additions.
+    # Two porters a device. They need threads: where more than two tasks add to one gradient, calls and the
+    # optimizer wait for these additions.
     return max(num_threads // (2 * num_devices), 1)
 
 

@@ -11,7 +11,9 @@ from roundpipe.state.model_state import Block
 
 
 class Exposure:
-    """Sets each parameter's ``.grad`` to its view of the gradient block, without a copy, and removes it again."""
+    """Sets each parameter's ``.grad`` to its view of the gradient block, and removes it again.
+
+    Makes no copy, except of a gradient in two blocks, which are summed into one."""
 
     def __init__(self) -> None:
         self._shown: list[tuple[Gradient, int, torch.Tensor, torch.Tensor | None]] = []
@@ -20,11 +22,12 @@ class Exposure:
         """Set ``.grad`` on every trainable parameter; no task may be running."""
         for block in blocks:
             if block.gradient is not None:
+                written = block.gradient.written
                 for index, parameter in enumerate(block.tensors):
-                    self._show(block.gradient, index, parameter)
+                    self._show(block.gradient, index, parameter, is_written=index in written)
 
-    def _show(self, gradient: Gradient, index: int, parameter: torch.Tensor) -> None:
-        view = gradient.view(index) if index in gradient.written else None
+    def _show(self, gradient: Gradient, index: int, parameter: torch.Tensor, *, is_written: bool) -> None:
+        view = gradient.view(index) if is_written else None
         if view is not None:
             parameter.grad_dtype = view.dtype
         parameter.grad = view

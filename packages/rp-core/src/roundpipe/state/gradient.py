@@ -1,10 +1,11 @@
-"""The gradients of a weight block on the host: in the weights' dtype for one task, fp32 from the second one on."""
+"""The gradients of a weight block on the host: the sum of up to two blocks in 16 bits, or one block in fp32."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import torch
+from rp_optim import GradientPair, add_to_pair
 from rp_transfer import Backend, Conveyor, Layout, Turns
 
 
@@ -17,84 +18,148 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-class Gradient:
-    """A gradient block with the layout of its weight block. Only the holder of its turn may use it.
+class Summand:
+    """A block of gradients, (numel,), and a record of the parameters that it has one of.
 
-    `written`: the indices of the parameters that have a gradient. A parameter that no loss depends on has none.
+    `written`: their indices. A parameter that no loss depends on has none.
+    """
+
+    def __init__(self, layout: Layout, block: torch.Tensor) -> None:
+        self.block = block
+        self.written: set[int] = set()
+        # For steps only. Made once: making a view is a torch operation, which releases the GIL.
+        self.views = layout.views(block)
+
+
+class Gradient:
+    """The gradients of a weight block, with its layout. Only the holder of its turn may use them.
+
+    A gradient is the sum of its summands. In 16 bits there are two: the first task writes one, the second task the
+    other, and nothing is added before the optimizer reads both. Later tasks are added to the two (`add_to_pair`).
+    In 32 bits and more there is one, to which the second task is added. Code that changes single gradients needs
+    one block, too (`widen`): from then on it is in fp32, until all gradients are dropped.
     """
 
     def __init__(self, backend: Backend, layout: Layout) -> None:
         self.turns = Turns()
         self.layout = layout
-        self.written: set[int] = set()
-        self.block: torch.Tensor | None = None
-        # For steps only. Made once: making a view is a torch operation, which releases the GIL.
-        self.views: list[torch.Tensor] = []
         self._backend = backend
-        self._dtype = layout.dtype
+        self._summands: list[Summand] = []
 
-    def first(self) -> torch.Tensor:
-        """The block for the first task's gradients, which overwrite its content."""
-        if self.block is None or self.block.dtype != self._dtype:
-            return self._hold(self._backend.host_empty((self.layout.numel,), self._dtype))
-        return self.block
+    @property
+    def written(self) -> set[int]:
+        """The indices of the parameters that have a gradient."""
+        return set[int]().union(*(summand.written for summand in self._summands))
 
-    def _hold(self, block: torch.Tensor) -> torch.Tensor:
-        self.block, self.views = block, self.layout.views(block)
-        return block
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return sum(summand.block.nbytes for summand in self._summands)
 
     @property
     def arriving_nbytes(self) -> int:
-        """Bytes of the next task's download: the size of the block that it overwrites or adds to."""
-        dtype = sum_dtype(self.layout.dtype) if self.written else self._dtype
-        return self.layout.numel * dtype.itemsize
+        """Bytes of the next task's download."""
+        return self.layout.numel * self._dtype().itemsize
+
+    def blocks(self) -> list[torch.Tensor]:
+        """The blocks that hold gradients."""
+        return [summand.block for summand in self._summands if summand.written]
+
+    def _dtype(self) -> torch.dtype:
+        held = self.blocks()
+        return held[0].dtype if held else self.layout.dtype
+
+    # A task's gradients
 
     def receive(self, sums: torch.Tensor, written: set[int], conveyor: Conveyor) -> None:
-        """Download a task's sums, (numel,) on a device: overwrite if there are no gradients, otherwise add.
+        """Download a task's sums, (numel,) on a device, to an empty summand, or add them to what is there.
 
         `written`: the indices of the parameters that the sums hold a gradient of.
         """
-        if self.written:
-            conveyor.add(self._summing(), sums)
+        if (empty := self._empty()) is not None:
+            conveyor.download(empty.block, sums)
+            empty.written = set(written)
         else:
-            conveyor.download(self.first(), sums)
-        self.written |= written
+            self._add(sums, conveyor)
+            self._note_sum(written | self.written)
 
-    def _summing(self) -> torch.Tensor:
-        block = self.widen()
-        dropped = set(range(len(self.layout.spans))) - self.written
-        self._backend.host_touch(write=(block,) if dropped else (), what="dropped gradients")
-        for index in dropped:
-            # Dropping a gradient leaves its old values in the block.
-            self.view(index).zero_()
-        return block
+    def _empty(self) -> Summand | None:
+        """A summand without gradients, allocated if need be; None if all that there may be have some."""
+        self._split_if_unused()
+        for summand in self._summands:
+            if not summand.written:
+                return summand
+        most = 1 if self._dtype() == sum_dtype(self._dtype()) else 2
+        if len(self._summands) == most:
+            return None
+        return self._append(self._backend.host_empty((self.layout.numel,), self.layout.dtype))
 
-    def widen(self) -> torch.Tensor:
-        """Convert the block to the accumulation dtype for good, and return it."""
-        self._dtype = sum_dtype(self.layout.dtype)
-        old = self.first_or_none()
-        if old is not None and old.dtype == self._dtype:
-            return old
-        wide = self._backend.host_empty((self.layout.numel,), self._dtype)
-        self._backend.host_touch(read=() if old is None else (old,), write=(wide,), what="widening gradients")
-        wide.zero_() if old is None else wide.copy_(old)
-        return self._hold(wide)
+    def _split_if_unused(self) -> None:
+        # The memory of an fp32 block is that of two in 16 bits.
+        if not self.written and self._summands and self._summands[0].block.dtype != self.layout.dtype:
+            memory = self._summands.pop().block.view(self.layout.dtype)
+            self._append(memory[: self.layout.numel])
+            self._append(memory[self.layout.numel :])
 
-    def first_or_none(self) -> torch.Tensor | None:
-        """The block if it holds gradients, otherwise None."""
-        return self.block if self.written else None
+    def _append(self, block: torch.Tensor) -> Summand:
+        self._summands.append(Summand(self.layout, block))
+        return self._summands[-1]
+
+    def _add(self, sums: torch.Tensor, conveyor: Conveyor) -> None:
+        self._clear_dropped()
+        if len(self._summands) == 1:
+            conveyor.add(self._summands[0].block, sums)
+        else:
+            conveyor.combine(self.blocks(), sums, _add_to_pair)
+
+    def _note_sum(self, written: set[int]) -> None:
+        for summand in self._summands:
+            summand.written = set(written)
+
+    def _clear_dropped(self) -> None:
+        for summand in self._summands:
+            dropped = set(range(len(self.layout.spans))) - summand.written
+            self._backend.host_touch(write=(summand.block,) if dropped else (), what="dropped gradients")
+            for index in dropped:
+                # Dropping a gradient leaves its old values in the block.
+                self.layout.spans[index].of(summand.block).zero_()
+
+    # Single gradients
+
+    def source(self, index: int) -> torch.Tensor | GradientPair | None:
+        """One parameter's gradient for a step, contiguous; None if there is none."""
+        held = [summand.views[index].contiguous() for summand in self._summands if index in summand.written]
+        return GradientPair(*held) if len(held) == 2 else next(iter(held), None)
 
     def view(self, index: int) -> torch.Tensor:
-        """One parameter's gradient, in the block's dtype: a new view, which the caller may give to the user."""
-        if self.block is None:
-            raise AssertionError("a gradient that was never written has no view")
-        return self.layout.spans[index].of(self.block)
+        """A new view of one parameter's gradient, which the caller may give to the user.
+
+        Two blocks are summed into one first.
+        """
+        held = self.blocks()
+        return self.layout.spans[index].of(held[0] if len(held) == 1 else self.widen())
+
+    def widen(self) -> torch.Tensor:
+        """Sum all gradients into one block of the accumulation dtype, unless they are in one, and return it."""
+        dtype = sum_dtype(self.layout.dtype)
+        if not self._summands or self._summands[0].block.dtype != dtype:
+            self._sum_into(self._backend.host_empty((self.layout.numel,), dtype))
+        return self._summands[0].block
+
+    def _sum_into(self, total: torch.Tensor) -> None:
+        self._clear_dropped()
+        held, written = self.blocks(), self.written
+        self._backend.host_touch(read=held, write=(total,), what="summing gradients")
+        total.zero_()
+        for block in held:
+            total.add_(block)
+        self._summands = []
+        self._append(total).written = written
 
     def put(self, index: int, value: torch.Tensor) -> None:
         """Replace one parameter's gradient."""
-        self.widen()
-        self.view(index).copy_(value)
-        self.written.add(index)
+        self.layout.spans[index].of(self.widen()).copy_(value)
+        self._summands[0].written.add(index)
 
     def collect(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
         """Move the ``.grad`` of these parameters of the block into the block, adding to what is there."""
@@ -102,17 +167,23 @@ class Gradient:
             found = parameters[index].grad
             assert found is not None
             parameters[index].grad = None
-            self._add(index, found.to_dense() if found.is_sparse else found)
+            self._add_one(index, found.to_dense() if found.is_sparse else found)
 
-    def _add(self, index: int, value: torch.Tensor) -> None:
+    def _add_one(self, index: int, value: torch.Tensor) -> None:
         if index not in self.written:
             self.put(index, value)
             return
         block = self.widen()
         self._backend.host_touch(read=(block,), write=(block,), what="gradients from outside")
-        self.view(index).add_(value)
+        self.layout.spans[index].of(block).add_(value)
 
     def drop(self, indices: Iterable[int] | None = None) -> None:
         """Drop the gradients of some parameters; of all by default."""
-        for index in list(self.written if indices is None else indices):
-            self.written.discard(index)
+        dropped = self.written if indices is None else set(indices)
+        for summand in self._summands:
+            summand.written -= dropped
+
+
+def _add_to_pair(pieces: Sequence[torch.Tensor], arrived: torch.Tensor) -> None:
+    first, second = pieces
+    add_to_pair(GradientPair(first, second), arrived)

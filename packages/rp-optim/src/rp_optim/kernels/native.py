@@ -46,6 +46,7 @@ class _Job(ctypes.Structure):
         ("flags", ctypes.c_int32),
         ("param", _Array),
         ("grad", _Array),
+        ("more", _Array),
         ("weight", _Array),
         ("state", _pointer * 3),
         ("factor", _double),
@@ -92,6 +93,7 @@ def _job(
         flags=flags | (_STREAM if count >= _STREAM_FROM else 0),
         param=_array(spot.param),
         grad=_array(spot.grad),
+        more=_array(spot.more),
         weight=_array(spot.weight),
         state=(_pointer * 3)(*pointers, *[None] * (3 - len(pointers))),
         factor=spot.factor,
@@ -203,9 +205,13 @@ class NativeKernel:
         """See `Kernel.lion`."""
         self._call("lion", *map(_lion_job, updates))
 
-    def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+    def add_to_pair(self, spot: Spot) -> None:
+        """See `Kernel.add_to_pair`."""
+        self._call("add_to_pair", _job(spot))
+
+    def squares(self, spots: Sequence[Spot]) -> list[float]:
         """See `Kernel.squares`."""
-        return self._call("squares", *(_job(Spot(tensor, tensor, None, 1.0)) for tensor in tensors))
+        return self._call("squares", *map(_job, spots))
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.matrix_squares`."""

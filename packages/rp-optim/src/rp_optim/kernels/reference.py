@@ -33,11 +33,21 @@ def _wide(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float64 if like.dtype == torch.float64 else torch.float32, copy=True)
 
 
+def _places(spot: Spot) -> Iterator[slice]:
+    size = spot.grad.numel()
+    return (slice(begin, min(begin + _PIECE, size)) for begin in range(0, size, _PIECE))
+
+
 def _pieces(spot: Spot) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """For each piece: its slice, its parameter and its gradient times the factor, both as by `_wide`."""
-    for begin in range(0, spot.grad.numel(), _PIECE):
-        place = slice(begin, min(begin + _PIECE, spot.grad.numel()))
-        yield place, _wide(spot.param[place], spot.param), _wide(spot.grad[place], spot.param).mul_(spot.factor)
+    for place in _places(spot):
+        yield place, _wide(spot.param[place], spot.param), _gradient(spot, place).mul_(spot.factor)
+
+
+def _gradient(spot: Spot, place: slice) -> torch.Tensor:
+    """A piece of a flat spot's gradient without the factor, as by `_wide`."""
+    wide = _wide(spot.grad[place], spot.param)
+    return wide if spot.more is None else wide.add_(spot.more[place])
 
 
 def _write(spot: Spot, place: slice, value: torch.Tensor) -> None:
@@ -111,7 +121,8 @@ def _lion(spot: Spot, numbers: LionNumbers, exp_avg: torch.Tensor) -> None:
 class TorchKernel:
     """A `Kernel` made of torch's operations.
 
-    >>> TorchKernel().squares([torch.tensor([3.0, 4.0])])
+    >>> gradient = torch.tensor([3.0, 4.0])
+    >>> TorchKernel().squares([Spot(gradient, gradient, None, 1.0)])
     [25.0]
     """
 
@@ -142,11 +153,22 @@ class TorchKernel:
             if spot.weight is not None:
                 spot.weight.copy_(spot.param)
 
-    def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+    def add_to_pair(self, spot: Spot) -> None:
+        """See `Kernel.add_to_pair`."""
+        spot = spot.flat()
+        assert spot.more is not None
+        for place, param, grad in _pieces(spot):
+            total = param + grad
+            spot.param[place] = total
+            rest = total - spot.param[place]
+            # An infinite sum has no rounding error.
+            spot.more[place] = torch.where(rest.isfinite(), rest, 0)
+
+    def squares(self, spots: Sequence[Spot]) -> list[float]:
         """See `Kernel.squares`. A sum over fp64 can overflow to infinity, as torch's norm does."""
         return [
-            sum((_squares(tensor[begin : begin + _PIECE]) for begin in range(0, tensor.numel(), _PIECE)), 0.0)
-            for tensor in map(flat, tensors)
+            sum((_squares(_gradient(spot, place)) for place in _places(spot)), 0.0)
+            for spot in map(Spot.flat, spots)
         ]
 
     # Adafactor
@@ -155,9 +177,9 @@ class TorchKernel:
         """See `Kernel.matrix_squares`."""
         rows = torch.empty(shape.batch, shape.rows, dtype=torch.float64, device="cpu")
         cols = torch.zeros(shape.batch, shape.cols, dtype=torch.float64, device="cpu")
-        grad = _view(flat(spot.grad), shape)
+        spot = spot.flat()
         for batches, place in _bands(shape):
-            squares = grad[batches, place].double().square()
+            squares = _band(spot, shape, batches, place).double().square()
             rows[batches, place] = _sums(squares)
             cols[batches] += _sums(squares.transpose(-1, -2))
         return rows.view(-1), cols.view(-1)
@@ -212,8 +234,14 @@ def _bands(shape: Matrices) -> Iterator[tuple[slice, slice]]:
             yield slice(first, first + batches), slice(row, row + rows)
 
 
+def _band(spot: Spot, shape: Matrices, batches: slice, rows: slice) -> torch.Tensor:
+    """A band of a flat spot's gradient without the factor, as by `_wide`."""
+    wide = _wide(_view(spot.grad, shape)[batches, rows], spot.param)
+    return wide if spot.more is None else wide.add_(_view(spot.more, shape)[batches, rows])
+
+
 def _moves(spot: Spot, shape: Matrices, factors: Factors, batches: slice, rows: slice) -> torch.Tensor:
     row = factors.row.view(shape.batch, shape.rows, 1)[batches, rows]
     col = factors.col.view(shape.batch, 1, shape.cols)[batches]
-    grad = _wide(_view(spot.grad, shape)[batches, rows], spot.param).mul_(spot.factor)
+    grad = _band(spot, shape, batches, rows).mul_(spot.factor)
     return grad / (row * col).clamp(min=factors.least).sqrt()

@@ -21,14 +21,16 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 class Spot:
     """The tensors of one parameter's update: contiguous, on the host, in any shape; a complex number is a pair.
 
-    The gradient is ``grad * factor``: the factor combines unscaling, clipping and the sign for maximizing. The
-    result is written into `param` and, rounded to its dtype, into `weight`.
+    The gradient is ``(grad + more) * factor``, added in fp32 (in fp64 for an fp64 `param`); without `more` just
+    ``grad * factor``. The factor combines unscaling, clipping and the sign for maximizing. The result is written
+    into `param` and, rounded to its dtype, into `weight`.
     """
 
     param: torch.Tensor
     grad: torch.Tensor
     weight: torch.Tensor | None
     factor: float
+    more: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -38,11 +40,12 @@ class Spot:
     def flat(self) -> Spot:
         """The same tensors as `flat` views."""
         weight = None if self.weight is None else flat(self.weight)
-        return Spot(flat(self.param), flat(self.grad), weight, self.factor)
+        more = None if self.more is None else flat(self.more)
+        return Spot(flat(self.param), flat(self.grad), weight, self.factor, more)
 
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes of all its tensors."""
-        tensors = (self.param, self.grad, self.weight)
+        tensors = (self.param, self.grad, self.weight, self.more)
         return {tensor.dtype for tensor in tensors if tensor is not None}
 
 
@@ -176,12 +179,19 @@ class Kernel(Protocol):
         """Write each parameter into its weight, rounded; gradients are not read."""
         ...
 
-    def squares(self, tensors: Sequence[torch.Tensor]) -> list[float]:
-        """The sum of squares of each contiguous tensor; finite exactly if all elements are, except in fp64."""
+    def add_to_pair(self, spot: Spot) -> None:
+        """Add `grad` to the pair of `param` and `more`, all 16-bit: `param` the sum, `more` its rounding error."""
+        ...
+
+    def squares(self, spots: Sequence[Spot]) -> list[float]:
+        """The sum of squares of each gradient, without the factor.
+
+        It is finite exactly if all elements are, except in fp64.
+        """
         ...
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of squares of ``spot.grad``, without the factor, of each row and each column: fp64, flat."""
+        """The sums of squares of the gradient, without the factor, of each row and each column: fp64, flat."""
         ...
 
     def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,8 @@ _SLOTS = 4
 _COPY_COST_BYTES = 128 << 10
 _URGENT = 64
 
-Combine = Callable[[torch.Tensor, torch.Tensor], object]
+# Combines pieces of blocks on the host, which it writes, with the piece of a device's block that has arrived.
+Combine = Callable[[Sequence[torch.Tensor], torch.Tensor], object]
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ class Conveyor:
         if self._backend.is_pinned(source):
             self._send(destination, source)
         else:
-            for there, here in _cut(destination, source, self._slot_bytes):
+            for there, here in _cut(self._slot_bytes, destination, source):
                 self._upload_staged(there, here)
 
     def download(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -128,10 +129,10 @@ class Conveyor:
         """
         _check("download", destination, source, source.dtype)
         if self._backend.is_pinned(destination):
-            for here, there in _cut(destination, source, self._chunk_bytes):
+            for here, there in _cut(self._chunk_bytes, destination, source):
                 self._send_rounded(here, there, here.dtype)
         else:
-            self._download_staged(destination, source, destination.dtype, _copy)
+            self._download_staged((destination,), source, _overwrite)
 
     def add(self, total: torch.Tensor, source: torch.Tensor) -> None:
         """Add `source`, on the device, to `total`, on the host: (numel,) each, of one dtype. Finished on return.
@@ -139,7 +140,22 @@ class Conveyor:
         Raises `ValueError` for different sizes or dtypes.
         """
         _check("add", total, source, total.dtype)
-        self._download_staged(total, source, total.dtype, torch.Tensor.add_)
+        self._download_staged((total,), source, _add)
+
+    def combine(self, totals: Sequence[torch.Tensor], source: torch.Tensor, combine: Combine) -> None:
+        """Call ``combine(pieces, arrived)`` for matching pieces of `totals` and of `source`. Finished on return.
+
+        `totals`: blocks on the host, (numel,) each, of one dtype; `combine` may write them. `source`: (numel,) on
+        the device, converted there to their dtype.
+
+        Raises `ValueError` for different sizes, for `totals` of different dtypes, and for none.
+        """
+        if not totals:
+            raise ValueError("combine needs at least one block on the host, but has none")
+        for total in totals:
+            _check("combine", total, source, source.dtype)
+            _check("combine", totals[0], total, totals[0].dtype)
+        self._download_staged(totals, source, combine)
 
     def record(self) -> Event:
         """Record an event after everything queued so far."""
@@ -212,14 +228,12 @@ class Conveyor:
         self._send(destination, memory)
         slot.used_by = self._stream.record()
 
-    def _download_staged(
-        self, host: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, combine: Combine
-    ) -> None:
-        on_the_way: deque[tuple[torch.Tensor, _Slot]] = deque()
-        for here, there in _cut(host, source, self._slot_bytes):
-            slot = self._slot(here.nbytes)
+    def _download_staged(self, hosts: Sequence[torch.Tensor], source: torch.Tensor, combine: Combine) -> None:
+        on_the_way: deque[tuple[Sequence[torch.Tensor], _Slot]] = deque()
+        for *here, there in _cut(self._slot_bytes, *hosts, source):
+            slot = self._slot(here[0].nbytes)
             slot.is_full = True
-            self._send_rounded(_like(slot.memory, here), there, dtype)
+            self._send_rounded(_like(slot.memory, here[0]), there, here[0].dtype)
             slot.used_by = self._stream.record()
             on_the_way.append((here, slot))
             if len(on_the_way) == _SLOTS - 1:
@@ -227,13 +241,13 @@ class Conveyor:
         while on_the_way:
             self._empty(*on_the_way.popleft(), combine)
 
-    def _empty(self, host: torch.Tensor, slot: _Slot, combine: Combine) -> None:
+    def _empty(self, hosts: Sequence[torch.Tensor], slot: _Slot, combine: Combine) -> None:
         assert slot.used_by is not None
         slot.used_by.synchronize()
-        staged = _like(slot.memory, host)
-        self._backend.host_touch(read=(staged,), write=(host,), what="emptying the ring")
+        staged = _like(slot.memory, hosts[0])
+        self._backend.host_touch(read=(staged,), write=hosts, what="emptying the ring")
         with torch.no_grad():
-            combine(host, staged)
+            combine(hosts, staged)
         slot.is_full = False
 
     def _slot(self, nbytes: int) -> _Slot:
@@ -261,16 +275,25 @@ def _check(what: str, destination: torch.Tensor, source: torch.Tensor, dtype: to
         )
 
 
-def _cut(one: torch.Tensor, other: torch.Tensor, nbytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Matching pieces of both tensors, of about equal length, at most `nbytes` in the dtype of the first."""
-    most = max(nbytes // one.element_size(), 1)
-    step = math.ceil(one.numel() / max(math.ceil(one.numel() / most), 1))
-    for start in range(0, one.numel(), max(step, 1)):
-        yield one[start : start + step], other[start : start + step]
+def _cut(nbytes: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Matching pieces of all tensors, of about equal length, at most `nbytes` in the dtype of the first."""
+    numel = tensors[0].numel()
+    most = max(nbytes // tensors[0].element_size(), 1)
+    step = math.ceil(numel / max(math.ceil(numel / most), 1))
+    for start in range(0, numel, max(step, 1)):
+        yield tuple(tensor[start : start + step] for tensor in tensors)
 
 
 def _like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return memory[: tensor.nbytes].view(tensor.dtype)
+
+
+def _overwrite(totals: Sequence[torch.Tensor], arrived: torch.Tensor) -> None:
+    totals[0].copy_(arrived)
+
+
+def _add(totals: Sequence[torch.Tensor], arrived: torch.Tensor) -> None:
+    totals[0].add_(arrived)
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:

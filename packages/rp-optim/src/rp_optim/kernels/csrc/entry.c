@@ -229,6 +229,7 @@ RANGE(sgd)
 RANGE(lion)
 RANGE(vector_apply)
 RANGE(to_weight)
+RANGE(add_to_pair)
 RANGE(rewrite)
 RANGE(traffic)
 

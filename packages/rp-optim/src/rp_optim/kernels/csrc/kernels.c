@@ -7,6 +7,7 @@
 
 #include "rp_optim.h"
 
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
@@ -110,6 +111,18 @@ INLINE void put_back(void *at, int32_t type, int64_t i, int64_t n, const float *
     if (type != RPO_FLOAT32) narrow(type, values, (uint16_t *)at + i, n);
 }
 
+/* Elements [i, i + n) of the gradient in fp32, as by `fetch`: the sum of two arrays if there are two. */
+INLINE float *fetch_gradient(const rpo_job *job, int64_t i, int64_t n, float *room) {
+    float other[BLOCK];
+    float *one = fetch(job->grad.at, job->grad.type, i, n, room);
+    if (job->more.at == NULL) return one;
+    if (one != room) memcpy(room, one, (size_t)n * sizeof(float));
+    float *restrict sums = room;
+    const float *restrict more = fetch(job->more.at, job->more.type, i, n, other);
+    for (int64_t j = 0; j < n; j++) sums[j] = sums[j] + more[j];
+    return room;
+}
+
 /* Writes full cache lines with streaming stores: they do not read memory that is only written. */
 static void write_around(void *to, const void *from, size_t bytes) {
 #if defined(__SSE2__)
@@ -181,7 +194,7 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
     const int near = job->gain1 < 0.5; /* torch's lerp starts from the nearer end */
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        float *g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        float *g = fetch_gradient(job, i, n, rooms[0]);
         float *p = fetch(job->param.at, type, i, n, rooms[1]);
         float *m = fetch(job->state[0], type, i, n, rooms[2]);
         float *v = fetch(job->state[1], type, i, n, rooms[3]);
@@ -234,7 +247,7 @@ static void sgd(const rpo_job *job, int64_t begin, int64_t end) {
     const int first = (job->flags & RPO_FIRST) != 0;
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        float *g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        float *g = fetch_gradient(job, i, n, rooms[0]);
         float *p = fetch(job->param.at, type, i, n, rooms[1]);
         float *buffer = momentum ? fetch(job->state[0], type, i, n, rooms[2]) : rooms[2];
         switch (momentum ? 1 + first * 2 + nesterov : 0) {
@@ -272,7 +285,7 @@ static void lion(const rpo_job *job, int64_t begin, int64_t end) {
     const int32_t type = job->param.type;
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        float *g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        float *g = fetch_gradient(job, i, n, rooms[0]);
         float *p = fetch(job->param.at, type, i, n, rooms[1]);
         float *m = fetch(job->state[0], type, i, n, rooms[2]);
         lion_block(job, n, p, g, m);
@@ -314,7 +327,7 @@ static double squares(const rpo_job *job, int64_t begin, int64_t end) {
     double lanes[LANES] = {0};
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        add_squares(lanes, fetch(job->grad.at, job->grad.type, i, n, room), n);
+        add_squares(lanes, fetch_gradient(job, i, n, room), n);
     }
     return sum_lanes(lanes);
 }
@@ -330,7 +343,7 @@ static void matrix_squares(const rpo_job *job, int64_t matrix, int64_t begin, in
         double lanes[LANES] = {0};
         for (int64_t c = 0; c < job->cols; c += BLOCK) {
             const int64_t n = job->cols - c < BLOCK ? job->cols - c : BLOCK;
-            const float *restrict g = fetch(job->grad.at, job->grad.type, row * job->cols + c, n, room);
+            const float *restrict g = fetch_gradient(job, row * job->cols + c, n, room);
             double *restrict sums = col_sums + c;
             add_squares(lanes, g, n);
             for (int64_t i = 0; i < n; i++) sums[i] = add_square(sums[i], (double)g[i]);
@@ -352,7 +365,7 @@ static double matrix_norm(const rpo_job *job, int64_t matrix, int64_t begin, int
         const int64_t row = matrix * job->rows + r;
         for (int64_t c = 0; c < job->cols; c += BLOCK) {
             const int64_t n = job->cols - c < BLOCK ? job->cols - c : BLOCK;
-            const float *g = fetch(job->grad.at, job->grad.type, row * job->cols + c, n, room);
+            const float *g = fetch_gradient(job, row * job->cols + c, n, room);
             matrix_moves(job, n, g, job->row[row], job->col + matrix * job->cols + c, moves);
             add_squares(lanes, moves, n);
         }
@@ -375,7 +388,7 @@ static void matrix_apply(const rpo_job *job, int64_t matrix, int64_t begin, int6
         const int64_t row = matrix * job->rows + r;
         for (int64_t c = 0; c < job->cols; c += BLOCK) {
             const int64_t n = job->cols - c < BLOCK ? job->cols - c : BLOCK, i = row * job->cols + c;
-            const float *g = fetch(job->grad.at, job->grad.type, i, n, room);
+            const float *g = fetch_gradient(job, i, n, room);
             matrix_moves(job, n, g, job->row[row], job->col + matrix * job->cols + c, moves);
             apply_moves(job, i, n, moves);
         }
@@ -396,7 +409,7 @@ static double vector_variance(const rpo_job *job, int64_t begin, int64_t end) {
     const int near = job->gain2 < 0.5;
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        const float *restrict g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        const float *restrict g = fetch_gradient(job, i, n, rooms[0]);
         float *restrict v = fetch(job->state[0], job->param.type, i, n, rooms[1]);
         for (int64_t j = 0; j < n; j++) {
             float d = g[j] * factor, square = d * d;
@@ -414,7 +427,7 @@ static void vector_apply(const rpo_job *job, int64_t begin, int64_t end) {
     float rooms[2][BLOCK], moves[BLOCK];
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        const float *g = fetch(job->grad.at, job->grad.type, i, n, rooms[0]);
+        const float *g = fetch_gradient(job, i, n, rooms[0]);
         vector_moves(job, n, g, fetch(job->state[0], job->param.type, i, n, rooms[1]), moves);
         apply_moves(job, i, n, moves);
     }
@@ -427,6 +440,42 @@ static void to_weight(const rpo_job *job, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         write_weights(job, i, n, fetch(job->param.at, job->param.type, i, n, room));
+    }
+}
+
+/* Adding `grad` to the pair of `param` and `more`, all 16-bit: the sum, rounded, and what the rounding left. */
+
+INLINE float widen_one(const int32_t type, uint16_t h) {
+    return type == RPO_BFLOAT16 ? widen_bfloat16(h) : widen_float16(h);
+}
+
+INLINE uint16_t round_one(const int32_t type, float x) {
+    return type == RPO_BFLOAT16 ? round_bfloat16(x) : round_float16(x);
+}
+
+INLINE void pair_block(const int32_t type, int64_t n, uint16_t *restrict first, uint16_t *restrict second,
+                       const uint16_t *restrict addend) {
+    for (int64_t i = 0; i < n; i++) {
+        float sum = widen_one(type, first[i]) + (widen_one(type, second[i]) + widen_one(type, addend[i]));
+        uint16_t rounded = round_one(type, sum);
+        float rest = sum - widen_one(type, rounded);
+        first[i] = rounded;
+        second[i] = round_one(type, fabsf(rest) <= FLT_MAX ? rest : 0); /* an infinite sum leaves nothing */
+    }
+}
+
+static void add_to_pair(const rpo_job *job, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t n = end - i < BLOCK ? end - i : BLOCK;
+        uint16_t *first = (uint16_t *)job->param.at + i, *second = (uint16_t *)job->more.at + i;
+        const uint16_t *addend = (const uint16_t *)job->grad.at + i;
+        ask_for(first + AHEAD, (size_t)n * 2);
+        ask_for(second + AHEAD, (size_t)n * 2);
+        ask_for(addend + AHEAD, (size_t)n * 2);
+        if (job->param.type == RPO_BFLOAT16)
+            pair_block(RPO_BFLOAT16, n, first, second, addend);
+        else
+            pair_block(RPO_FLOAT16, n, first, second, addend);
     }
 }
 
@@ -454,7 +503,7 @@ static void traffic(const rpo_job *job, int64_t begin, int64_t end) {
     float room[BLOCK];
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        const float *restrict g = fetch(job->grad.at, job->grad.type, i, n, room);
+        const float *restrict g = fetch_gradient(job, i, n, room);
         float *restrict p = (float *)job->param.at + i;
         flip((float *)job->state[0] + i, 4 * (size_t)n);
         flip((float *)job->state[1] + i, 4 * (size_t)n);
@@ -470,6 +519,7 @@ const rpo_variant JOIN(rpo_, RPO_VARIANT) = {
     .lion = lion,
     .vector_apply = vector_apply,
     .to_weight = to_weight,
+    .add_to_pair = add_to_pair,
     .rewrite = rewrite,
     .traffic = traffic,
     .squares = squares,

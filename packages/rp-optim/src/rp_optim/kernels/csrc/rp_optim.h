@@ -15,15 +15,15 @@ typedef struct {
     int32_t type;
 } rpo_array;
 
-/* One parameter's update. `grad` is multiplied by `factor` (unscaling, clipping; negative to maximize), then
- * `l2` times the parameter is added. The parameter is multiplied by `shrink`, and `rate` times the direction is
+/* One parameter's update. `more` is added to `grad`, in fp32, wherever `grad` is read. The sum is multiplied by
+ * `factor` (unscaling, clipping; negative to maximize), then `l2` times the parameter is added. The parameter is multiplied by `shrink`, and `rate` times the direction is
  * subtracted. The other numbers belong to one optimizer each. Unused arrays are null. `state` has the parameter's
  * type. */
 typedef struct {
     int64_t count;
     int32_t threads;
     int32_t flags;
-    rpo_array param, grad, weight;
+    rpo_array param, grad, more, weight;
     void *state[3];
     double factor, l2, shrink, rate;
     double beta1, beta2, gain1, gain2; /* gains: 1 - beta, computed by the caller in double, so rounded once */
@@ -55,7 +55,7 @@ typedef void rpo_rows_cols(const rpo_job *job, int64_t matrix, int64_t begin, in
 
 typedef struct {
     const char *name;
-    rpo_range *adam, *sgd, *lion, *vector_apply, *to_weight, *rewrite, *traffic;
+    rpo_range *adam, *sgd, *lion, *vector_apply, *to_weight, *add_to_pair, *rewrite, *traffic;
     rpo_sum *squares, *vector_variance;
     rpo_rows_cols *matrix_squares;
     rpo_rows_sum *matrix_norm;
