@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -134,6 +136,22 @@ class SharedContainer(Model):
         return self.head(x + shared["keys"])
 
 
+class Applying(Layer):
+    def forward(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        return change(super().forward(x))
+
+
+class HandsOnAFunction(Model):
+    layer = Applying
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        scale = 0.5
+        for change, layer in zip((torch.tanh, lambda y: y * scale, functional.relu), self.layers, strict=True):
+            x = layer(x, change)
+        return self.head(x)
+
+
 class TuplesWithNone(Model):
     class Pair(Layer):
         def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -192,6 +210,7 @@ CARRIED = [
     FirstResultInTheSecondAndThird,
     SharedContainer,
     TuplesWithNone,
+    HandsOnAFunction,
     ScratchAttribute,
     WholeSlice,
     OneLayerThrice,
@@ -441,7 +460,97 @@ class Branches(Model):
         return self.head(x)
 
 
+class ReturnsItsLength(Model):
+    class Measuring(Layer):
+        def forward(self, x: Tensor, length: int = 1) -> tuple[Tensor, int]:
+            return super().forward(x) / length, x.shape[1]
+
+    layer = Measuring
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        handed = (self.embed(tokens),)
+        for layer in self.layers:
+            handed = layer(*handed)
+        return self.head(handed[0])
+
+
+@dataclass
+class Holder:
+    hidden: Tensor
+
+
+class ReturnsAnObject(Model):
+    class Holding(Layer):
+        def forward(self, x: Tensor) -> Holder:
+            return Holder(super().forward(x))
+
+    layer = Holding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x).hidden
+        return self.head(x)
+
+
+class HandsOnAFunctionOfTensors(Model):
+    layer = Applying
+
+    def change(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        gain = x.mean(-1, keepdim=True)
+        return lambda y: y * gain
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        change = self.change(x)
+        for layer in self.layers:
+            x = layer(x, change)
+        return self.head(x)
+
+
+class HandsOnAPartial(HandsOnAFunctionOfTensors):
+    def change(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        return partial(torch.mul, x.mean(-1, keepdim=True))
+
+
+class HandsOnAMethod(HandsOnAFunctionOfTensors):
+    def change(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        return x.mean(-1, keepdim=True).mul
+
+
+class HandsOnItsOwnMethod(HandsOnAFunctionOfTensors):
+    def own(self, x: Tensor) -> Tensor:
+        return x * self.embed.weight.mean()
+
+    def change(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        del x
+        return self.own
+
+
+class ContainerInAContainer(Model):
+    class Collecting(Layer):
+        def forward(self, x: Tensor, shared: dict[str, list[Tensor]]) -> Tensor:
+            shared["seen"].append(x)
+            return super().forward(x)
+
+    layer = Collecting
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        shared: dict[str, list[Tensor]] = {"seen": []}
+        for layer in self.layers:
+            x = layer(x, shared)
+        return self.head(x + sum(shared["seen"]))
+
+
 REFUSED = {
+    ReturnsItsLength: "layer 0 returns a int",
+    ReturnsAnObject: "layer 0 returns a Holder",
+    HandsOnAFunctionOfTensors: "its layers are handed a function",
+    HandsOnAPartial: "its layers are handed a partial",
+    HandsOnAMethod: "its layers are handed a builtin_function_or_method",
+    HandsOnItsOwnMethod: "its layers are handed a method",
+    ContainerInAContainer: "a container inside a container",
     ScaledBetween: "computes between its layers: before layer 1, mul reads",
     FirstIsScaled: "computes between its layers: before layer 1, (div|true_divide|__truediv__) reads",
     CalledTwice: "layer 0 is called out of turn",

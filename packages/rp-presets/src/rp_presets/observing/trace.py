@@ -186,6 +186,12 @@ class Trace:
             result = layer(*args, **kwargs)
         if [tensor._version for tensor in given] != versions:
             self._refuse(stub.segment, f"layer {stub.index} writes a tensor that it is handed")
+        if (strange := next((leaf for leaf in leaves(result) if not _travels(leaf)), None)) is not None:
+            self._refuse(
+                stub.segment,
+                f"layer {stub.index} returns a {type(strange).__name__}, which may be another in each call, or "
+                "hold tensors; only tensors and None are handed on",
+            )
         if changed := before.changed():
             self._check_written(stub, layer, changed, arguments)
             before.restore()
@@ -225,6 +231,10 @@ class Trace:
 
     def _refuse(self, segment: int, reason: str) -> NoReturn:
         raise NotARow(self._names[segment], reason)
+
+
+def _travels(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, Tensor)
 
 
 def _with_seed(call: Callable[[], Any]) -> Any:

@@ -95,7 +95,7 @@ def _kept(boxes: dict[int, Any], call: LayerCall, written: frozenset[int]) -> di
 
 
 def _fits(expected: Any, found: Any) -> bool:
-    return isinstance(found, Tensor) if isinstance(expected, Value) else not isinstance(found, Tensor)
+    return isinstance(found, Tensor) if isinstance(expected, Value) else found is None
 
 
 def _shown(found: Sequence[Any]) -> str:
