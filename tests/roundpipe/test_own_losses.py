@@ -143,6 +143,7 @@ def test_each_microbatch_has_its_own_loss_where_outputs_stay_in_microbatches(two
     config = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
     batch = ragged(4, 6, 3) | {"labels": ragged(4, 6, 3)["input_ids"]}
     outputs = RoundPipe(row(), runtime=two, model_run_config=config)(**batch)
+    outputs.synchronize()
     for number, output in enumerate(outputs):
         part = {name: value[2 * number : 2 * number + 2] for name, value in batch.items()}
         assert_near(output.loss, run_plain(row(), part).loss, 1e-6)
