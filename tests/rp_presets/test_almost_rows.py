@@ -543,7 +543,28 @@ class ContainerInAContainer(Model):
         return self.head(x + sum(shared["seen"]))
 
 
+class CatchesErrors(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            with suppress(Exception):
+                x = x * 0.5
+        return self.head(x)
+
+
+class CastsItsLayers(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x.float())
+
+
 REFUSED = {
+    CatchesErrors: "computes between its layers: before layer 1, mul reads",
+    CastsItsLayers: "layer 0 is called inside an autocast",
     ReturnsItsLength: "layer 0 returns a int",
     ReturnsAnObject: "layer 0 returns a Holder",
     HandsOnAFunctionOfTensors: "its layers are handed a function",

@@ -47,6 +47,7 @@ class Trace:
     ) -> None:
         self._hooks = hooks
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._autocast = torch.is_autocast_enabled(self.device.type)
         self._model = model
         self._names = list(lists)
         self._lists = [list(layers) for layers in lists.values()]
@@ -119,6 +120,8 @@ class Trace:
                 stub.segment,
                 f"layer {stub.index} is called without gradients, or in an autograd function that has its own",
             )
+        if torch.is_autocast_enabled(self.device.type) != self._autocast:
+            self._refuse(stub.segment, f"layer {stub.index} is called inside an autocast of the model's own")
         for box in boxes_of((args, kwargs)):
             self._boxes[stub.segment].setdefault(id(box), (box, contents_of(box)))
         layer = self._lists[stub.segment][stub.index]

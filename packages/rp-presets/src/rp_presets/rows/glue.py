@@ -109,6 +109,7 @@ class Epilogue(Glue):
         run = self.run(args, kwargs, device, carry)
         with in_session(run):
             output = run.with_handed(self.model(*args, **kwargs))
+            run.check()
         if any(isinstance(leaf, Absent | StandIn) for leaf in leaves(output)):
             raise UnsupportedModel(
                 f"the output ({type(output).__name__}) holds what the row did not hand on: with these arguments, "
