@@ -184,6 +184,7 @@ class RoundPipe(RoundPipeBase):
 
     def _refuse_call(self, kwargs: Mapping[str, Any]) -> None:
         self._refuse_added()
+        self._follow_mode()
         for name in kwargs.keys() & self._refused.keys():
             if kwargs[name] is not None:
                 raise ValueError(f"{name} must not be given, but is: {self._refused[name]}")
