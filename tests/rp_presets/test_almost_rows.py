@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -562,15 +563,48 @@ class CastsItsLayers(Model):
         return self.head(x.float())
 
 
+class SharesAnObject(Model):
+    class Talking(Layer):
+        board = SimpleNamespace(last=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            found = found if self.board.last is None else found + self.board.last
+            self.board.last = x
+            return found
+
+    layer = Talking
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.Talking.board.last = None
+        return super().forward(tokens)
+
+
+class TellsItsLayersByAnObject(Model):
+    class Listening(Layer):
+        board = SimpleNamespace(gain=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.board.gain
+
+    layer = Listening
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.Listening.board.gain = self.embed(tokens).mean(-1, keepdim=True)
+        return super().forward(tokens)
+
+
 REFUSED = {
+    SharesAnObject: "layer 1 reads a tensor that it neither holds nor is handed",
+    TellsItsLayersByAnObject: "layer 0 reads a tensor that it neither holds nor is handed",
     CatchesErrors: "computes between its layers: before layer 1, mul reads",
     CastsItsLayers: "layer 0 is called inside an autocast",
     ReturnsItsLength: "layer 0 returns a int",
     ReturnsAnObject: "layer 0 returns a Holder",
-    HandsOnAFunctionOfTensors: "its layers are handed a function",
-    HandsOnAPartial: "its layers are handed a partial",
-    HandsOnAMethod: "its layers are handed a builtin_function_or_method",
-    HandsOnItsOwnMethod: "its layers are handed a method",
+    HandsOnAFunctionOfTensors: "layer 0 reads a tensor that it neither holds nor is handed",
+    HandsOnAPartial: "layer 0 reads a tensor that it neither holds nor is handed",
+    HandsOnAMethod: "layer 0 reads a tensor that it neither holds nor is handed",
+    HandsOnItsOwnMethod: "layer 0 reads a tensor that it neither holds nor is handed",
     ContainerInAContainer: "a container inside a container",
     ScaledBetween: "computes between its layers: before layer 1, mul reads",
     FirstIsScaled: "computes between its layers: before layer 1, (div|true_divide|__truediv__) reads",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rp_presets.errors import NotARow
 from rp_presets.observing.attributes import Attributes, holds_others, is_scratch, own
+from rp_presets.observing.hidden import Reads, held_by
 from rp_presets.rows import capture
 from rp_presets.rows.layout import Layout, Like, Segment
 from rp_presets.rows.recorder import boxes_of, direct_tensors
@@ -185,8 +186,14 @@ class Trace:
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in given]
         before, arguments = Attributes(self._model), mapped(_as_it_is, (args, kwargs))
-        with torch.no_grad():
+        with torch.no_grad(), Reads([*given, *held_by(layer)]) as reads:
             result = layer(*args, **kwargs)
+        if reads.hidden:
+            self._refuse(
+                stub.segment,
+                f"layer {stub.index} reads a tensor that it neither holds nor is handed, as of a global or of an "
+                "object that layers share",
+            )
         if [tensor._version for tensor in given] != versions:
             self._refuse(stub.segment, f"layer {stub.index} writes a tensor that it is handed")
         if (strange := next((leaf for leaf in leaves(result) if not _travels(leaf)), None)) is not None:
