@@ -121,6 +121,41 @@ def test_any_split_gives_the_loss_and_gradients_of_the_batch(rows, columns, part
         assert_near(found, gradients(truth), 1e-6)
 
 
+@pytest.mark.parametrize("takes_total", [True, False])
+@pytest.mark.parametrize("parts", [1, 3, 5])
+def test_the_loss_among_the_outputs_of_a_call_is_that_of_the_batch(two, parts, takes_total):
+    batch = ragged(5, 6, 3)
+    batch["labels"][4] = -100
+    model, truth = row(takes_total=takes_total), row(takes_total=takes_total)
+    wanted = run_plain(truth, batch)
+    wanted.loss.backward()
+    wrapped = wrap(model, two, parts)
+    outputs = wrapped(**batch)
+    assert_near([outputs.loss, outputs.logits], [wanted.loss, wanted.logits], 1e-6)
+    outputs.loss.backward()
+    wrapped.synchronize()
+    assert_near(gradients(model), gradients(truth), 1e-6)
+    with torch.no_grad():
+        assert_near(wrapped(**batch).loss, wanted.loss, 1e-6)
+
+
+def test_each_microbatch_has_its_own_loss_where_outputs_stay_in_microbatches(two):
+    config = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
+    batch = ragged(4, 6, 3) | {"labels": ragged(4, 6, 3)["input_ids"]}
+    outputs = RoundPipe(row(), runtime=two, model_run_config=config)(**batch)
+    outputs.synchronize()
+    for number, output in enumerate(outputs):
+        part = {name: value[2 * number : 2 * number + 2] for name, value in batch.items()}
+        assert_near(output.loss, run_plain(row(), part).loss, 1e-6)
+
+
+def test_a_call_whose_loss_divides_in_an_unknown_way_is_refused(two):
+    batch, model = ragged(5, 6, 3), hugging_face()
+    with pytest.raises(ValueError, match="unknown: the model has no own_loss"):
+        wrap(model, two, 2)(**batch)
+    assert wrap(hugging_face(), two, 2)(batch["input_ids"]).loss is None
+
+
 def test_it_runs_on_any_devices(runtime):
     batch, model, truth = ragged(7, 6, 3), row(), row()
     wanted = run_plain(truth, batch)

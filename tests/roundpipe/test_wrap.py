@@ -14,7 +14,7 @@ from plain import assert_near, gradients, mlp, twin, weights
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime, Stale
 from roundpipe import wrap_model_to_roundpipe as wrap
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 
 class Block(nn.Module):
@@ -513,6 +513,47 @@ def test_a_preset_makes_a_row(two: Runtime, preset: bool | None) -> None:
     assert [type(layer).__name__ for layer in model.model] == ["Prologue", "Layer", "Layer", "Epilogue"]
     assert model.config is original.config
     assert model.vocab_size == 40
+
+
+def bart() -> BartForCausalLM:
+    # The code around its layers drops by a function, not by a module.
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 16, "decoder_layers": 2, "decoder_ffn_dim": 16, "dropout": 0.5}
+    config = BartConfig(**sizes, decoder_attention_heads=2, max_position_embeddings=16, is_decoder=True)
+    return BartForCausalLM(config)
+
+
+def test_a_row_follows_the_mode_of_the_users_model(two: Runtime) -> None:
+    original = bart()
+    model = wrap(original, True, runtime=two)
+    model(ids())
+    original.eval()
+    with torch.no_grad():
+        assert_near(model(ids()).logits, twin(original)(ids()).logits, 1e-5)
+        assert not model.training
+        original.train()
+        assert not torch.equal(model(ids()).logits, model(ids()).logits)
+
+
+def test_the_mode_of_parts_of_the_users_model_stays(two: Runtime) -> None:
+    original = bart().eval()
+    original.training = True
+    model = wrap(original, True, runtime=two)
+    with torch.no_grad():
+        assert torch.equal(model(ids()).logits, model(ids()).logits)
+
+
+def test_settings_of_the_users_model_may_change_after_it_is_wrapped(two: Runtime) -> None:
+    original = qwen()
+    model = wrap(original, True, runtime=two)
+    model(ids())
+    original.config.output_hidden_states = True
+    found, wanted = model(ids()), twin(original)(ids())
+    assert_near(list(found.hidden_states), list(wanted.hidden_states), 1e-5)
+    original.config.output_hidden_states = False
+    original.set_attn_implementation("eager")
+    found = model(ids(), output_attentions=True)
+    assert_near(list(found.attentions), list(twin(original)(ids(), output_attentions=True).attentions), 1e-5)
 
 
 def test_without_the_preset_the_same_model_is_taken_apart(two: Runtime) -> None:

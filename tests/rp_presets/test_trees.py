@@ -72,6 +72,19 @@ def test_constants_cannot_be_written():
     assert not any(map(is_plain, (torch.ones(1), nn.Linear(1, 1), object())))
 
 
+def test_a_function_is_a_constant_unless_it_holds_what_is_none():
+    scale, gain = 0.5, torch.ones(1)
+    assert all(map(is_plain, (len, torch.tanh, nn.Linear, lambda x: x * scale)))
+    holding = (
+        lambda x: x * gain,
+        lambda x, by=gain: x * by,
+        gain.mul,
+        partial(torch.mul, gain),
+        nn.Tanh().forward,
+    )
+    assert not any(map(is_plain, holding))
+
+
 class TouchedError(Exception):
     """An `Absent` was used."""
 

@@ -20,6 +20,7 @@ from rp_presets.rows.capture import Hooks
 from rp_presets.rows.glue import Epilogue, Interlude, Prologue
 from rp_presets.rows.layer import Layer
 from rp_presets.rows.layout import Layout
+from rp_presets.rows.skeleton import children_of
 
 
 class Row(nn.Sequential):
@@ -135,7 +136,7 @@ def _row(model: nn.Module, layout: Layout) -> list[nn.Module]:
     for number, segment in enumerate(layout.segments):
         if number:
             layers.append(Interlude(model, layout, number))
-        own = list(model.get_submodule(segment.path).children())[: len(segment.results)]
+        own = list(children_of(model.get_submodule(segment.path)).values())[: len(segment.results)]
         layers += [Layer(layer, index, layout) for index, layer in enumerate(own)]
     return [*layers, Epilogue(model, layout)]
 

@@ -53,6 +53,8 @@ class RoundPipeBase(nn.Module):
     _outside: dict[int, nn.Parameter]
     # The modules of the user's own model when they were last looked at.
     _seen: tuple[nn.Module, ...]
+    # Its training mode, likewise.
+    _mode: bool
 
     def __init__(self, model: nn.Module, name: str | None, optim_dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -62,6 +64,7 @@ class RoundPipeBase(nn.Module):
         self._own("_named", model)
         self._own("_outside", {})
         self._own("_seen", ())
+        self._own("_mode", model.training)
         self._own("name", caller() if name is None else name)
         self.register_load_state_dict_pre_hook(_rename_nested)  # pyright: ignore[reportUnknownMemberType]
         self._own("optim_dtype", optim_dtype)
@@ -274,7 +277,17 @@ class RoundPipeBase(nn.Module):
         super().train(mode)
         if self.original_model is not None:
             self.original_model.train(mode)
+        self._own("_mode", mode)
         return self
+
+    def _follow_mode(self) -> None:
+        """If the user's own model has changed its mode, let what a row copies of it follow."""
+        if self._named.training == self._mode:
+            return
+        self._own("_mode", self._named.training)
+        own = set(self._named.modules())
+        for module in (self, *(one for one in self.model.modules() if one not in own)):
+            module.training = self._mode
 
     # Operations that the engine does not support
 
@@ -319,6 +332,7 @@ class RoundPipeBase(nn.Module):
         used, held = (dict.fromkeys(module.parameters()) for module in (self.model, original_model))
         if used.keys() <= held.keys():
             self._own("_named", original_model)
+            self._own("_mode", original_model.training)
             self._own("_outside", {id(parameter): parameter for parameter in held if parameter not in used})
             self._keep_current(original_model)
 

@@ -54,6 +54,15 @@ class CallLoss:
     in_parts: Callable[[rp_batch.Parts[Any]], tuple[Sequence[Any], LossFn]]
     is_own: bool = False
 
+    def loss_of(self, parts: rp_batch.Parts[Any], outputs: Sequence[Any]) -> torch.Tensor | None:
+        """The loss of the batch, from the microbatches' outputs; None if these have none that is a scalar."""
+        found = [getattr(output, "loss", None) for output in outputs]
+        if not all(isinstance(loss, torch.Tensor) and loss.dim() == 0 for loss in found):
+            return None
+        labels, loss_fn = self.in_parts(parts)
+        losses: list[Any] = list(map(loss_fn, outputs, labels))
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
 
 def call_loss(
     model: nn.Module, kwargs: Mapping[str, Any], label: Any, loss_fn: LossFn, split_label: Any
@@ -134,6 +143,6 @@ def _of_outputs(num_microbatches: int, reason: Exception | None, outputs: Any, l
 
 def with_loss(outputs: Any, loss: Any) -> Any:
     """The merged outputs with the loss of the batch: merging has averaged those of the microbatches."""
-    if isinstance(getattr(outputs, "loss", None), torch.Tensor):
+    if loss is not None and isinstance(getattr(outputs, "loss", None), torch.Tensor):
         outputs.loss = loss
     return outputs

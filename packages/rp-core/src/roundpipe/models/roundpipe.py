@@ -96,13 +96,20 @@ class RoundPipe(RoundPipeBase):
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the wrapped model; its outputs are on the host by default, and backward works through them.
 
-        Raises `RuntimeError` if gradients are requested while torch's grad mode is off, and what a layer raises.
+        Outputs with a loss have that of the whole batch, as in `forward_backward`. In microbatches
+        (``merge_output=False``) each has its own.
+
+        Raises `RuntimeError` if gradients are requested while torch's grad mode is off; `ValueError` for a loss of
+        several microbatches, if it is unknown what each contributes; and what a layer raises.
         """
         config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
         self._refuse_call(kwargs)
-        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
-        parts = self._split(args, kwargs, arrivals, config)
-        return self._merge(self._run(parts, arrivals, config), parts, config)
+        if config.merge_output is False:
+            return self._in_parts(args, kwargs, config)[1]
+        chosen = call_loss(self.model, kwargs, None, outputs_are_loss, None)
+        parts, outputs = self._in_parts(args, chosen.kwargs, config)
+        loss = self._placed(chosen.loss_of(parts, outputs), config)
+        return with_loss(self._merge(outputs, parts, config), loss)
 
     def forward_backward(
         self,
@@ -177,6 +184,7 @@ class RoundPipe(RoundPipeBase):
 
     def _refuse_call(self, kwargs: Mapping[str, Any]) -> None:
         self._refuse_added()
+        self._follow_mode()
         for name in kwargs.keys() & self._refused.keys():
             if kwargs[name] is not None:
                 raise ValueError(f"{name} must not be given, but is: {self._refused[name]}")
@@ -189,6 +197,13 @@ class RoundPipe(RoundPipeBase):
             )
         _check_outputs(config)
         return self._engine.forward(parts, arrivals, config, wants_grad=wants_grad)
+
+    def _in_parts(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig
+    ) -> tuple[rp_batch.Parts[Any], list[Any]]:
+        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
+        parts = self._split(args, kwargs, arrivals, config)
+        return parts, self._run(parts, arrivals, config)
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, config: RoundPipeRunConfig

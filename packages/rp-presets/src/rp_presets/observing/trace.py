@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rp_presets.errors import NotARow
 from rp_presets.observing.attributes import Attributes, holds_others, is_scratch, own
+from rp_presets.observing.hidden import Reads, held_by
 from rp_presets.rows import capture
 from rp_presets.rows.layout import Layout, Like, Segment
 from rp_presets.rows.recorder import boxes_of, direct_tensors
@@ -47,6 +48,7 @@ class Trace:
     ) -> None:
         self._hooks = hooks
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._autocast = torch.is_autocast_enabled(self.device.type)
         self._model = model
         self._names = list(lists)
         self._lists = [list(layers) for layers in lists.values()]
@@ -119,6 +121,8 @@ class Trace:
                 stub.segment,
                 f"layer {stub.index} is called without gradients, or in an autograd function that has its own",
             )
+        if torch.is_autocast_enabled(self.device.type) != self._autocast:
+            self._refuse(stub.segment, f"layer {stub.index} is called inside an autocast of the model's own")
         for box in boxes_of((args, kwargs)):
             self._boxes[stub.segment].setdefault(id(box), (box, contents_of(box)))
         layer = self._lists[stub.segment][stub.index]
@@ -182,10 +186,22 @@ class Trace:
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in given]
         before, arguments = Attributes(self._model), mapped(_as_it_is, (args, kwargs))
-        with torch.no_grad():
+        with torch.no_grad(), Reads([*given, *held_by(layer)]) as reads:
             result = layer(*args, **kwargs)
+        if reads.hidden:
+            self._refuse(
+                stub.segment,
+                f"layer {stub.index} reads a tensor that it neither holds nor is handed, as of a global or of an "
+                "object that layers share",
+            )
         if [tensor._version for tensor in given] != versions:
             self._refuse(stub.segment, f"layer {stub.index} writes a tensor that it is handed")
+        if (strange := next((leaf for leaf in leaves(result) if not _travels(leaf)), None)) is not None:
+            self._refuse(
+                stub.segment,
+                f"layer {stub.index} returns a {type(strange).__name__}, which may be another in each call, or "
+                "hold tensors; only tensors and None are handed on",
+            )
         if changed := before.changed():
             self._check_written(stub, layer, changed, arguments)
             before.restore()
@@ -225,6 +241,10 @@ class Trace:
 
     def _refuse(self, segment: int, reason: str) -> NoReturn:
         raise NotARow(self._names[segment], reason)
+
+
+def _travels(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, Tensor)
 
 
 def _with_seed(call: Callable[[], Any]) -> Any:

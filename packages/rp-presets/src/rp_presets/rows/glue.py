@@ -12,13 +12,14 @@ from rp_presets.errors import UnsupportedModel
 from rp_presets.rows.absent import Absent, StandIn, standing_in
 from rp_presets.rows.arguments import asks_for_more, travelling, without_cache
 from rp_presets.rows.carry import Carry
+from rp_presets.rows.layer import SharesConfigs
 from rp_presets.rows.layout import Layout
 from rp_presets.rows.session import Reached, Run
 from rp_presets.rows.skeleton import in_session, skeleton
 from rp_presets.rows.trees import leaves
 
 
-class Glue(nn.Module):
+class Glue(SharesConfigs):
     """Runs the code of a model between two of its lists of layers.
 
     `stage`: 0 for the code before the first list.
@@ -109,6 +110,7 @@ class Epilogue(Glue):
         run = self.run(args, kwargs, device, carry)
         with in_session(run):
             output = run.with_handed(self.model(*args, **kwargs))
+            run.check()
         if any(isinstance(leaf, Absent | StandIn) for leaf in leaves(output)):
             raise UnsupportedModel(
                 f"the output ({type(output).__name__}) holds what the row did not hand on: with these arguments, "

@@ -1,8 +1,9 @@
-"""One layer of the model in a row."""
+"""One layer of the model in a row, and what all layers of a row have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -14,7 +15,24 @@ from rp_presets.rows.layout import Layout
 from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 
 
-class Layer(nn.Module):
+class SharesConfigs(nn.Module):
+    """A module whose copies have its submodules' configs themselves: a setting may change between calls.
+
+    >>> from types import SimpleNamespace
+    >>> layer = SharesConfigs()
+    >>> layer.config = SimpleNamespace(output_hidden_states=False)
+    >>> copy.deepcopy(layer).config is layer.config
+    True
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharesConfigs:
+        memo.update((id(config), config) for config in _configs(self))
+        found = memo[id(self)] = type(self).__new__(type(self))
+        vars(found).update(copy.deepcopy(vars(self), memo))
+        return found
+
+
+class Layer(SharesConfigs):
     """Calls one of the model's layers as the model does.
 
     `layer`: the model's own module. `index`: its place among the layers. `layout`: what was observed of the model.
@@ -75,6 +93,11 @@ class Layer(nn.Module):
         return {key: value for key, value in (carry.values | computed).items() if key not in call.done}
 
 
+def _configs(module: nn.Module) -> Iterator[Any]:
+    for one in module.modules():
+        yield from (value for name, value in vars(one).items() if name.endswith("config"))
+
+
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
@@ -95,7 +118,7 @@ def _kept(boxes: dict[int, Any], call: LayerCall, written: frozenset[int]) -> di
 
 
 def _fits(expected: Any, found: Any) -> bool:
-    return isinstance(found, Tensor) if isinstance(expected, Value) else not isinstance(found, Tensor)
+    return isinstance(found, Tensor) if isinstance(expected, Value) else found is None
 
 
 def _shown(found: Sequence[Any]) -> str:

@@ -119,6 +119,8 @@ class Recorder:
     def _box_key(self, box: Box) -> BoxKey:
         key = next((key for key, known in self._boxes.items() if known is box), None)
         contents = contents_of(box)
+        if any(map(is_box, _items(contents))):
+            self._refuse("its layers are handed a container inside a container, whose writes cannot be followed")
         if any(isinstance(leaf, Absent) for leaf in leaves(contents)):
             self._refuse("the model writes what a layer returned into a container between its layers")
         if key is None:
@@ -144,6 +146,14 @@ def _through_tuples(key: Callable[[Any], Any], tree: Any) -> Any:
         return key(tree)
     items = cast("tuple[Any, ...]", tree)
     return like_tuple(items, [_through_tuples(key, item) for item in items])
+
+
+def _items(contents: Any) -> list[Any]:
+    """What a container holds, itself or in tuples; containers in it are not opened."""
+    found: list[Any] = []
+    values: Any = contents.values() if isinstance(contents, dict) else contents  # pyright: ignore
+    _through_tuples(found.append, tuple(values))
+    return found
 
 
 def _direct(arguments: Any) -> list[Any]:

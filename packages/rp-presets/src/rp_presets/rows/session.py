@@ -64,6 +64,7 @@ class Run:
         self._recorder = Recorder(device, self._touched, self._refuse)
         self._collected: dict[str, Any] = {}
         self._boxes: dict[int, Box] = {}
+        self._refusal: NotARow | None = None
         if stage == 0:
             at_its_code()
 
@@ -119,6 +120,7 @@ class Run:
         Call it where the frames of forward are still alive: what they hold of the layers' results is kept for the
         code behind them.
         """
+        self.check()
         if self._phase <= self._stage:
             count = len(self._layout.segments[self._phase].results)
             self._refuse(
@@ -135,6 +137,11 @@ class Run:
             self._parts,
             program,
         )
+
+    def check(self) -> None:
+        """Raise the refusal that the model's own code may have caught."""
+        if self._refusal is not None:
+            raise self._refusal
 
     def with_handed(self, output: Any) -> Any:
         """The output, with what the first layers were handed instead of what was computed again.
@@ -257,7 +264,9 @@ class Run:
 
     def _refuse(self, reason: str) -> NoReturn:
         segments = self._layout.segments
-        raise NotARow(segments[min(self._phase, len(segments) - 1)].path, reason)
+        refusal = NotARow(segments[min(self._phase, len(segments) - 1)].path, reason)
+        self._refusal = self._refusal or refusal
+        raise refusal
 
 
 class Gone:

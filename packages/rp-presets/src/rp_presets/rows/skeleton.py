@@ -231,6 +231,17 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The children by name. Unlike torch's, one that has several names counts for each.
+
+    >>> layer = nn.Identity()
+    >>> list(children_of(nn.ModuleList([layer, layer])))
+    ['0', '1']
+    """
+    table: dict[str, nn.Module | None] = vars(module)["_modules"]
+    return {name: child for name, child in table.items() if child is not None}
+
+
 def shallow(module: nn.Module) -> nn.Module:
     """A copy of a module with tables of its own that holds the same submodules and tensors."""
     found = copy.copy(module)
@@ -269,13 +280,13 @@ def skeleton(
         if path in segments:
             stubs = [
                 Stub(segments[path], index, layer, Facts(layer, path, written))
-                for index, layer in enumerate(module.children())
+                for index, layer in enumerate(children_of(module).values())
             ]
             return _list_like(module, stubs)
         if path in spine or _is_container(module):
             found = shallow(module)
             note_hooked(found)
-            for name, child in module.named_children():
+            for name, child in children_of(module).items():
                 vars(found)["_modules"][name] = copied(child, f"{path}.{name}" if path else name)
             vars(found)["_like"] = next((Spec.of(one) for one in module.parameters()), None)
             vars(found)["parameters"] = types.MethodType(_parameters, found)
@@ -309,5 +320,5 @@ def _scratch(module: nn.Module) -> nn.Module:
 
 def _list_like(old: nn.Module, stubs: list[Stub]) -> nn.Module:
     found = shallow(old)
-    vars(found)["_modules"] = {name: stub for (name, _), stub in zip(old.named_children(), stubs, strict=True)}
+    vars(found)["_modules"] = dict(zip(children_of(old), stubs, strict=True))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable, Iterator, MutableMapping
-from types import NoneType
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -27,8 +27,17 @@ def is_box(tree: object) -> TypeGuard[Box]:
 
 
 def is_plain(leaf: object) -> bool:
-    """Whether a leaf is a constant."""
-    return isinstance(leaf, _PLAIN) or (callable(leaf) and not isinstance(leaf, Tensor | torch.nn.Module))
+    """Whether a leaf is a constant. A function is one if it holds nothing else.
+
+    >>> is_plain(len), is_plain(torch.ones(1)), is_plain(torch.ones(1).add)
+    (True, False, False)
+    """
+    if isinstance(leaf, FunctionType):
+        cells = [cell.cell_contents for cell in leaf.__closure__ or ()]
+        return all(map(is_plain, leaves([*cells, leaf.__defaults__, leaf.__kwdefaults__])))
+    if isinstance(leaf, BuiltinFunctionType):
+        return leaf.__self__ is None or isinstance(leaf.__self__, ModuleType)
+    return isinstance(leaf, (*_PLAIN, type))
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
