@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plain import assert_near, gradients
 from roundpipe import OwnLoss as Protocol
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from rp_presets import OwnLoss, UnknownLoss
+from rp_presets import OwnLoss, UnknownLoss, to_sequential
 from torch import nn
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -291,6 +291,18 @@ def test_a_loss_fn_decides_though_labels_are_in_the_batch(two):
 def test_labels_that_are_no_tensor_are_refused_before_anything_runs(two):
     with pytest.raises(TypeError, match=r"labels must be a tensor.*is a list"):
         wrap(row(), two, 2).forward_backward(input_kwargs={**ragged(5, 6, 3), "labels": [1, 2]})
+
+
+def test_a_batch_without_rows_is_refused(two):
+    with pytest.raises(ValueError, match="the batch is empty: labels has no rows"):
+        wrap(row(), two, 1).forward_backward(input_kwargs={name: t[:0] for name, t in ragged(5, 6, 3).items()})
+
+
+def test_positions_to_keep_are_no_rows_of_the_batch(two):
+    model = hugging_face()
+    kept = {"input_ids": ragged(4, 6, 3)["input_ids"], "logits_to_keep": torch.tensor([0, 2, 3, 5])}
+    with torch.no_grad():
+        assert_near(wrap(to_sequential(model), two, 2)(**kept).logits, model(**kept).logits, 1e-6)
 
 
 def test_tensors_are_the_loss_as_ever(two):

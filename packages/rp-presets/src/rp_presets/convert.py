@@ -24,7 +24,13 @@ from rp_presets.rows.skeleton import children_of
 
 
 class Row(nn.Sequential):
-    """A model's layers. `own_loss`: how the loss that it computes from labels divides over a split batch."""
+    """A model's layers. `own_loss`: how the loss that it computes from labels divides over a split batch.
+
+    `whole_arguments`: names of arguments of which each part of a split batch gets all: no rows of the batch.
+    """
+
+    # By transformers' definition: a number of positions, or their indices.
+    whole_arguments = frozenset({"logits_to_keep"})
 
     def __init__(self, layers: Sequence[nn.Module], own_loss: OwnLosses) -> None:
         super().__init__(*layers)

@@ -209,7 +209,8 @@ class RoundPipe(RoundPipeBase):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, config: RoundPipeRunConfig
     ) -> rp_batch.Parts[Any]:
         count = config.num_microbatch or len(self.runtime.lanes) + 1
-        parts = rp_batch.split((args, kwargs), count, config.split_input)
+        spec = _whole(self.model, kwargs) if config.split_input is None else config.split_input
+        parts = rp_batch.split((args, kwargs), count, spec)
         arrivals.check(count, parts)
         return parts
 
@@ -224,6 +225,12 @@ class RoundPipe(RoundPipeBase):
         return rp_batch.map_leaves(
             lambda leaf: leaf.to(config.output_device) if isinstance(leaf, torch.Tensor) else leaf, merged
         )
+
+
+def _whole(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    """The spec of the arguments that a row of rp_presets says are no rows of the batch; None without any."""
+    names = getattr(model, "whole_arguments", frozenset[str]()) & kwargs.keys()
+    return (None, dict.fromkeys(names, rp_batch.Replicate())) if names else None
 
 
 def _row(model: nn.Module) -> list[nn.Module]:

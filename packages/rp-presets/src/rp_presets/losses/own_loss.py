@@ -56,7 +56,7 @@ class OwnLoss:
         A number that the caller gives stays: the labels of several accumulated batches, say.
 
         Raises:
-            ValueError: there are `shift_labels`, and it is unknown how the model counts them.
+            ValueError: there are no rows; or `shift_labels`, and it is unknown how the model counts them.
             TypeError: the labels are not a tensor.
         """
         found = dict(kwargs)
@@ -108,6 +108,8 @@ class OwnLoss:
             raise TypeError(
                 f"{name} must be a tensor whose first dimension is the batch, but is {_described(labels)}"
             )
+        if not len(labels):
+            raise ValueError(f"the batch is empty: {name} has no rows; give one sample or more")
         return rule, labels
 
 

@@ -68,10 +68,6 @@ class Imagined:
                 )
                 values.append(_waves(rows, spec.shape[-1], number + 1) if isinstance(spec, Spec) else spec)
 
-    def _imagined(self, spec: Spec, hidden: Tensor, number: int) -> Tensor:
-        is_by_token = spec.shape[0] == self._tokens
-        return _waves(hidden.flatten(0, 1) if is_by_token else hidden, spec.shape[-1], number)
-
 
 def _handed_on(like: Like, given: Sequence[Tensor]) -> Tensor:
     # Of other results nothing is known; only layers read them.
