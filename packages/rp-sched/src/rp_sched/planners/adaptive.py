@@ -7,7 +7,8 @@ from dataclasses import replace
 from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
 from rp_sched.planners.search_space import Space
 from rp_sched.problem.checks import non_negative
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem

@@ -108,7 +108,7 @@ class Finder:
         found = pace([course], self.devices, most_calls=most_calls)
         choice = self.devices // DEVICES_A_STEP if self.devices > FEW_DEVICES else 0
         steps = course.steps + len(course.jobs) * choice
-        self.steps += found.calls * steps * (LINKED_STEPS if course.loads.linked else 1)
+        self.steps += found.calls * steps * (1 if course.loads.plain else LINKED_STEPS)
         return found
 
     def _cannot_win(self, course: Course) -> bool:

@@ -9,7 +9,8 @@ from rp_sched.planners.local_search import EQUAL
 from rp_sched.planners.planner import Strategy, published
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.planners.search_space import Space
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem

@@ -7,7 +7,8 @@ from rp_sched.errors import Infeasible
 from rp_sched.planners.adaptive import Search
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.problem.checks import shown
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem

@@ -9,7 +9,8 @@ from typing import Any, cast
 from rp_sched.errors import InvalidCost
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import at_most, shown, whole
-from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import Limits
 
 _LAYER = tuple(field.name for field in fields(LayerCost))
 _LIMITS = tuple(field.name for field in fields(Limits))

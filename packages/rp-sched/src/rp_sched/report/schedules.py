@@ -7,7 +7,8 @@ from functools import partial
 from rp_sched.planners.classic import CLASSIC, even_stages
 from rp_sched.planners.planner import Strategy, plan
 from rp_sched.planners.roundrobin import RoundRobin
-from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task
 from rp_sched.problem.validation import check_steps
