@@ -56,6 +56,7 @@ class Search:
         quick_plans: int = QUICK_PLANS,
     ) -> None:
         check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+        limits.check_devices(devices)
         self._loads = Loads(costs, limits)
         self._loads.check_feasible(mode)
         self._mode: Mode = mode
@@ -115,11 +116,18 @@ class Search:
             finder = self._finder(devices, ())
 
     def _finder(self, devices: int, first: Sequence[Plan]) -> Finder:
-        return Finder(self._loads, mode=self._mode, devices=devices, microbatches=self._microbatches, first=first)
+        return Finder(
+            self._loads_of(devices), mode=self._mode, devices=devices, microbatches=self._microbatches, first=first
+        )
 
     def _bound_ms(self, devices: int) -> float:
-        space = Space(self._loads, mode=self._mode, devices=devices, microbatches=self._microbatches)
-        return space.bound_ms()
+        loads = self._loads_of(devices)
+        return Space(loads, mode=self._mode, devices=devices, microbatches=self._microbatches).bound_ms()
+
+    def _loads_of(self, devices: int) -> Loads:
+        """The loads if only the first devices are used; they may have more memory than the others."""
+        limits = self._loads.limits.first(devices)
+        return self._loads if limits is self._loads.limits else Loads(self._loads.costs, limits)
 
     def _found(self, finder: Finder) -> Course:
         if finder.devices == self._devices:

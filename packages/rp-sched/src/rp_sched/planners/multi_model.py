@@ -49,6 +49,7 @@ def plan_together(
         raise ValueError("plan_together needs the costs of at least one model, but got none")
     for costs in models:
         check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+    limits.check_devices(devices)
     if strategy != "adaptive":
         return _published(models, published(strategy), devices, microbatches, mode, limits)
     parts = [_Model.of(costs, devices, microbatches, mode, limits) for costs in models]

@@ -46,6 +46,7 @@ def plan(
         search = Search(costs, devices=devices, microbatches=microbatches, mode=mode, limits=limits)
         return search.finish().plan
     check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+    limits.check_devices(devices)
     loads = Loads(costs, limits)
     loads.check_feasible(mode)
     found = published(strategy).plan(loads, devices=devices, microbatches=microbatches, mode=mode)

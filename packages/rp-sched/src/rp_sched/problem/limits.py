@@ -265,12 +265,15 @@ class Limits:
         return min((one.memory_bytes for one in self._each() if one.memory_bytes is not None), default=None)
 
     @property
+    def shares_nothing(self) -> bool:
+        """Whether no device's work slows another's, apart from launching layers."""
+        return not self.switches and self.host.is_free
+
+    @property
     def only_devices_take_time(self) -> bool:
         """Whether devices are alike and transfers and the host take no time, apart from `hop_ms`."""
-        shared = self.devices or self.switches or not self.host.is_free
-        return (
-            not shared and self.upload_gb_s is None and self.download_gb_s is None and self.leaving_bytes is None
-        )
+        rates = (self.upload_gb_s, self.download_gb_s, self.leaving_bytes)
+        return self.shares_nothing and not self.devices and rates == (None, None, None)
 
     @property
     def stage_limit_bytes(self) -> int | None:

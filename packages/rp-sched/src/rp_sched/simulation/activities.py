@@ -29,8 +29,8 @@ class Played:
     """The activities of one task.
 
     `compute_ms`: the compute time of a microbatch on its device. `steps`: the optimizer's work that its weights
-    wait for. `leaving`: the download of its gradients, if that takes time. `before_end`, `before_left`: the end of the
-    task before on the same device, and when its gradients had left.
+    wait for. `leaving`: the download of its gradients, if that takes time. `before_end`, `before_left`: the end of
+    the task before on the same device, and when its gradients had left.
     """
 
     call: int

@@ -42,8 +42,9 @@ class Clock:
     `free`: the device has run its tasks. `up`, `down`: its links have carried their bytes. `left`, `left_before`:
     the gradients of its last task, and of the task before, have left the device. `held`, `gradients`: bytes in use
     by its last task, in all and for gradients. `turn`: the next device in turn. `before_ms`: the call before has
-    ended. `results_ms`: losses or outputs of this call are available. `over_ms`: this call has ended. `stepped_ms`: the optimizer has done all its work so far, `stepped_last_ms` and
-    `stepped_before_ms`: that of the last call and of the one before.
+    ended. `results_ms`: losses or outputs of this call are available. `over_ms`: this call has ended. `added_ms`:
+    the host has added all gradients so far. `stepped_ms`: the optimizer has done all its work so far;
+    `stepped_last_ms` and `stepped_before_ms`: that of the last call, and of the one before it.
 
     >>> Clock.idle(2).free
     [0.0, 0.0]
@@ -60,6 +61,7 @@ class Clock:
     before_ms: float = 0.0
     results_ms: float = 0.0
     over_ms: float = 0.0
+    added_ms: float = 0.0
     stepped_ms: float = 0.0
     stepped_last_ms: float = 0.0
     stepped_before_ms: float = 0.0
@@ -74,7 +76,7 @@ class Clock:
         """An independent copy at the launch of a call."""
         free, left, left_before, held, gradients, up, down = map(list, self._lists())
         copied = Clock(free, up, down, left, left_before, held, gradients, self.turn, self.before_ms)
-        copied.stepped_ms, copied.stepped_last_ms, copied.stepped_before_ms = self._stepped()
+        copied.added_ms, copied.stepped_ms, copied.stepped_last_ms, copied.stepped_before_ms = self._host()
         return copied
 
     def next_call(self) -> float:
@@ -83,6 +85,7 @@ class Clock:
         self.before_ms = _since(self.over_ms, passed)
         for times in (self.free, self.up, self.down, self.left, self.left_before):
             times[:] = [_since(ms, passed) for ms in times]
+        self.added_ms = _since(self.added_ms, passed)
         self.stepped_ms = _since(self.stepped_ms, passed)
         self.stepped_before_ms = _since(self.stepped_last_ms, passed)
         self.stepped_last_ms = self.stepped_ms
@@ -93,17 +96,17 @@ class Clock:
         """The rounded state, which determines the future. `named`: device numbers matter; else sort devices."""
         devices = [tuple(round(value, DIGITS) for value in device) for device in zip(*self._lists(), strict=True)]
         alike = devices[self.turn :] + devices[: self.turn] if named else sorted(devices)
-        return tuple(round(ms, DIGITS) for ms in (self.before_ms, *self._stepped())), *alike
+        return tuple(round(ms, DIGITS) for ms in (self.before_ms, *self._host())), *alike
 
     def exact_state(self) -> tuple[float, ...]:
         """The exact state that determines the future."""
-        return self.turn, self.before_ms, *self._stepped(), *chain.from_iterable(self._lists())
+        return self.turn, self.before_ms, *self._host(), *chain.from_iterable(self._lists())
 
     def round_state(self) -> None:
         """Round the state, so that states that differ by rounding errors become equal."""
         self.before_ms = round(self.before_ms, DIGITS)
-        self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms = (
-            round(ms, DIGITS) for ms in self._stepped()
+        self.added_ms, self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms = (
+            round(ms, DIGITS) for ms in self._host()
         )
         for values in self._lists():
             values[:] = [round(value, DIGITS) for value in values]
@@ -146,8 +149,12 @@ class Clock:
         sent_ms = max(self.down[device], begin_ms) + len(batch) * load.output_bytes * lane.down_ms
         leaving_ms = (load.sent_bytes - load.added_bytes) * lane.down_ms + load.added_bytes * lane.add_ms
         left_ms = max(sent_ms, end_ms) + leaving_ms if leaving_ms else end_ms
+        if load.added_bytes:
+            adding_ms = load.added_bytes * resources.add_ms
+            self.added_ms = max(self.added_ms + adding_ms, left_ms)
+            left_ms = self.added_ms
         self.down[device] = left_ms if leaving_ms else sent_ms
-        if load.step_bytes:
+        if load.sent_bytes:
             self.stepped_ms = max(self.stepped_ms, left_ms) + load.step_bytes * resources.update_ms
         self._note(load, device, end_ms, left_ms)
         self.results_ms = max(self.results_ms, end_ms + load.results_after_ms(step_ms))
@@ -172,8 +179,8 @@ class Clock:
         self.held[device] = load.state_bytes + load.kept_bytes
         self.gradients[device] = load.gradient_bytes
 
-    def _stepped(self) -> tuple[float, float, float]:
-        return self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms
+    def _host(self) -> tuple[float, float, float, float]:
+        return self.added_ms, self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms
 
     def _lists(self) -> tuple[list[float], ...]:
         return self.free, self.left, self.left_before, self.held, self.gradients, self.up, self.down

@@ -26,8 +26,10 @@ class Course:
     >>> course.steady_ms(devices=1), course.alone_ms(devices=1)
     (24.0, 24.0)
 
-    The rules of the simulation are in `rp_sched.simulation.clock`. Raises `InvalidPlan` for a plan that does not
-    suit the costs, the mode or the microbatches.
+    The rules of the simulation are in `rp_sched.simulation.clock`; a call takes at least as long as it keeps what
+    devices share busy. `simulate` divides that at each moment, which takes far longer.
+
+    Raises `InvalidPlan` for a plan that does not suit the costs, the mode or the microbatches.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class Course:
     def alone_ms(self, devices: int) -> float:
         """The time of one call on idle devices."""
         clock = Clock.idle(whole("devices", devices, least=1, bound=bounds.DEVICES))
+        self.loads.limits.check_devices(devices)
         self.play(clock)
-        return max(clock.over_ms, clock.results_ms)
+        return max(clock.over_ms, clock.results_ms, shared_ms([self], devices))
 
     def steady_ms(self, devices: int, *, most_calls: int = MOST_CALLS) -> float:
         """The steady-state time per call, from launch to launch, of calls that follow each other.
@@ -103,7 +106,7 @@ class Course:
         >>> course.loads_ms(devices=1)["device"]
         24.0
         """
-        used = self.used(devices)
+        used = self.used(whole("devices", devices, least=1, bound=bounds.DEVICES))
         return self.loads.resources(used).loads_ms(self.work, used)
 
     def bottleneck(self, devices: int) -> Resource:
@@ -139,7 +142,10 @@ class Pace(NamedTuple):
 def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALLS) -> Pace:
     """The steady-state time of one call of each course, called in turn; see `Course.steady_ms`."""
     used = [course.used(whole("devices", devices, least=1, bound=bounds.DEVICES)) for course in courses]
+    for course in courses:
+        course.loads.limits.check_devices(max(used))
     clock = Clock.idle(max(used))
+    least_ms = shared_ms(courses, devices)
     named = min(used) < max(used) or any(course.plan.in_turn for course in courses)
     seen: dict[object, int] = {}
     launches = [0.0]
@@ -147,11 +153,22 @@ def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALL
         state = clock.rounded_state(named=named)
         if state in seen:
             first = seen[state]
-            return Pace((launches[call] - launches[first]) / (call - first), call)
+            return Pace(max((launches[call] - launches[first]) / (call - first), least_ms), call)
         seen[state] = call
         launches.append(launches[-1] + sum(_next(course, clock) for course in courses))
     half = most_calls // 2
-    return Pace((launches[most_calls] - launches[half]) / (most_calls - half), most_calls)
+    return Pace(max((launches[most_calls] - launches[half]) / (most_calls - half), least_ms), most_calls)
+
+
+def shared_ms(courses: Sequence[Course], devices: int) -> float:
+    """How long one call of each course keeps what devices share busy: the GIL, host memory and so on."""
+    if all(course.loads.shares_nothing for course in courses):
+        return 0.0
+    sums: dict[Resource, float] = {}
+    for course in courses:
+        for resource, ms in course.loads_ms(devices).items():
+            sums[resource] = sums.get(resource, 0.0) + ms
+    return max(ms for resource, ms in sums.items() if resource not in ("device", "link"))
 
 
 def _next(course: Course, clock: Clock) -> float:

@@ -91,6 +91,7 @@ class Resources:
         host = limits.host
         self.update = Rate(host.optimizer_ms_per_byte, _taken([(MEMORY, host.memory_ms_per_byte)]))
         self.update_ms = self.update.alone
+        self.add_ms = host.add_ms_per_byte
 
     def loads_ms(self, work: Work, used: int) -> dict[Resource, float]:
         """How long each resource of the first `used` devices is busy with this work, if it is spread evenly.

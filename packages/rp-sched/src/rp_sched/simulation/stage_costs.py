@@ -24,10 +24,10 @@ class Load(NamedTuple):
     `ms`: compute time of one microbatch; `backward_ms`: the part of it that needs gradients. `launch_ms`: how
     long its launching holds the GIL. `hop_ms`: from the end of a microbatch to when the next stage may start it,
     on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`, `output_bytes`: uploaded and
-    downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by the task, of which the latter are added on the
-    host. `step_bytes`: traffic of the optimizer's step that the task's gradients complete. `state_bytes`: weights
-    and gradients on the device. `gradient_bytes`: gradients alone. `kept_bytes`: kept activations of one
-    microbatch.
+    downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by the task, of which the latter
+    are added on the host. `step_bytes`: traffic of the optimizer's step that the task's gradients complete.
+    `state_bytes`: weights and gradients on the device. `gradient_bytes`: gradients alone. `kept_bytes`: kept
+    activations of one microbatch.
     """
 
     kind: TaskKind
@@ -127,6 +127,8 @@ class Loads:
         self.forward_launch_ms = _sums([cost.forward_launch_ms for cost in costs])
         self.recompute_launch_ms = _sums([cost.recompute_launch_ms for cost in costs])
         self.backward_launch_ms = _sums([cost.backward_launch_ms for cost in costs])
+        launches = (self.forward_launch_ms, self.backward_launch_ms, self.recompute_launch_ms)
+        self.shares_nothing = not any(sums[-1] for sums in launches) and limits.shares_nothing
         # Devices are alike and only they take time: nothing but the stages' times has to be simulated.
         self.plain = limits.only_devices_take_time
         self._resources: dict[int, Resources] = {}
