@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
+from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.planners.search_space import Space
 from rp_sched.problem.checks import non_negative
 from rp_sched.problem.costs import LayerCost
@@ -13,12 +14,16 @@ from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.simulate import simulated_ms
 from rp_sched.simulation.stage_costs import Loads
 
 # For 100 layers these take a few hundredths of a second and find most of the possible gain.
 QUICK_PLANS = 12
 # Stop trying fewer devices when all searches together have simulated so many steps (see `local_search`).
 ALL_STEPS = 8 * MOST_STEPS
+
+# Steps of a call of two plans that `Search.settle` compares: their simulation takes up to half a second.
+SETTLED_STEPS = 2_000
 
 
 class Search:
@@ -63,6 +68,7 @@ class Search:
         self._microbatches = microbatches
         self._devices = devices
         self.is_done = False
+        self._settled_ms: float | None = None
         for plan in first:
             plan.check(len(costs), mode)
             plan.check_microbatches(microbatches)
@@ -90,6 +96,41 @@ class Search:
         """
         self._go(None, float("inf"))
         return self.best
+
+    def settle(self) -> Course:
+        """Search to the end, then compare the best plan with rivals by `simulated_ms`; return the fastest.
+
+        >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").settle().plan
+        Plan(F[0:1])
+
+        The search prices what devices share by what they take in all, which is too little where many tasks need it
+        at once. The rivals are the plan of `roundrobin` and the fastest plan that does not divide microbatches.
+        Problems of more than `SETTLED_STEPS` steps are not compared, since that takes seconds.
+        """
+        best = self.finish()
+        if self._loads.shares_nothing:
+            return best
+        published = RoundRobin().plan(
+            self._loads, devices=self._devices, microbatches=self._microbatches, mode=self._mode
+        )
+        rivals = [Course.unchecked(published, self._loads, self._mode, self._microbatches)]
+        rivals += [self._first_finder.undivided] if self._first_finder.undivided is not None else []
+        for rival in rivals:
+            self._compare(rival)
+        return self.best
+
+    def _compare(self, rival: Course) -> None:
+        allowed = self._loads.fits_host(rival.plan, self._microbatches)
+        if not allowed or rival.plan == self.best.plan or rival.steps + self.best.steps > SETTLED_STEPS:
+            return
+        if self._settled_ms is None:
+            self._settled_ms = simulated_ms(self.best, self._devices)
+        if rival.bound_ms(self._devices) >= self._settled_ms:
+            return
+        rival_ms = simulated_ms(rival, self._devices)
+        if rival_ms < self._settled_ms * (1 - EQUAL):
+            self.best, self._settled_ms = rival, rival_ms
+            self.best_ms = rival.steady_ms(self._devices)
 
     def others(self, count: int) -> list[Plan]:
         """The fastest plans tried, fastest first, for planners that need alternatives to `best`."""

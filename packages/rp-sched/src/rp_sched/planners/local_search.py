@@ -44,6 +44,9 @@ class Finder:
         self.best_ms = float("inf")
         self.devices = devices
         self._best: Course | None = None
+        # The fastest plan whose stages each run all microbatches on one device.
+        self.undivided: Course | None = None
+        self._undivided_ms = float("inf")
         self._space = Space(loads, mode=mode, devices=devices, microbatches=microbatches)
         self._least_ms = self._space.bound_ms()
         self.steps = 0
@@ -102,6 +105,8 @@ class Finder:
             found = self._pace(course, MOST_CALLS)
         if self._is_better(found.call_ms, course):
             self._best, self.best_ms = course, found.call_ms
+        if found.call_ms < self._undivided_ms and not plan.divides:
+            self.undivided, self._undivided_ms = course, found.call_ms
         return found.call_ms
 
     def _pace(self, course: Course, most_calls: int) -> Pace:

@@ -37,14 +37,14 @@ def plan(
 
     The plan is within the limits: a stage leaves room to fetch the next one (see `Limits`), unless it is a single
     layer, or the whole model on a device that holds it. `adaptive` minimises the simulated steady-state time per
-    call and is never slower than `roundrobin` in it (see `Search`, which can be run step by step).
+    call and is never slower than `roundrobin` in it (see `Search`, which can be run step by step, and `settle`).
 
     Raises `Infeasible` if a single layer is too large for a device, or the model for the host; `TypeError` or
     `ValueError` for invalid arguments.
     """
     if strategy == "adaptive":
         search = Search(costs, devices=devices, microbatches=microbatches, mode=mode, limits=limits)
-        return search.finish().plan
+        return search.settle().plan
     check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
     limits.check_devices(devices)
     loads = Loads(costs, limits)

@@ -93,7 +93,8 @@ class Course:
         It is the largest of: the compute time divided by the devices; the link times divided by the links; the
         time from launch to losses, and half the time to the end, if every task had a device of its own.
         """
-        return max(self.load_bound_ms(devices), self._path_bound_ms())
+        fastest = min(lane.slowdown for lane in self.loads.resources(self.used(devices)).lanes)
+        return max(self.load_bound_ms(devices), min(fastest, 1.0) * self._path_bound_ms())
 
     def load_bound_ms(self, devices: int) -> float:
         """The part of `bound_ms` from the work of each resource."""

@@ -2,17 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 
+from rp_sched.problem import bounds
+from rp_sched.problem.checks import whole
 from rp_sched.problem.costs import LayerCost
 from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task, check_order
 from rp_sched.problem.validation import check_problem, check_steps
 from rp_sched.simulation.activities import Calls, Microbatch, Played
+from rp_sched.simulation.assignment import Dealer
 from rp_sched.simulation.host_memory import Host
+from rp_sched.simulation.makespan import Course
 from rp_sched.simulation.peak_memory import Holding, peak
 from rp_sched.simulation.stage_costs import Loads
-from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline
+from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline, mean_ms
 
+# Calls simulated for a plan's time per call: the first ones differ, since nothing is under way before them.
+STEADY_CALLS = 8
 # Shorter waits within a microbatch, as a part of it, are rounding.
 ROUNDING = 1e-12
 
@@ -56,6 +62,27 @@ def simulate(
     for tasks in calls:
         recorder.play(tasks, microbatches, gated=mode == "train")
     return recorder.timeline()
+
+
+def simulated_ms(course: Course, devices: int, *, calls: int = STEADY_CALLS) -> float:
+    """The time per call of a plan by `simulate`, from launch to launch over the second half of `calls` calls.
+
+    >>> from rp_sched import Host, Plan
+    >>> limits = Limits(upload_gb_s=1.0, host=Host(memory_gb_s=1.0))
+    >>> plan = Plan(fused=range(1), groups=(range(1), range(1, 2)), in_turn=False)
+    >>> costs = [LayerCost(1.0, weight_bytes=4_000_000)]
+    >>> course = Course(plan, costs, mode="fused", microbatches=2, limits=limits)
+    >>> simulated_ms(course, devices=2) >= course.bound_ms(devices=2)
+    True
+    """
+    whole("calls", calls, least=2, bound=bounds.CALLS)
+    check_steps(calls * course.steps)
+    dealer, made = Dealer(devices), Calls(course.loads, devices)
+    gated = course.mode == "train"
+    launches = [
+        made.launch(dealer.deal(course), course.microbatches, gated=gated).launch.ended_ms for _ in range(calls)
+    ]
+    return mean_ms(launches)
 
 
 class _Recorder:

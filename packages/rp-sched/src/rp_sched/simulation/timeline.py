@@ -1,6 +1,6 @@
 """`Timeline`: the recorded result of a simulation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -83,11 +83,7 @@ class Timeline:
     @property
     def call_ms(self) -> float:
         """The mean time from launch to launch over the second half of the calls; for one call, the makespan."""
-        last = len(self.launches) - 1
-        if last == 0:
-            return self.makespan_ms
-        half = last // 2
-        return (self.launches[last] - self.launches[half]) / (last - half)
+        return mean_ms(self.launches) if len(self.launches) > 1 else self.makespan_ms
 
     @property
     def bottleneck(self) -> Resource:
@@ -106,3 +102,14 @@ class Timeline:
         for idle in self.idle:
             sums[idle.reason] = sums.get(idle.reason, 0.0) + idle.ms
         return sums
+
+
+def mean_ms(launches: Sequence[float]) -> float:
+    """The mean time from launch to launch over the second half of at least two calls.
+
+    >>> mean_ms([0.0, 9.0, 10.0, 12.0])
+    1.5
+    """
+    last = len(launches) - 1
+    half = last // 2
+    return (launches[last] - launches[half]) / (last - half)
