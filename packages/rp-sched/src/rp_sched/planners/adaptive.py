@@ -25,6 +25,9 @@ ALL_STEPS = 8 * MOST_STEPS
 # Steps of a call of two plans that `Search.settle` compares: their simulation takes up to half a second.
 SETTLED_STEPS = 2_000
 
+# Plans for fewer devices: every number of devices is tried up to this one, larger ones in steps.
+EACH_DEVICES = 8
+
 
 class Search:
     """An anytime search for the plan with the shortest steady-state time per call.
@@ -43,8 +46,8 @@ class Search:
     Up to 8 layers, 3 devices and 16 microbatches (more microbatches for fewer layers: `EXACT_SIZE` in
     `rp_sched.planners.local_search`) the search tries every plan in `rp_sched.planners.search_space`, which may
     take minutes. Larger problems get a bounded search, which rarely takes a second. Plans for fewer devices are
-    tried if their bound allows a better time, so a finished search never gets slower with one more device, unless
-    it reaches `ALL_STEPS`.
+    tried if their bound allows a better time: for every number up to `EACH_DEVICES`, so that there a finished search
+    never gets slower with one more device, and for a few larger ones, until it reaches `ALL_STEPS`.
 
     Raises `Infeasible` if no plan is within the limits, `TypeError` or `ValueError` for invalid arguments.
     """
@@ -150,7 +153,7 @@ class Search:
                 self._take(finder)
                 yield
             self._take(finder)
-            devices -= 1
+            devices = fewer(devices)
             steps += finder.steps
             if devices == 0 or steps > ALL_STEPS or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
                 return
@@ -183,3 +186,12 @@ class Search:
         if better or (known[0] is finder and known[1] is not found):
             self._source = (finder, found)
             self.best, self.best_ms = self._found(finder), finder.best_ms
+
+
+def fewer(devices: int) -> int:
+    """The next smaller number of devices to plan for.
+
+    >>> fewer(64), fewer(9), fewer(8)
+    (48, 8, 7)
+    """
+    return devices - 1 if devices <= EACH_DEVICES else max(devices * 3 // 4, EACH_DEVICES)

@@ -23,6 +23,8 @@ EXACT_SIZE = 4096
 # as several, since it takes that much longer to simulate.
 MOST_STEPS = 2_000_000
 LINKED_STEPS = 5
+# Steps whose bound takes as long as simulating one.
+STEPS_A_BOUND = 2
 # Above FEW_DEVICES, choosing a device counts as one step per DEVICES_A_STEP devices.
 FEW_DEVICES = 64
 DEVICES_A_STEP = 16
@@ -117,6 +119,11 @@ class Finder:
         return found
 
     def _cannot_win(self, course: Course) -> bool:
+        # The first bound is at hand; the second looks at every step.
+        self.steps += len(course.jobs)
+        if not self._is_better(course.load_bound_ms(self.devices), course):
+            return True
+        self.steps += course.steps // STEPS_A_BOUND
         if not self._is_better(course.bound_ms(self.devices), course):
             return True
         return not self._space.loads.fits_host(course.plan, course.microbatches)

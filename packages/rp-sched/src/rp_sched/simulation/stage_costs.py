@@ -131,6 +131,11 @@ class Loads:
         self.shares_nothing = not any(sums[-1] for sums in launches) and limits.shares_nothing
         # Devices are alike and only they take time: nothing but the stages' times has to be simulated.
         self.plain = limits.only_devices_take_time
+        self._hop_ms_per_byte = limits.upload_ms_per_byte + limits.download_ms_per_byte
+        # Looked up once, since planners ask thousands of times.
+        self._memory_bytes = limits.smallest_memory_bytes
+        self._stage_limit_bytes = limits.stage_limit_bytes
+        self._room_ahead_bytes = limits.room_ahead_bytes
         self._resources: dict[int, Resources] = {}
         self._pieces: dict[object, Piece] = {}
 
@@ -151,7 +156,6 @@ class Loads:
     def of(self, kind: TaskKind, layers: range, saved: Sequence[int] = (), sums: Sums = ALONE) -> Load:
         """The load of a stage. `saved`: the layers whose inputs the backward pass reads from host memory."""
         start, stop = layers.start, layers.stop
-        limits = self.limits
         forward_ms, inputs = 0.0, 0
         if kind.runs_forward or kind.recomputes:
             forward_ms, inputs = self.forward_ms[stop] - self.forward_ms[start], self.input_bytes[start]
@@ -170,7 +174,7 @@ class Loads:
             ms=forward_ms + backward_ms,
             backward_ms=backward_ms,
             launch_ms=self._launch_ms(kind, layers),
-            hop_ms=limits.hop_ms + handed * (limits.upload_ms_per_byte + limits.download_ms_per_byte),
+            hop_ms=self.limits.hop_ms + handed * self._hop_ms_per_byte,
             weight_bytes=weights,
             input_bytes=inputs + above,
             output_bytes=handed + kept_on_host,
@@ -210,13 +214,21 @@ class Loads:
         inside = tuple(layer for layer in saved if layer in layers) if not self.plain and kind.saves_inputs else ()
         key = (kind, layers, groups, inside, gate)
         if key not in self._pieces:
-            loads = [self.of(kind, layers, inside, Sums(len(groups), nth)) for nth in range(len(groups))]
+            loads = self._group_loads(kind, layers, inside, len(groups))
             jobs = tuple(
                 Job(kind, layers, batch, gate and batch is groups[0], load)
                 for batch, load in zip(groups, loads, strict=True)
             )
             self._pieces[key] = Piece(jobs, tuple(map(_brief, jobs)), total(map(_work, jobs)))
         return self._pieces[key]
+
+    def _group_loads(self, kind: TaskKind, layers: range, saved: Sequence[int], count: int) -> list[Load]:
+        """The load of each of `count` tasks; those between the first and the last are alike."""
+        first = self.of(kind, layers, saved, Sums(count, 0))
+        if not kind.adds_gradients or count == 1:
+            return [first] * count
+        between, last = (self.of(kind, layers, saved, Sums(count, nth)) for nth in (count - 2, count - 1))
+        return [first, *[between] * (count - 2), last]
 
     def fits(self, kind: TaskKind, layers: range) -> bool:
         """Whether a device has memory for these layers as one stage while it fetches the next one.
@@ -225,14 +237,14 @@ class Loads:
         model, the next one is the same model in the next call.
         """
         load = self.of(kind, layers)
-        device, stage = self.limits.smallest_memory_bytes, self.limits.stage_limit_bytes
+        device, stage = self._memory_bytes, self._stage_limit_bytes
         weights = load.state_bytes - load.gradient_bytes
         if len(layers) == 1:
             return device is None or load.state_bytes + load.kept_bytes <= device
         if kind.runs_forward and kind.runs_backward and len(layers) == self.num_layers:
             stage, ahead = self.limits.stage_bytes, weights
         else:
-            ahead = self.limits.room_ahead_bytes
+            ahead = self._room_ahead_bytes
         within = stage is None or load.state_bytes <= stage
         if not kind.may_exceed_room_ahead and self.limits.ahead_bytes is not None:
             within = within and weights <= self.limits.ahead_bytes
