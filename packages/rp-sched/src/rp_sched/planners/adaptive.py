@@ -20,7 +20,7 @@ from rp_sched.simulation.stage_costs import Loads
 # For 100 layers these take a few hundredths of a second and find most of the possible gain.
 QUICK_PLANS = 12
 # Stop trying fewer devices when all searches together have simulated so many steps (see `local_search`).
-ALL_STEPS = 8 * MOST_STEPS
+ALL_STEPS = 5 * MOST_STEPS
 
 # Steps of a call of two plans that `Search.settle` compares: their simulation takes up to half a second.
 SETTLED_STEPS = 2_000
@@ -46,8 +46,8 @@ class Search:
     Up to 8 layers, 3 devices and 16 microbatches (more microbatches for fewer layers: `EXACT_SIZE` in
     `rp_sched.planners.local_search`) the search tries every plan in `rp_sched.planners.search_space`, which may
     take minutes. Larger problems get a bounded search, which rarely takes a second. Plans for fewer devices are
-    tried if their bound allows a better time: for every number up to `EACH_DEVICES`, so that there a finished search
-    never gets slower with one more device, and for a few larger ones, until it reaches `ALL_STEPS`.
+    tried if their bound allows a better time: for every number up to `EACH_DEVICES`, so that there a finished
+    search never gets slower with one more device, and for a few larger ones, until it reaches `ALL_STEPS`.
 
     Raises `Infeasible` if no plan is within the limits, `TypeError` or `ValueError` for invalid arguments.
     """

@@ -66,15 +66,12 @@ class Setting:
     @property
     def ideal_ms(self) -> float:
         """The time per call if no device is idle and, with backward, all layers but the last are recomputed."""
+        speed = sum(1 / self.limits.device(number).slowdown for number in range(self.devices))
         forward_ms = sum(cost.forward_ms for cost in self.costs)
         if self.mode == "infer":
-            return forward_ms * self.microbatches / self.devices
+            return forward_ms * self.microbatches / speed
         again_ms = forward_ms - self.costs[-1].forward_ms
-        return (
-            (forward_ms + again_ms + sum(cost.backward_ms for cost in self.costs))
-            * self.microbatches
-            / self.devices
-        )
+        return (forward_ms + again_ms + sum(cost.backward_ms for cost in self.costs)) * self.microbatches / speed
 
 
 def schedules(setting: Setting) -> Mapping[str, Callable[[int], Calls]]:
