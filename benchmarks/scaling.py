@@ -171,9 +171,7 @@ def published_rows() -> Iterator[Sequence[object]]:
 def roundrobin_efficiency(model: Published, microbatches: int) -> float:
     """What eight cards are worth under the published method, over eight."""
     limits = replace(RTX_4090, hop_ms=model.hop_ms, host=replace(RTX_4090.host, gil_ms_per_gb=0))
-    times = [
-        _roundrobin(model, microbatches, devices, _behind_switches(limits, devices)) for devices in (1, 8)
-    ]
+    times = [_roundrobin(model, microbatches, devices, _behind_switches(limits, devices)) for devices in (1, 8)]
     return times[0] / (8 * times[1])
 
 

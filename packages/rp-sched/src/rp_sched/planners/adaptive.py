@@ -14,17 +14,16 @@ from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import Course
-from rp_sched.simulation.simulate import simulated_ms
+from rp_sched.simulation.simulate import STEADY_CALLS, simulated_ms
 from rp_sched.simulation.stage_costs import Loads
 
 # For 100 layers these take a few hundredths of a second and find most of the possible gain.
 QUICK_PLANS = 12
 # Stop trying fewer devices when all searches together have simulated so many steps (see `local_search`).
-ALL_STEPS = 5 * MOST_STEPS
+ALL_STEPS = 3 * MOST_STEPS
 
-# Steps of a call of two plans that `Search.settle` compares: their simulation takes up to half a second.
-SETTLED_STEPS = 2_000
-
+# The most steps that `Search.settle` simulates; 30,000 take about a second.
+SETTLED_STEPS = 25_000
 # Plans for fewer devices: every number of devices is tried up to this one, larger ones in steps.
 EACH_DEVICES = 8
 
@@ -40,8 +39,9 @@ class Search:
     True
 
     `best`: the `Course` of the best plan so far; set from the start. `best_ms`: its steady-state time per call
-    (see `Course.steady_ms`). `first`: plans within the limits to start from, in addition to that of `roundrobin`.
-    `quick_plans`: how many more plans the constructor tries.
+    (see `Course.steady_ms`). `steps`: the work of the search so far, for each number of devices that it has done
+    with, in simulated microbatches of a stage. `first`: plans within the limits to start from, in addition to that
+    of `roundrobin`. `quick_plans`: how many more plans the constructor tries.
 
     Up to 8 layers, 3 devices and 16 microbatches (more microbatches for fewer layers: `EXACT_SIZE` in
     `rp_sched.planners.local_search`) the search tries every plan in `rp_sched.planners.search_space`, which may
@@ -71,7 +71,8 @@ class Search:
         self._microbatches = microbatches
         self._devices = devices
         self.is_done = False
-        self._settled_ms: float | None = None
+        self.steps = 0
+        self._is_settled = False
         for plan in first:
             plan.check(len(costs), mode)
             plan.check_microbatches(microbatches)
@@ -107,33 +108,38 @@ class Search:
         Plan(F[0:1])
 
         The search prices what devices share by what they take in all, which is too little where many tasks need it
-        at once. The rivals are the plan of `roundrobin` and the fastest plan that does not divide microbatches.
-        Problems of more than `SETTLED_STEPS` steps are not compared, since that takes seconds.
+        at once. The rivals are the plan of `roundrobin`, and the fastest plans that divide microbatches in other
+        ways, or not at all. What would take more than `SETTLED_STEPS` steps, some seconds, is not simulated.
         """
-        best = self.finish()
-        if self._loads.shares_nothing:
-            return best
+        self.finish()
+        if not self._loads.shares_nothing and not self._is_settled:
+            self._compare(self._rivals())
+        self._is_settled = True
+        return self.best
+
+    def _rivals(self) -> list[Course]:
         published = RoundRobin().plan(
             self._loads, devices=self._devices, microbatches=self._microbatches, mode=self._mode
         )
-        rivals = [Course.unchecked(published, self._loads, self._mode, self._microbatches)]
-        rivals += [self._first_finder.undivided] if self._first_finder.undivided is not None else []
-        for rival in rivals:
-            self._compare(rival)
-        return self.best
+        course = Course.unchecked(published, self._loads, self._mode, self._microbatches)
+        rivals = {rival.plan: rival for rival in (course, *self._first_finder.rivals())}
+        allowed = (rival for rival in rivals.values() if self._loads.fits_host(rival.plan, self._microbatches))
+        return [rival for rival in allowed if rival.plan != self.best.plan]
 
-    def _compare(self, rival: Course) -> None:
-        allowed = self._loads.fits_host(rival.plan, self._microbatches)
-        if not allowed or rival.plan == self.best.plan or rival.steps + self.best.steps > SETTLED_STEPS:
+    def _compare(self, rivals: Sequence[Course]) -> None:
+        if not rivals:
             return
-        if self._settled_ms is None:
-            self._settled_ms = simulated_ms(self.best, self._devices)
-        if rival.bound_ms(self._devices) >= self._settled_ms:
-            return
-        rival_ms = simulated_ms(rival, self._devices)
-        if rival_ms < self._settled_ms * (1 - EQUAL):
-            self.best, self._settled_ms = rival, rival_ms
-            self.best_ms = rival.steady_ms(self._devices)
+        steps = STEADY_CALLS * self.best.steps
+        fastest, fastest_ms = self.best, simulated_ms(self.best, self._devices) if steps < SETTLED_STEPS else 0.0
+        for rival in rivals:
+            steps += STEADY_CALLS * rival.steps
+            if steps > SETTLED_STEPS or rival.bound_ms(self._devices) >= fastest_ms:
+                continue
+            rival_ms = simulated_ms(rival, self._devices)
+            if rival_ms < fastest_ms * (1 - EQUAL):
+                fastest, fastest_ms = rival, rival_ms
+        if fastest is not self.best:
+            self.best, self.best_ms = fastest, fastest.steady_ms(self._devices)
 
     def others(self, count: int) -> list[Plan]:
         """The fastest plans tried, fastest first, for planners that need alternatives to `best`."""
@@ -147,15 +153,15 @@ class Search:
                 return
 
     def _all(self, finder: Finder) -> Iterator[None]:
-        devices, steps = finder.devices, 0
+        devices = finder.devices
         while True:
             for _ in finder.run():
                 self._take(finder)
                 yield
             self._take(finder)
             devices = fewer(devices)
-            steps += finder.steps
-            if devices == 0 or steps > ALL_STEPS or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
+            self.steps += finder.steps
+            if devices == 0 or self.steps > ALL_STEPS or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
                 return
             finder = self._finder(devices, ())
 

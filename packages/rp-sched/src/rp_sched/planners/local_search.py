@@ -33,6 +33,8 @@ MOST_TASKS = 20_000
 # Calls simulated to compare shapes, and how many of the best shapes have their neighbours tried.
 ROUGH_CALLS = 10
 BEST_SHAPES = 6
+# Plans whose price is higher than the best one's by a larger factor are no rivals of it.
+RIVAL = 1.3
 # Plans whose times differ by a smaller fraction count as equal; of these, the one with fewest tasks wins.
 EQUAL = 1e-9
 
@@ -46,9 +48,8 @@ class Finder:
         self.best_ms = float("inf")
         self.devices = devices
         self._best: Course | None = None
-        # The fastest plan whose stages each run all microbatches on one device.
-        self.undivided: Course | None = None
-        self._undivided_ms = float("inf")
+        # By the most tasks among which a stage's microbatches are divided: the fastest plan and its time.
+        self._divided: dict[int, tuple[float, Course]] = {}
         self._space = Space(loads, mode=mode, devices=devices, microbatches=microbatches)
         self._least_ms = self._space.bound_ms()
         self.steps = 0
@@ -83,6 +84,15 @@ class Finder:
         shapes = sorted(self._tried, key=self._tried.__getitem__)[:count]
         return [self._space.shaped(shape) for shape in shapes if self._tried[shape] < float("inf")]
 
+    def rivals(self) -> list[Course]:
+        """The fastest plan for each number of tasks among which microbatches are divided, fastest first.
+
+        Those whose price is far above the best are left out, except the one that divides nothing.
+        """
+        near_ms = self.best_ms * RIVAL
+        ranked = sorted(self._divided.items(), key=lambda item: item[1][0])
+        return [course for tasks, (ms, course) in ranked if ms <= near_ms or tasks == 1]
+
     def _leanest(self) -> list[Plan]:
         return [] if self._space.loads.limits.host_memory_bytes is None else [self._space.leanest()]
 
@@ -107,8 +117,9 @@ class Finder:
             found = self._pace(course, MOST_CALLS)
         if self._is_better(found.call_ms, course):
             self._best, self.best_ms = course, found.call_ms
-        if found.call_ms < self._undivided_ms and not plan.divides:
-            self.undivided, self._undivided_ms = course, found.call_ms
+        tasks = plan.tasks_a_stage
+        if tasks not in self._divided or found.call_ms < self._divided[tasks][0]:
+            self._divided[tasks] = found.call_ms, course
         return found.call_ms
 
     def _pace(self, course: Course, most_calls: int) -> Pace:

@@ -84,13 +84,13 @@ class Plan:
         return max((stage.stop for _, stages, _ in self.phases() for stage in stages), default=0)
 
     @property
-    def divides(self) -> bool:
-        """Whether microbatches of any stage are divided between tasks.
+    def tasks_a_stage(self) -> int:
+        """The most tasks among which the microbatches of a stage are divided.
 
-        >>> Plan(fused=range(0, 5), groups=(range(0, 2), range(2, 4))).divides
-        True
+        >>> Plan(fused=range(0, 5), groups=(range(0, 2), range(2, 4))).tasks_a_stage
+        2
         """
-        return any(len(groups) > 1 for _, _, groups in self.phases())
+        return max(len(groups) or 1 for _, _, groups in self.phases())
 
     def check(self, num_layers: int, mode: Mode) -> None:
         """Raise `InvalidPlan` unless each of `num_layers` layers runs exactly once per direction of `mode`.

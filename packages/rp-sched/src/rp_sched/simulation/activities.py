@@ -9,6 +9,9 @@ from rp_sched.simulation.fluid import Activity, Fluid
 from rp_sched.simulation.resources import GIL, OPTIMIZER, Lane, Rate, Resource
 from rp_sched.simulation.stage_costs import Load, Loads, Sums
 
+# The directions of a link.
+UP, DOWN = range(2)
+
 After = list[tuple[Activity, float]]
 """Activities that another one waits for, each with a delay in ms."""
 
@@ -142,7 +145,9 @@ class Calls:
         begin = add(0.0, after=begin_after)
         microbatches = list(self._compute(task, load, lane, begin, feeds))
         outputs_after = [(begin, 0.0), *_after(self._down[device])]
-        outputs = self._move(len(task.microbatches) * load.output_bytes, lane.down, device, outputs_after)
+        outputs = self._move(
+            len(task.microbatches) * load.output_bytes, lane.down, device, outputs_after, way=DOWN
+        )
         leaving = self._leave(load, lane, device, [(outputs, 0.0), (microbatches[-1].parts[-1], 0.0)])
         self._up[device], self._down[device] = inputs, leaving or outputs
         ms = load.ms * lane.slowdown
@@ -206,11 +211,11 @@ class Calls:
         leaving: Activity | None = None
         for nbytes, rate in ((load.sent_bytes - load.added_bytes, lane.down), (load.added_bytes, lane.add)):
             if nbytes and rate.alone:
-                leaving = self._move(nbytes, rate, device, after, way=1)
+                leaving = self._move(nbytes, rate, device, after, way=DOWN)
                 after = [(leaving, 0.0)]
         return leaving
 
-    def _move(self, nbytes: float, rate: Rate, device: int, after: After, *, way: int = 0) -> Activity:
+    def _move(self, nbytes: float, rate: Rate, device: int, after: After, *, way: int = UP) -> Activity:
         for resource, ms in rate.shared:
             self._note(self._resources.names[resource], resource, nbytes * ms)
         self._note("link", 2 * device + way, nbytes * rate.own)

@@ -204,7 +204,7 @@ class Loads:
         if sums.nth < sums.tasks - 1:
             return sent, added, 0.0
         # What the optimizer reads beyond one 16-bit gradient.
-        more = trainable if widened else (sums.tasks - 1) * trainable
+        more = (host.gradient_copies(sums.tasks) - 1) * trainable if host.gradient_buffers is not None else 0
         return sent, added, trainable / WEIGHT_BYTES * host.step_bytes + more
 
     def piece(
