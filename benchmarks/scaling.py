@@ -108,7 +108,7 @@ def cheaper(limits: Limits, part: float) -> Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run of Qwen3-1.7B, 64 x 2048 tokens, compiled: thousand tokens a second, also on one of the GPUs."""
+    """A measured run of Qwen3-1.7B, 64 x 2048 tokens, compiled. `measured`: k tokens/s; `alone`: on one GPU."""
 
     gpus: int
     microbatches: int
@@ -255,7 +255,7 @@ def h200_rows() -> Iterator[Sequence[object]]:
 def h200_efficiency(
     decoder: Decoder, batch: int, sequences: Sequence[int], gpus: int, part: float, add_gb_s: float
 ) -> tuple[float, str]:
-    """What H200s are worth, over as many times one, and what bounds them; of a few sizes of microbatches the best."""
+    """What H200s are worth, over as many times one, and what bounds them, at the best size of microbatches."""
     limits = cheaper(H200, part)
     limits = replace(limits, host=replace(limits.host, add_gb_s=add_gb_s))
     problems = [(decoder.costs(size, part * LAUNCH_MS), batch // size) for size in sequences]
