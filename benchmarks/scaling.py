@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rp_sched import Course, Host, LayerCost, Limits, Plan, Search, Switch, plan
+from rp_sched import Course, Host, LayerCost, Limits, Plan, Search, Switch, plan, simulated_ms
 from rp_sched.problem import spans
-from rp_sched.simulation.simulate import simulated_ms
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rp_sched"))
 from published import MODELS, Published

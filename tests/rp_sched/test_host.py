@@ -23,12 +23,12 @@ from rp_sched import (
     Task,
     plan,
     simulate,
+    simulated_ms,
 )
 from rp_sched.planners.adaptive import ALL_STEPS
 from rp_sched.planners.local_search import MOST_STEPS
 from rp_sched.simulation.clock import Clock
 from rp_sched.simulation.fluid import Activity, Fluid, divided
-from rp_sched.simulation.simulate import simulated_ms
 
 patient = settings(max_examples=examples(80), deadline=None)
 few = settings(max_examples=examples(30), deadline=None)

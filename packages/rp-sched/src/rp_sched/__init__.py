@@ -17,7 +17,7 @@ from rp_sched.problem.tasks import Task, check_order, order
 from rp_sched.simulation.assignment import Dealer
 from rp_sched.simulation.makespan import Course
 from rp_sched.simulation.resources import Resource
-from rp_sched.simulation.simulate import simulate
+from rp_sched.simulation.simulate import simulate, simulated_ms
 from rp_sched.simulation.stage_costs import host_bytes
 from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline
 
@@ -59,4 +59,5 @@ __all__ = [
     "plan",
     "plan_together",
     "simulate",
+    "simulated_ms",
 ]
