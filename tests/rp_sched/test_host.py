@@ -27,6 +27,7 @@ from rp_sched import (
 )
 from rp_sched.planners.adaptive import ALL_STEPS
 from rp_sched.planners.local_search import MOST_STEPS
+from rp_sched.problem.files import parse
 from rp_sched.simulation.clock import Clock
 from rp_sched.simulation.fluid import Activity, Fluid, divided
 
@@ -427,3 +428,39 @@ def test_planning_takes_a_bounded_number_of_steps(count: int, devices: int, micr
     search = Search(costs, devices=devices, microbatches=microbatches, mode="fused", limits=limits)
     search.finish()
     assert search.steps <= ALL_STEPS + 3 * MOST_STEPS
+
+
+# Costs files
+
+
+def test_a_costs_file_has_the_same_words():
+    text = """{"layers": [{"forward_ms": 1, "forward_launch_ms": 0.5}], "limits": {
+        "devices": [{"speed": 0.5, "memory_bytes": 7e9}, {}],
+        "switches": [{"devices": [0, 1], "upload_gb_s": 25}],
+        "host": {"memory_gb_s": 220, "gradient_buffers": 2, "double_buffer": true}}}"""
+    problem = parse(text)
+    assert problem.costs == (LayerCost(1.0, forward_launch_ms=0.5),)
+    assert problem.limits == Limits(
+        devices=(Device(speed=0.5, memory_bytes=7 * 10**9), Device()),
+        switches=(Switch(devices=(0, 1), upload_gb_s=25),),
+        host=Host(memory_gb_s=220, gradient_buffers=2, double_buffer=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ('"host": {"memory": 1}', "limits.host: unknown field 'memory'; the fields are add_gb_s, "),
+        ('"host": []', r"limits.host must be an object, but is \[\] instead"),
+        ('"devices": {}', r"limits.devices must be a list of objects, but is \{\} instead"),
+        (
+            '"devices": [{}, {"speed": 0}]',
+            r"limits.devices\[1\]: speed must be a finite relative speed, above zero",
+        ),
+        ('"switches": [{"upload_gb_s": 1}]', r"limits.switches\[0\]: .*devices"),
+        ('"switches": [{"devices": 3}]', r"limits.switches\[0\]: "),
+    ],
+)
+def test_an_error_in_a_costs_file_names_the_place(limits: str, message: str):
+    with pytest.raises(InvalidCost, match=message):
+        parse(f'{{"layers": [{{"forward_ms": 1}}], "limits": {{{limits}}}}}')

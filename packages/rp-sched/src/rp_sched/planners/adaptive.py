@@ -127,14 +127,15 @@ class Search:
         return [rival for rival in allowed if rival.plan != self.best.plan]
 
     def _compare(self, rivals: Sequence[Course]) -> None:
-        if not rivals:
+        left = SETTLED_STEPS - STEADY_CALLS * self.best.steps
+        if not rivals or left < 0:
             return
-        steps = STEADY_CALLS * self.best.steps
-        fastest, fastest_ms = self.best, simulated_ms(self.best, self._devices) if steps < SETTLED_STEPS else 0.0
+        fastest, fastest_ms = self.best, simulated_ms(self.best, self._devices)
         for rival in rivals:
-            steps += STEADY_CALLS * rival.steps
-            if steps > SETTLED_STEPS or rival.bound_ms(self._devices) >= fastest_ms:
+            steps = STEADY_CALLS * rival.steps
+            if steps > left or rival.bound_ms(self._devices) >= fastest_ms:
                 continue
+            left -= steps
             rival_ms = simulated_ms(rival, self._devices)
             if rival_ms < fastest_ms * (1 - EQUAL):
                 fastest, fastest_ms = rival, rival_ms

@@ -78,8 +78,8 @@ class Host:
     28.0
 
     `memory_gb_s`: bandwidth of host memory, in 10^9 bytes per second, under all transfers, additions and the
-    optimizer together. `gil_ms_per_gb`: how long the threads that carry weights, gradients and activations, or add
-    gradients, hold the GIL for each 10^9 bytes.
+    optimizer together. `gil_ms_per_gb`: how long the threads that carry weights, gradients and activations hold
+    the GIL for each 10^9 bytes; twice as long for gradients that are added.
 
     Gradients that several tasks of a call send for one layer are added on the host in fp32, as they arrive.
     `add_gb_s`: how many 10^9 bytes of fp32 gradients one of `add_threads` threads adds per second.
