@@ -6,26 +6,45 @@ Five models on eight devices. A time over the ideal one: every layer but the hea
 1 the fused stage recomputes less. The first table is calls that follow each other, links that keep up, and at most
 7 GB of weights and 32-bit gradients a stage; "to reach" is what a simple search found, "bound" what work alone
 takes. The second is one call alone beside the classic schedules, which keep their weights and so have no limit;
-the third has links of 55 GB/s for weights and gradients; the last is planning times, medians of turns.
+the third has links of 55 GB/s for weights and gradients. Then what devices share: the price of plans beside their
+full simulation, on drawn machines. The last two are planning times: medians of turns, and the processor time of
+large problems, with links alone and with all that a host shares, beside the published method in the same turns.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from rp_sched import Course, Limits, Plan, Replanner, Search, check_order, plan, simulate
+from rp_sched import (
+    Course,
+    Host,
+    LayerCost,
+    Limits,
+    Plan,
+    Replanner,
+    Search,
+    check_order,
+    plan,
+    simulate,
+    simulated_ms,
+)
 from rp_sched.planners.classic import CLASSIC, even_stages
 from side_by_side import side_by_side
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rp_sched"))
+from machines import cases
 from published import MODELS, Published
 
 DEVICES = 8
 MICROBATCHES = (9, 16)
 LINK_GB_S = 55.0
+HOST = Host(memory_gb_s=300, gil_ms_per_gb=5, add_gb_s=25, gradient_buffers=1, optimizer_gb_s=200)
 
 
 def main() -> None:
@@ -35,7 +54,9 @@ def main() -> None:
         ("one call alone, over ideal", alone_rows()),
         (f"calls that follow each other, links of {LINK_GB_S:g} GB/s each way, over ideal", linked_rows()),
         ("devices of 139 GB, Qwen3-1.7B, over ideal", whole_rows()),
+        ("price of a plan over its full simulation, drawn machines", price_rows()),
         ("planning", planning_rows()),
+        ("planning large problems, processor time", large_rows()),
     ):
         print(f"\n{title}\n")
         for row in rows:
@@ -148,6 +169,63 @@ def planning_rows() -> Iterator[Sequence[object]]:
         seconds = side_by_side(ways, rounds=7, warmup=1)
         cells = (f"{seconds[name] * 1e3:.1f} ms" for name in ("at once", "all"))
         yield model.name, len(model.costs), *cells, f"{seconds['cached'] * 1e6:.1f} us"
+
+
+def price_rows() -> Iterator[Sequence[object]]:
+    """Relative errors of prices: all, and by the resource that bounds the plan."""
+    yield "bound by", "plans", "median", "90 %", "largest"
+    errors: dict[str, list[float]] = {}
+    for course, devices in cases(seed=2, count=150):
+        error = abs(course.steady_ms(devices) / simulated_ms(course, devices, calls=12) - 1)
+        for name in ("all", course.bottleneck(devices)):
+            errors.setdefault(name, []).append(error)
+    for name, found in errors.items():
+        found.sort()
+        picked = (statistics.median(found), found[int(0.9 * len(found))], found[-1])
+        yield name, len(found), *(f"{error:.4f}" for error in picked)
+
+
+def large_rows() -> Iterator[Sequence[object]]:
+    """Seconds of processor time for whole searches."""
+    yield "layers", "devices", "microbatches", "links", "host", "roundrobin"
+    for count, devices, microbatches in ((94, 8, 16), (200, 64, 16), (200, 64, 64), (200, 64, 128)):
+        how = {"devices": devices, "microbatches": microbatches, "mode": "fused"}
+        limits = Limits(device_memory_bytes=40 * 10**9, upload_gb_s=25, download_gb_s=25)
+        shared = replace(limits, host=HOST)
+        ways = {
+            "links": partial(plan, uneven(count), limits=limits, **how),
+            "host": partial(plan, uneven(count), limits=shared, **how),
+            "roundrobin": partial(plan, uneven(count), limits=shared, strategy="roundrobin", **how),
+        }
+        seconds = processor_seconds(ways)
+        yield count, devices, microbatches, *(f"{seconds[name]:.3f} s" for name in ways)
+
+
+def uneven(count: int) -> list[LayerCost]:
+    """Layers whose times differ, as measured ones do, so that no plan is perfect."""
+    return [
+        LayerCost(
+            10 + layer * 7919 % 100 / 100,
+            20 + layer * 104729 % 100 / 50,
+            weight_bytes=10**9,
+            boundary_bytes=10**7,
+            kept_bytes=5 * 10**8,
+            forward_launch_ms=0.35,
+            backward_launch_ms=0.4,
+        )
+        for layer in range(count)
+    ]
+
+
+def processor_seconds(ways: Mapping[str, Callable[[], object]], *, rounds: int = 3) -> dict[str, float]:
+    """Median seconds of processor time, in turns: other work may share the machine."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.process_time()
+            way()
+            seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 if __name__ == "__main__":

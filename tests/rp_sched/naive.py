@@ -41,13 +41,10 @@ class Naive:
     def all_tasks(self) -> list[Where]:
         return [(call, index) for call, tasks in enumerate(self.calls) for index in range(len(tasks))]
 
-    def before(self, at: Where, *, link: bool = False) -> Where | None:
-        """The task before, on the same device, or on the same link."""
-        everyone = link and self.limits.shared_links
+    def before(self, at: Where) -> Where | None:
+        """The task before, on the same device and so on the same link."""
         earlier = [
-            other
-            for other in self.all_tasks()
-            if other < at and (everyone or self.task(other).device == self.task(at).device)
+            other for other in self.all_tasks() if other < at and self.task(other).device == self.task(at).device
         ]
         return max(earlier, default=None)
 
@@ -146,7 +143,7 @@ class Naive:
         return self.fetch_start(at) + self.up_ms(self.weights(self.task(at)))
 
     def fetch_start(self, at: Where) -> float:
-        return max(self.launch(at[0]), self.room(at), self.up_free(self.before(at, link=True)))
+        return max(self.launch(at[0]), self.room(at), self.up_free(self.before(at)))
 
     def up_free(self, at: Where | None) -> float:
         if at is None:
@@ -181,7 +178,7 @@ class Naive:
 
     def sent(self, at: Where) -> float:
         task = self.task(at)
-        begin = max(self.down_free(self.before(at, link=True)), self.start(at, task.microbatches[0]))
+        begin = max(self.down_free(self.before(at)), self.start(at, task.microbatches[0]))
         return begin + len(task.microbatches) * self.down_ms(self.outputs(at))
 
     def down_free(self, at: Where | None) -> float:

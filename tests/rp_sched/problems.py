@@ -41,7 +41,6 @@ def limits(draw: st.DrawFn, costs: list[LayerCost], *, links: bool) -> Limits:
         ahead_bytes=ahead,
         upload_gb_s=draw(st.sampled_from(SPEEDS)) if links else None,
         download_gb_s=draw(st.sampled_from(SPEEDS)) if links else None,
-        shared_links=draw(st.booleans()) if links else False,
         hop_ms=draw(st.integers(0, 2)),
     )
 

@@ -256,7 +256,16 @@ values = st.recursive(
     max_leaves=4,
 )
 LAYER_FIELDS = ("forward_ms", "backward_ms", "weight_bytes", "trainable_bytes", "boundary_bytes", "kept_bytes")
-LIMIT_FIELDS = ("device_memory_bytes", "stage_bytes", "host_memory_bytes", "upload_gb_s", "shared_links", "hop_ms")
+LIMIT_FIELDS = (
+    "device_memory_bytes",
+    "stage_bytes",
+    "host_memory_bytes",
+    "upload_gb_s",
+    "hop_ms",
+    "devices",
+    "switches",
+    "host",
+)
 layer_objects = st.fixed_dictionaries(
     {"forward_ms": numbers | values},
     optional=dict.fromkeys((*LAYER_FIELDS[1:], "writes_buffers", "repeat"), numbers | values),

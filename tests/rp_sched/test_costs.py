@@ -76,15 +76,13 @@ def test_a_link_speed_must_be_finite_and_above_zero(name: str, value: float):
         Limits(**{name: value})
 
 
-def test_links_may_be_shared_and_hops_take_time():
-    limits = Limits(shared_links=True, hop_ms=2, upload_gb_s=4, download_gb_s=None)
-    assert (limits.shared_links, limits.hop_ms) == (True, 2.0)
+def test_transfers_and_hops_take_time():
+    limits = Limits(hop_ms=2, upload_gb_s=4, download_gb_s=None)
+    assert limits.hop_ms == 2.0
     assert limits.upload_ms_per_byte * 4e9 == pytest.approx(1000)
     assert limits.download_ms_per_byte == 0
     with pytest.raises(InvalidCost, match="hop_ms must be a finite time"):
         Limits(hop_ms=-1)
-    with pytest.raises(TypeError, match="shared_links must be True or False, but is 1"):
-        Limits(shared_links=1)  # type: ignore[arg-type]
 
 
 def test_a_layer_says_whether_it_writes_buffers():

@@ -8,14 +8,16 @@ from rp_sched.planners.multi_model import plan_together
 from rp_sched.planners.planner import Strategy, plan
 from rp_sched.planners.replanner import Replanner
 from rp_sched.planners.roundrobin import RoundRobin
-from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import Device, Host, Limits, Switch
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import Kind, TaskKind
 from rp_sched.problem.tasks import Task, check_order, order
 from rp_sched.simulation.assignment import Dealer
 from rp_sched.simulation.makespan import Course
-from rp_sched.simulation.simulate import simulate
+from rp_sched.simulation.resources import Resource
+from rp_sched.simulation.simulate import simulate, simulated_ms
 from rp_sched.simulation.stage_costs import host_bytes
 from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline
 
@@ -24,7 +26,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Course",
     "Dealer",
+    "Device",
     "Estimator",
+    "Host",
     "Idle",
     "Infeasible",
     "InvalidCost",
@@ -38,11 +42,13 @@ __all__ = [
     "Plan",
     "Reason",
     "Replanner",
+    "Resource",
     "RoundRobin",
     "SchedError",
     "Search",
     "Span",
     "Strategy",
+    "Switch",
     "Task",
     "TaskKind",
     "Timeline",
@@ -53,4 +59,5 @@ __all__ = [
     "plan",
     "plan_together",
     "simulate",
+    "simulated_ms",
 ]

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -20,6 +20,7 @@ from rp_sched.report.compare import compare
 from rp_sched.report.render import gantt, svg
 from rp_sched.report.schedules import NAMES, Calls, Setting, repeated, schedules
 from rp_sched.report.trace import trace
+from rp_sched.simulation.resources import Resource
 from rp_sched.simulation.timeline import Timeline
 
 USAGE_ERROR = 2
@@ -151,13 +152,20 @@ def _plan(options: argparse.Namespace) -> str:
     course = setting.course(_strategy(options))
     steady_ms, alone_ms = course.steady_ms(setting.devices), course.alone_ms(setting.devices)
     calls = setting.dealt(course, STEADY_CALLS)
+    loads_ms = course.loads_ms(setting.devices)
     lines = [
         repr(course.plan),
         f"calls that follow each other: {_against(steady_ms, setting)}; alone: {_against(alone_ms, setting)}",
+        f"busy, ms a call: {_listed(loads_ms)}; bound by {course.bottleneck(setting.devices)}",
         *map(repr, calls[0]),
         _pictures(options, setting.play(calls)),
     ]
     return "\n".join(lines)
+
+
+def _listed(times_ms: Mapping[Resource, float]) -> str:
+    used = sorted(((ms, name) for name, ms in times_ms.items() if ms), reverse=True)
+    return ", ".join(f"{name} {ms:.6g}" for ms, name in used) or "nothing"
 
 
 def _against(ms: float, setting: Setting) -> str:
@@ -181,6 +189,7 @@ def _simulate(options: argparse.Namespace) -> str:
     lines = [
         f"{options.calls} calls: {timeline.makespan_ms:.6g} ms, launch to launch {timeline.call_ms:.6g} ms",
         f"idle, all devices: {idle or 'never'}",
+        f"busy, ms in all: {_listed(timeline.resource_ms)}; bound by {timeline.bottleneck}",
         *(_device_line(timeline, device) for device in range(timeline.devices)),
         f"host: peak {timeline.host_peak_bytes} bytes",
         _pictures(options, timeline),

@@ -5,19 +5,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
+from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.planners.search_space import Space
 from rp_sched.problem.checks import non_negative
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import Course
+from rp_sched.simulation.simulate import STEADY_CALLS, simulated_ms
 from rp_sched.simulation.stage_costs import Loads
 
 # For 100 layers these take a few hundredths of a second and find most of the possible gain.
 QUICK_PLANS = 12
 # Stop trying fewer devices when all searches together have simulated so many steps (see `local_search`).
-ALL_STEPS = 8 * MOST_STEPS
+ALL_STEPS = 3 * MOST_STEPS
+
+# The most steps that `Search.settle` simulates; 30,000 take about a second.
+SETTLED_STEPS = 25_000
+# Plans for fewer devices: every number of devices is tried up to this one, larger ones in steps.
+EACH_DEVICES = 8
 
 
 class Search:
@@ -31,14 +39,15 @@ class Search:
     True
 
     `best`: the `Course` of the best plan so far; set from the start. `best_ms`: its steady-state time per call
-    (see `Course.steady_ms`). `first`: plans within the limits to start from, in addition to that of `roundrobin`.
-    `quick_plans`: how many more plans the constructor tries.
+    (see `Course.steady_ms`). `steps`: the work of the search so far, for each number of devices that it has done
+    with, in simulated microbatches of a stage. `first`: plans within the limits to start from, in addition to that
+    of `roundrobin`. `quick_plans`: how many more plans the constructor tries.
 
     Up to 8 layers, 3 devices and 16 microbatches (more microbatches for fewer layers: `EXACT_SIZE` in
     `rp_sched.planners.local_search`) the search tries every plan in `rp_sched.planners.search_space`, which may
     take minutes. Larger problems get a bounded search, which rarely takes a second. Plans for fewer devices are
-    tried if their bound allows a better time, so a finished search never gets slower with one more device, unless
-    it reaches `ALL_STEPS`.
+    tried if their bound allows a better time: for every number up to `EACH_DEVICES`, so that there a finished
+    search never gets slower with one more device, and for a few larger ones, until it reaches `ALL_STEPS`.
 
     Raises `Infeasible` if no plan is within the limits, `TypeError` or `ValueError` for invalid arguments.
     """
@@ -55,12 +64,15 @@ class Search:
         quick_plans: int = QUICK_PLANS,
     ) -> None:
         check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+        limits.check_devices(devices)
         self._loads = Loads(costs, limits)
         self._loads.check_feasible(mode)
         self._mode: Mode = mode
         self._microbatches = microbatches
         self._devices = devices
         self.is_done = False
+        self.steps = 0
+        self._is_settled = False
         for plan in first:
             plan.check(len(costs), mode)
             plan.check_microbatches(microbatches)
@@ -89,6 +101,47 @@ class Search:
         self._go(None, float("inf"))
         return self.best
 
+    def settle(self) -> Course:
+        """Search to the end, then compare the best plan with rivals by `simulated_ms`; return the fastest.
+
+        >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").settle().plan
+        Plan(F[0:1])
+
+        The search prices what devices share by what they take in all, which is too little where many tasks need it
+        at once. The rivals are the plan of `roundrobin`, and the fastest plans that divide microbatches in other
+        ways, or not at all. What would take more than `SETTLED_STEPS` steps, some seconds, is not simulated.
+        """
+        self.finish()
+        if not self._loads.shares_nothing and not self._is_settled:
+            self._compare(self._rivals())
+        self._is_settled = True
+        return self.best
+
+    def _rivals(self) -> list[Course]:
+        published = RoundRobin().plan(
+            self._loads, devices=self._devices, microbatches=self._microbatches, mode=self._mode
+        )
+        course = Course.unchecked(published, self._loads, self._mode, self._microbatches)
+        rivals = {rival.plan: rival for rival in (course, *self._first_finder.rivals())}
+        allowed = (rival for rival in rivals.values() if self._loads.fits_host(rival.plan, self._microbatches))
+        return [rival for rival in allowed if rival.plan != self.best.plan]
+
+    def _compare(self, rivals: Sequence[Course]) -> None:
+        left = SETTLED_STEPS - STEADY_CALLS * self.best.steps
+        if not rivals or left < 0:
+            return
+        fastest, fastest_ms = self.best, simulated_ms(self.best, self._devices)
+        for rival in rivals:
+            steps = STEADY_CALLS * rival.steps
+            if steps > left or rival.bound_ms(self._devices) >= fastest_ms:
+                continue
+            left -= steps
+            rival_ms = simulated_ms(rival, self._devices)
+            if rival_ms < fastest_ms * (1 - EQUAL):
+                fastest, fastest_ms = rival, rival_ms
+        if fastest is not self.best:
+            self.best, self.best_ms = fastest, fastest.steady_ms(self._devices)
+
     def others(self, count: int) -> list[Plan]:
         """The fastest plans tried, fastest first, for planners that need alternatives to `best`."""
         return self._first_finder.ranked(count)
@@ -101,24 +154,31 @@ class Search:
                 return
 
     def _all(self, finder: Finder) -> Iterator[None]:
-        devices, steps = finder.devices, 0
+        devices = finder.devices
         while True:
             for _ in finder.run():
                 self._take(finder)
                 yield
             self._take(finder)
-            devices -= 1
-            steps += finder.steps
-            if devices == 0 or steps > ALL_STEPS or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
+            devices = fewer(devices)
+            self.steps += finder.steps
+            if devices == 0 or self.steps > ALL_STEPS or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
                 return
             finder = self._finder(devices, ())
 
     def _finder(self, devices: int, first: Sequence[Plan]) -> Finder:
-        return Finder(self._loads, mode=self._mode, devices=devices, microbatches=self._microbatches, first=first)
+        return Finder(
+            self._loads_of(devices), mode=self._mode, devices=devices, microbatches=self._microbatches, first=first
+        )
 
     def _bound_ms(self, devices: int) -> float:
-        space = Space(self._loads, mode=self._mode, devices=devices, microbatches=self._microbatches)
-        return space.bound_ms()
+        loads = self._loads_of(devices)
+        return Space(loads, mode=self._mode, devices=devices, microbatches=self._microbatches).bound_ms()
+
+    def _loads_of(self, devices: int) -> Loads:
+        """The loads if only the first devices are used; they may have more memory than the others."""
+        limits = self._loads.limits.first(devices)
+        return self._loads if limits is self._loads.limits else Loads(self._loads.costs, limits)
 
     def _found(self, finder: Finder) -> Course:
         if finder.devices == self._devices:
@@ -133,3 +193,12 @@ class Search:
         if better or (known[0] is finder and known[1] is not found):
             self._source = (finder, found)
             self.best, self.best_ms = self._found(finder), finder.best_ms
+
+
+def fewer(devices: int) -> int:
+    """The next smaller number of devices to plan for.
+
+    >>> fewer(64), fewer(9), fewer(8)
+    (48, 8, 7)
+    """
+    return devices - 1 if devices <= EACH_DEVICES else max(devices * 3 // 4, EACH_DEVICES)

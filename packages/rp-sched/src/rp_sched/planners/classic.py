@@ -12,7 +12,8 @@ from rp_sched.errors import InvalidPlan
 from rp_sched.planners.partition import backward_row, even, fewest, least_cap
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import at_most, whole
-from rp_sched.problem.costs import NO_LIMITS, LayerCost
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.problem.tasks import Task

@@ -23,6 +23,8 @@ EXACT_SIZE = 4096
 # as several, since it takes that much longer to simulate.
 MOST_STEPS = 2_000_000
 LINKED_STEPS = 5
+# Steps whose bound takes as long as simulating one.
+STEPS_A_BOUND = 2
 # Above FEW_DEVICES, choosing a device counts as one step per DEVICES_A_STEP devices.
 FEW_DEVICES = 64
 DEVICES_A_STEP = 16
@@ -31,6 +33,8 @@ MOST_TASKS = 20_000
 # Calls simulated to compare shapes, and how many of the best shapes have their neighbours tried.
 ROUGH_CALLS = 10
 BEST_SHAPES = 6
+# Plans whose price is higher than the best one's by a larger factor are no rivals of it.
+RIVAL = 1.3
 # Plans whose times differ by a smaller fraction count as equal; of these, the one with fewest tasks wins.
 EQUAL = 1e-9
 
@@ -44,6 +48,8 @@ class Finder:
         self.best_ms = float("inf")
         self.devices = devices
         self._best: Course | None = None
+        # By the most tasks among which a stage's microbatches are divided: the fastest plan and its time.
+        self._divided: dict[int, tuple[float, Course]] = {}
         self._space = Space(loads, mode=mode, devices=devices, microbatches=microbatches)
         self._least_ms = self._space.bound_ms()
         self.steps = 0
@@ -78,6 +84,15 @@ class Finder:
         shapes = sorted(self._tried, key=self._tried.__getitem__)[:count]
         return [self._space.shaped(shape) for shape in shapes if self._tried[shape] < float("inf")]
 
+    def rivals(self) -> list[Course]:
+        """The fastest plan for each number of tasks among which microbatches are divided, fastest first.
+
+        Those whose price is far above the best are left out, except the one that divides nothing.
+        """
+        near_ms = self.best_ms * RIVAL
+        ranked = sorted(self._divided.items(), key=lambda item: item[1][0])
+        return [course for tasks, (ms, course) in ranked if ms <= near_ms or tasks == 1]
+
     def _leanest(self) -> list[Plan]:
         return [] if self._space.loads.limits.host_memory_bytes is None else [self._space.leanest()]
 
@@ -102,16 +117,24 @@ class Finder:
             found = self._pace(course, MOST_CALLS)
         if self._is_better(found.call_ms, course):
             self._best, self.best_ms = course, found.call_ms
+        tasks = plan.tasks_a_stage
+        if tasks not in self._divided or found.call_ms < self._divided[tasks][0]:
+            self._divided[tasks] = found.call_ms, course
         return found.call_ms
 
     def _pace(self, course: Course, most_calls: int) -> Pace:
         found = pace([course], self.devices, most_calls=most_calls)
         choice = self.devices // DEVICES_A_STEP if self.devices > FEW_DEVICES else 0
         steps = course.steps + len(course.jobs) * choice
-        self.steps += found.calls * steps * (LINKED_STEPS if course.loads.linked else 1)
+        self.steps += found.calls * steps * (1 if course.loads.plain else LINKED_STEPS)
         return found
 
     def _cannot_win(self, course: Course) -> bool:
+        # The first bound is at hand; the second looks at every step.
+        self.steps += len(course.jobs)
+        if not self._is_better(course.load_bound_ms(self.devices), course):
+            return True
+        self.steps += course.steps // STEPS_A_BOUND
         if not self._is_better(course.bound_ms(self.devices), course):
             return True
         return not self._space.loads.fits_host(course.plan, course.microbatches)

@@ -9,7 +9,8 @@ from rp_sched.planners.local_search import EQUAL
 from rp_sched.planners.planner import Strategy, published
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.planners.search_space import Space
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
@@ -48,6 +49,7 @@ def plan_together(
         raise ValueError("plan_together needs the costs of at least one model, but got none")
     for costs in models:
         check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+    limits.check_devices(devices)
     if strategy != "adaptive":
         return _published(models, published(strategy), devices, microbatches, mode, limits)
     parts = [_Model.of(costs, devices, microbatches, mode, limits) for costs in models]

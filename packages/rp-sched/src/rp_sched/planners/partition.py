@@ -87,12 +87,13 @@ def backward_row(loads: Loads, microbatches: int) -> Row:
 def _row(loads: Loads, kind: TaskKind, microbatches: int) -> Row:
     single = [loads.of(kind, range(layer, layer + 1)) for layer in range(loads.num_layers)]
     limits = loads.limits
-    stage, device, ahead = limits.stage_limit_bytes, limits.device_memory_bytes, limits.ahead_bytes
+    up_ms, down_ms = limits.upload_ms_per_byte, limits.download_ms_per_byte
+    stage, device, ahead = limits.stage_limit_bytes, limits.smallest_memory_bytes, limits.ahead_bytes
     return Row.of(
         times_ms=[
             [microbatches * load.ms for load in single],
-            [load.weights_ms for load in single],
-            [load.gradients_ms for load in single],
+            [load.weight_bytes * up_ms for load in single],
+            [load.sent_bytes * down_ms for load in single],
         ],
         state_bytes=[load.state_bytes - (load.gradient_bytes if ahead is not None else 0) for load in single],
         resident_bytes=[load.state_bytes + load.kept_bytes for load in single],

@@ -7,7 +7,8 @@ from rp_sched.errors import Infeasible
 from rp_sched.planners.adaptive import Search
 from rp_sched.planners.roundrobin import RoundRobin
 from rp_sched.problem.checks import shown
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
@@ -36,15 +37,16 @@ def plan(
 
     The plan is within the limits: a stage leaves room to fetch the next one (see `Limits`), unless it is a single
     layer, or the whole model on a device that holds it. `adaptive` minimises the simulated steady-state time per
-    call and is never slower than `roundrobin` in it (see `Search`, which can be run step by step).
+    call and is never slower than `roundrobin` in it (see `Search`, which can be run step by step, and `settle`).
 
     Raises `Infeasible` if a single layer is too large for a device, or the model for the host; `TypeError` or
     `ValueError` for invalid arguments.
     """
     if strategy == "adaptive":
         search = Search(costs, devices=devices, microbatches=microbatches, mode=mode, limits=limits)
-        return search.finish().plan
+        return search.settle().plan
     check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+    limits.check_devices(devices)
     loads = Loads(costs, limits)
     loads.check_feasible(mode)
     found = published(strategy).plan(loads, devices=devices, microbatches=microbatches, mode=mode)

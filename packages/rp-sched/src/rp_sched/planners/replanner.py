@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from rp_sched.planners.adaptive import Search
 from rp_sched.planners.estimator import Estimator
 from rp_sched.problem.checks import non_negative
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.simulation.makespan import Course
 

@@ -11,7 +11,8 @@ from rp_sched.problem import spans
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
-from rp_sched.simulation.stage_costs import Loads
+from rp_sched.simulation.resources import Work
+from rp_sched.simulation.stage_costs import ALONE, Loads
 
 Cut = tuple[range, ...]
 
@@ -140,11 +141,21 @@ class Space:
         return self._least[kind, end]
 
     def bound_ms(self) -> float:
-        """A lower bound on the time per call: the compute with the least recomputation, divided by devices."""
-        loads, start = self.loads, self.starts[0]
-        forward_ms, backward_ms = loads.forward_ms[-1], loads.backward_ms[-1]
-        again_ms = 0.0 if self.mode == "infer" else backward_ms + loads.forward_ms[start]
-        return self.microbatches * (forward_ms + again_ms) / self.devices
+        """A lower bound on the time per call: the least recomputation, every weight and gradient moved once."""
+        loads, start, count = self.loads, self.starts[0], self.microbatches
+        trains = self.mode != "infer"
+        again_ms = loads.backward_ms[-1] + loads.forward_ms[start] if trains else 0.0
+        launching_ms = loads.backward_launch_ms[-1] + loads.recompute_launch_ms[start] if trains else 0.0
+        sent, _, stepped = loads.leaving(range(loads.num_layers), ALONE) if trains else (0, 0, 0.0)
+        work = Work(
+            busy_ms=count * (loads.forward_ms[-1] + again_ms),
+            launch_ms=count * (loads.forward_launch_ms[-1] + launching_ms),
+            up_bytes=loads.weight_bytes[-1],
+            down_bytes=sent,
+            added_bytes=0,
+            step_bytes=stepped,
+        )
+        return max(loads.resources(self.devices).loads_ms(work, self.devices).values())
 
     def leanest(self) -> Plan:
         """The plan that saves the fewest activation bytes on the host."""

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import SupportsIndex, cast
 
 from rp_sched.errors import InvalidCost
-from rp_sched.problem.bounds import LEAST_GB_S, MOST_MS, Bound
+from rp_sched.problem.bounds import BYTES, LEAST_GB_S, MOST_MS, Bound
 
 _LONGEST = 80
 _DIGITS_PER_BIT = math.log10(2)
@@ -70,14 +70,24 @@ def at_most(name: str, number: int, bound: Bound, *, error: type[ValueError] = V
         raise error(f"{name} must be at most {bound.most}, {bound.reason}, but is {shown(number)} instead")
 
 
+def nbytes(name: str, value: object, *, least: int = 0) -> int:
+    """`value` as a number of bytes."""
+    return whole(name, value, least=least, bound=BYTES, error=InvalidCost)
+
+
 def milliseconds(name: str, value: object) -> float:
     """`value` as a finite, non-negative time in ms."""
+    return amount(name, value, unit="time in ms")
+
+
+def amount(name: str, value: object, *, unit: str) -> float:
+    """`value` as a finite, non-negative number that may be added up; `unit` names the quantity in errors."""
     number = _real(name, value)
     if not (math.isfinite(number) and number >= 0):
-        raise InvalidCost(f"{name} must be a finite time in ms, zero or more, but is {number!r} instead")
+        raise InvalidCost(f"{name} must be a finite {unit}, zero or more, but is {number!r} instead")
     if number > MOST_MS:
         raise InvalidCost(
-            f"{name} must be a time of at most {MOST_MS:g} ms, so that sums stay finite, but is {number!r} instead"
+            f"{name} must be a {unit} of at most {MOST_MS:g}, so that sums stay finite, but is {number!r} instead"
         )
     return number
 

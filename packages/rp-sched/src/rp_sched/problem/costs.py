@@ -1,10 +1,9 @@
-"""Costs of a layer, and limits of the machine."""
+"""`LayerCost`: the time and memory of one layer."""
 
 from dataclasses import dataclass
 
 from rp_sched.errors import InvalidCost
-from rp_sched.problem import bounds
-from rp_sched.problem.checks import flag, milliseconds, speed, whole
+from rp_sched.problem.checks import flag, milliseconds, nbytes
 
 # For each matrix product of the forward pass the backward pass has two: gradients of inputs and of weights.
 BACKWARD_PER_FORWARD = 2.0
@@ -28,6 +27,10 @@ class LayerCost:
     pass changes buffers, as in batch norm, so its microbatches must be neither divided between devices nor
     reordered.
 
+    `forward_launch_ms`, `backward_launch_ms`, `recompute_launch_ms`: how long a thread holds the GIL to launch the
+    layer's forward pass, backward pass and recomputation for one microbatch; the latter is by default that of the
+    forward pass. A device computes while it is launched to, but all devices' threads share one GIL.
+
     Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """
 
@@ -38,6 +41,9 @@ class LayerCost:
     boundary_bytes: int
     kept_bytes: int
     writes_buffers: bool
+    forward_launch_ms: float
+    backward_launch_ms: float
+    recompute_launch_ms: float
 
     def __init__(
         self,
@@ -49,19 +55,26 @@ class LayerCost:
         boundary_bytes: int = 0,
         kept_bytes: int = 0,
         writes_buffers: bool = False,
+        forward_launch_ms: float = 0.0,
+        backward_launch_ms: float = 0.0,
+        recompute_launch_ms: float | None = None,
     ) -> None:
         forward_ms = milliseconds("forward_ms", forward_ms)
         backward_ms = BACKWARD_PER_FORWARD * forward_ms if backward_ms is None else backward_ms
         trainable_bytes = weight_bytes if trainable_bytes is None else trainable_bytes
+        recompute_launch_ms = forward_launch_ms if recompute_launch_ms is None else recompute_launch_ms
         # A frozen dataclass can set its fields only through object.__setattr__.
         put = object.__setattr__
         put(self, "forward_ms", forward_ms)
         put(self, "backward_ms", milliseconds("backward_ms", backward_ms))
-        put(self, "weight_bytes", _bytes("weight_bytes", weight_bytes))
-        put(self, "trainable_bytes", _bytes("trainable_bytes", trainable_bytes))
-        put(self, "boundary_bytes", _bytes("boundary_bytes", boundary_bytes))
-        put(self, "kept_bytes", _bytes("kept_bytes", kept_bytes))
+        put(self, "weight_bytes", nbytes("weight_bytes", weight_bytes))
+        put(self, "trainable_bytes", nbytes("trainable_bytes", trainable_bytes))
+        put(self, "boundary_bytes", nbytes("boundary_bytes", boundary_bytes))
+        put(self, "kept_bytes", nbytes("kept_bytes", kept_bytes))
         put(self, "writes_buffers", flag("writes_buffers", writes_buffers))
+        put(self, "forward_launch_ms", milliseconds("forward_launch_ms", forward_launch_ms))
+        put(self, "backward_launch_ms", milliseconds("backward_launch_ms", backward_launch_ms))
+        put(self, "recompute_launch_ms", milliseconds("recompute_launch_ms", recompute_launch_ms))
         self._check_trainable()
 
     def _check_trainable(self) -> None:
@@ -75,89 +88,3 @@ class LayerCost:
     def gradient_bytes(self) -> int:
         """Bytes of fp32 gradients on a device, assuming 16-bit weights."""
         return GRADIENT_PER_TRAINABLE * self.trainable_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits of devices, links and host; `None` means no limit.
-
-    >>> Limits(device_memory_bytes=80_000).stage_limit_bytes
-    40000
-
-    `device_memory_bytes`: memory of one device for weights, gradients and kept activations. `stage_bytes`: the
-    most that the weights and gradients of a stage may take, unless it is a single layer; by default half of the
-    device memory, since the other half holds the weights fetched ahead. `ahead_bytes`, instead of `stage_bytes`:
-    the memory for weights fetched ahead, if a stage's gradients wait until those of the stage before have left the
-    device; no stage except the fused one may have more weights. `host_memory_bytes`: host memory for weights,
-    gradients and activations between stages (see `host_bytes`), without optimizer state.
-
-    `upload_gb_s`, `download_gb_s`: bandwidth from host to device and back, in 10^9 bytes per second.
-    `shared_links`: all devices share one link per direction; else each has its own. `hop_ms`: the latency of
-    passing a microbatch to the next stage, in addition to the transfer of its bytes.
-
-    Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
-    """
-
-    device_memory_bytes: int | None = None
-    stage_bytes: int | None = None
-    ahead_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    upload_gb_s: float | None = None
-    download_gb_s: float | None = None
-    shared_links: bool = False
-    hop_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        # A frozen dataclass can set its fields only through object.__setattr__.
-        put = object.__setattr__
-        for name in ("device_memory_bytes", "stage_bytes", "ahead_bytes", "host_memory_bytes"):
-            if getattr(self, name) is not None:
-                put(self, name, _bytes(name, getattr(self, name), least=1))
-        for name in ("upload_gb_s", "download_gb_s"):
-            if getattr(self, name) is not None:
-                put(self, name, speed(name, getattr(self, name)))
-        put(self, "shared_links", flag("shared_links", self.shared_links))
-        put(self, "hop_ms", milliseconds("hop_ms", self.hop_ms))
-        self._check_stage_bytes()
-
-    def _check_stage_bytes(self) -> None:
-        if self.stage_bytes is not None and self.ahead_bytes is not None:
-            raise InvalidCost(
-                "stage_bytes and ahead_bytes exclude each other, but both are given; give one of them"
-            )
-        if self.stage_bytes is None or self.device_memory_bytes is None:
-            return
-        if 2 * self.stage_bytes > self.device_memory_bytes:
-            raise InvalidCost(
-                f"stage_bytes must be at most half of device_memory_bytes ({self.device_memory_bytes // 2}), "
-                f"since the next stage is fetched while one runs, but is {self.stage_bytes} instead"
-            )
-
-    @property
-    def stage_limit_bytes(self) -> int | None:
-        """The most that weights and gradients of a stage of several layers may take; None if not limited so."""
-        if self.stage_bytes is not None or self.device_memory_bytes is None or self.ahead_bytes is not None:
-            return self.stage_bytes
-        return self.device_memory_bytes // 2
-
-    @property
-    def room_ahead_bytes(self) -> int:
-        """Device memory reserved for the next stage's weights while a stage of several layers runs."""
-        return self.ahead_bytes if self.ahead_bytes is not None else self.stage_limit_bytes or 0
-
-    @property
-    def upload_ms_per_byte(self) -> float:
-        """Zero if the bandwidth is not limited."""
-        return 0.0 if self.upload_gb_s is None else 1 / (self.upload_gb_s * 1e6)
-
-    @property
-    def download_ms_per_byte(self) -> float:
-        """Zero if the bandwidth is not limited."""
-        return 0.0 if self.download_gb_s is None else 1 / (self.download_gb_s * 1e6)
-
-
-def _bytes(name: str, value: object, *, least: int = 0) -> int:
-    return whole(name, value, least=least, bound=bounds.BYTES, error=InvalidCost)
-
-
-NO_LIMITS = Limits()

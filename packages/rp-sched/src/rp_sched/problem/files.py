@@ -4,16 +4,16 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from rp_sched.errors import InvalidCost
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import at_most, shown, whole
-from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import Device, Host, Limits, Switch
 
 _LAYER = tuple(field.name for field in fields(LayerCost))
-_LIMITS = tuple(field.name for field in fields(Limits))
-
+_Kind = TypeVar("_Kind", Device, Host, Limits, Switch)
 
 # Far more than the allowed layers or tasks need: endless files such as pipes are refused.
 MOST_COSTS_BYTES = 16 * 2**20
@@ -56,7 +56,8 @@ def parse(text: str) -> Problem:
     rp_sched.errors.InvalidCost: layers[0]: repeat must be at least 1, but is 0 instead
 
     A layer has the fields of `LayerCost`, and optionally `repeat`, the number of equal layers. `limits` has the
-    fields of `Limits`. Sizes may be written as 7e9.
+    fields of `Limits`: `host` is an object with the fields of `Host`, `switches` and `devices` are lists of
+    objects with those of `Switch` and `Device`. Sizes may be written as 7e9.
     """
     top = _object("the file", _json(text), {"layers", "limits"})
     if "layers" not in top:
@@ -93,11 +94,35 @@ def _layer(where: str, value: object) -> Iterable[LayerCost]:
 
 
 def _limits(value: object) -> Limits:
-    found = _object("limits", value, set(_LIMITS))
+    found = _fields("limits", value, Limits)
+    if "devices" in found:
+        found["devices"] = _list("limits.devices", found["devices"], Device)
+    if "switches" in found:
+        found["switches"] = _list("limits.switches", found["switches"], Switch)
+    if "host" in found:
+        found["host"] = _made("limits.host", found["host"], Host)
+    return _build("limits", Limits, found)
+
+
+def _list(where: str, value: object, kind: type[_Kind]) -> tuple[_Kind, ...]:
+    if not isinstance(value, list):
+        raise InvalidCost(f"{where} must be a list of objects, but is {shown(value)} instead")
+    return tuple(_made(f"{where}[{at}]", one, kind) for at, one in enumerate(cast(list[object], value)))
+
+
+def _made(where: str, value: object, kind: type[_Kind]) -> _Kind:
+    return _build(where, kind, _fields(where, value, kind))
+
+
+def _build(where: str, kind: type[_Kind], found: dict[str, Any]) -> _Kind:
     try:
-        return Limits(**found)
+        return kind(**found)
     except (ValueError, TypeError) as error:
-        raise InvalidCost(f"limits: {error}") from error
+        raise InvalidCost(f"{where}: {error}") from error
+
+
+def _fields(where: str, value: object, kind: type[Device | Host | Limits | Switch]) -> dict[str, Any]:
+    return _object(where, value, {field.name for field in fields(kind)})
 
 
 def _object(where: str, value: object, names: set[str]) -> dict[str, Any]:

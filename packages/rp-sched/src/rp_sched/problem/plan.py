@@ -83,6 +83,15 @@ class Plan:
         """
         return max((stage.stop for _, stages, _ in self.phases() for stage in stages), default=0)
 
+    @property
+    def tasks_a_stage(self) -> int:
+        """The most tasks among which the microbatches of a stage are divided.
+
+        >>> Plan(fused=range(0, 5), groups=(range(0, 2), range(2, 4))).tasks_a_stage
+        2
+        """
+        return max(len(groups) or 1 for _, _, groups in self.phases())
+
     def check(self, num_layers: int, mode: Mode) -> None:
         """Raise `InvalidPlan` unless each of `num_layers` layers runs exactly once per direction of `mode`.
 

@@ -7,7 +7,8 @@ from functools import partial
 from rp_sched.planners.classic import CLASSIC, even_stages
 from rp_sched.planners.planner import Strategy, plan
 from rp_sched.planners.roundrobin import RoundRobin
-from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task
 from rp_sched.problem.validation import check_steps
@@ -65,15 +66,12 @@ class Setting:
     @property
     def ideal_ms(self) -> float:
         """The time per call if no device is idle and, with backward, all layers but the last are recomputed."""
+        speed = sum(1 / self.limits.device(number).slowdown for number in range(self.devices))
         forward_ms = sum(cost.forward_ms for cost in self.costs)
         if self.mode == "infer":
-            return forward_ms * self.microbatches / self.devices
+            return forward_ms * self.microbatches / speed
         again_ms = forward_ms - self.costs[-1].forward_ms
-        return (
-            (forward_ms + again_ms + sum(cost.backward_ms for cost in self.costs))
-            * self.microbatches
-            / self.devices
-        )
+        return (forward_ms + again_ms + sum(cost.backward_ms for cost in self.costs)) * self.microbatches / speed
 
 
 def schedules(setting: Setting) -> Mapping[str, Callable[[int], Calls]]:

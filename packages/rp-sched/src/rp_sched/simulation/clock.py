@@ -1,63 +1,50 @@
-"""The simulated clock: when each task runs, and when devices and links become free.
+"""The planners' clock: when tasks run, and when devices and links become free, one task after another.
 
-Tasks are simulated one by one in launch order. Each event happens at the latest of the times it depends on:
+The rules, which `simulate` shares:
 
-- A device runs its tasks in launch order, and the microbatches of a task one after another.
+- A device runs its tasks in launch order, and the microbatches of a task one after another. A microbatch takes as
+  long as its computing, or its launching if that is longer.
 - A stage may start a microbatch when the stage before has finished it, plus `hop_ms` and the time to download and
   upload its bytes.
 - A task's weights are fetched while the device runs the task before, in the memory of the task before that, as
   soon as the latter's gradients have left. If both tasks do not fit, the fetch waits until the gradients of the
-  task before have left.
+  task before have left. They are those of the step after the call before the last.
+- A backward pass waits until gradients that leave the device take no more than `leaving_bytes`.
 - A link serves tasks in launch order: a task's weights, then as many bytes as its activations have. Activations
-  themselves do not wait for the link: they have a stream of their own.
+  themselves do not wait for the link: they have a stream of their own. Gradients that are added on the host have
+  left when they are added. The optimizer serves tasks in the order in which their gradients have left.
 - A call is launched when the losses (or outputs) of the call before are available and the call before that has
   ended, since it uses the weights of the step after that one. Otherwise calls overlap.
 
 Two rules are simplifications that may make calls seem slower than they are: the order on the links, and the last
 rule, which the engine applies layer by layer.
+
+This clock knows what each task takes while nothing else is under way. It does not know how tasks that run at once
+share the GIL, host memory and switches: `Course` adds what these take in all. `simulate` divides them at each
+moment.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
-from rp_sched.problem.costs import Limits
+from rp_sched.simulation.resources import Lane, Resources
 from rp_sched.simulation.stage_costs import Load
 
 # Times in ms that are equal to this many decimal places count as equal.
 DIGITS = 6
 
 
-class Ran(NamedTuple):
-    """The times of one simulated task.
-
-    `fetch_ms`, `fetched_ms`: start and end of the weights' upload. `cleared_ms`: the gradients of the device's
-    task before no longer take memory that this one needs. `microbatches`: start and end of each. `left_ms`: its
-    gradients have left the device. `over_ms`: so have its outputs.
-    """
-
-    fetch_ms: float
-    fetched_ms: float
-    cleared_ms: float
-    microbatches: tuple[tuple[float, float], ...]
-    left_ms: float
-    over_ms: float
-
-    @property
-    def end_ms(self) -> float:
-        return self.microbatches[-1][1]
-
-
 @dataclass(slots=True)
 class Clock:
     """The state of devices and links. Times are in ms from the launch of the current call; lists are per device.
 
-    `free`: the device has run its tasks. `up`, `down`: its links have carried their bytes (a shared link is that
-    of device 0). `left`, `left_before`: the gradients of its last task, and of the task before, have left the
-    device. `held`, `gradients`: bytes in use by its last task, in all and for gradients. `turn`: the next device
-    in turn. `before_ms`: the call before has ended. `results_ms`: losses or outputs of this call are available.
-    `over_ms`: this call has ended.
+    `free`: the device has run its tasks. `up`, `down`: its links have carried their bytes. `left`, `left_before`:
+    the gradients of its last task, and of the task before, have left the device. `held`, `gradients`: bytes in use
+    by its last task, in all and for gradients. `turn`: the next device in turn. `before_ms`: the call before has
+    ended. `results_ms`: losses or outputs of this call are available. `over_ms`: this call has ended. `added_ms`:
+    the host has added all gradients so far. `stepped_ms`: the optimizer has done all its work so far;
+    `stepped_last_ms` and `stepped_before_ms`: that of the last call, and of the one before it.
 
     >>> Clock.idle(2).free
     [0.0, 0.0]
@@ -74,6 +61,10 @@ class Clock:
     before_ms: float = 0.0
     results_ms: float = 0.0
     over_ms: float = 0.0
+    added_ms: float = 0.0
+    stepped_ms: float = 0.0
+    stepped_last_ms: float = 0.0
+    stepped_before_ms: float = 0.0
 
     @classmethod
     def idle(cls, devices: int) -> "Clock":
@@ -84,7 +75,9 @@ class Clock:
     def copy(self) -> "Clock":
         """An independent copy at the launch of a call."""
         free, left, left_before, held, gradients, up, down = map(list, self._lists())
-        return Clock(free, up, down, left, left_before, held, gradients, self.turn, self.before_ms)
+        copied = Clock(free, up, down, left, left_before, held, gradients, self.turn, self.before_ms)
+        copied.added_ms, copied.stepped_ms, copied.stepped_last_ms, copied.stepped_before_ms = self._host()
+        return copied
 
     def next_call(self) -> float:
         """Advance to the launch of the next call; return the time since the launch of this one."""
@@ -92,6 +85,10 @@ class Clock:
         self.before_ms = _since(self.over_ms, passed)
         for times in (self.free, self.up, self.down, self.left, self.left_before):
             times[:] = [_since(ms, passed) for ms in times]
+        self.added_ms = _since(self.added_ms, passed)
+        self.stepped_ms = _since(self.stepped_ms, passed)
+        self.stepped_before_ms = _since(self.stepped_last_ms, passed)
+        self.stepped_last_ms = self.stepped_ms
         self.results_ms = self.over_ms = 0.0
         return passed
 
@@ -99,15 +96,18 @@ class Clock:
         """The rounded state, which determines the future. `named`: device numbers matter; else sort devices."""
         devices = [tuple(round(value, DIGITS) for value in device) for device in zip(*self._lists(), strict=True)]
         alike = devices[self.turn :] + devices[: self.turn] if named else sorted(devices)
-        return round(self.before_ms, DIGITS), *alike
+        return tuple(round(ms, DIGITS) for ms in (self.before_ms, *self._host())), *alike
 
     def exact_state(self) -> tuple[float, ...]:
         """The exact state that determines the future."""
-        return self.turn, self.before_ms, *chain.from_iterable(self._lists())
+        return self.turn, self.before_ms, *self._host(), *chain.from_iterable(self._lists())
 
     def round_state(self) -> None:
         """Round the state, so that states that differ by rounding errors become equal."""
         self.before_ms = round(self.before_ms, DIGITS)
+        self.added_ms, self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms = (
+            round(ms, DIGITS) for ms in self._host()
+        )
         for values in self._lists():
             values[:] = [round(value, DIGITS) for value in values]
 
@@ -121,33 +121,57 @@ class Clock:
         states = list(zip(*self._lists(), strict=True))
         return min(alike, key=states.__getitem__)
 
-    def run(self, load: Load, batch: range, device: int, ready: list[float], limits: Limits) -> Ran:
-        """Simulate a task. `ready[m]`: when it may start microbatch m; set to when the next stage may."""
-        link = 0 if limits.shared_links else device
-        fetch_ms = max(self.up[link], self._room_ms(load, device, limits))
-        fetched_ms = fetch_ms + load.weights_ms
-        self.up[link] = fetched_ms + len(batch) * load.inputs_ms
-        cleared_ms = self._cleared_ms(load, device, limits)
-        start_ms = max(self.free[device], fetched_ms, cleared_ms)
-        times = tuple(_run_microbatches(load, batch, start_ms, ready))
-        end_ms = times[-1][1]
-        sent_ms = max(self.down[link], times[0][0]) + len(batch) * load.outputs_ms
-        left_ms = max(sent_ms, end_ms) + load.gradients_ms if load.gradients_ms else end_ms
-        self.down[link] = left_ms if load.gradients_ms else sent_ms
-        self._note(load, device, end_ms, left_ms)
-        return Ran(fetch_ms, fetched_ms, cleared_ms, times, left_ms, max(left_ms, sent_ms))
+    def first_done(self, load: Load, microbatches: int, lanes: Sequence[Lane]) -> int:
+        """The device that would be the first to have run a task, of devices that differ."""
+        times = [
+            ms + microbatches * max(load.ms * lane.slowdown, load.launch_ms)
+            for ms, lane in zip(self.free, lanes, strict=False)
+        ]
+        return times.index(min(times))
 
-    def _room_ms(self, load: Load, device: int, limits: Limits) -> float:
+    def run(self, load: Load, batch: range, device: int, ready: list[float], resources: Resources) -> None:
+        """Simulate a task. `ready[m]`: when it may start microbatch m; set to when the next stage may."""
+        lane = resources.lanes[device]
+        fetch_ms = max(self.up[device], self._room_ms(load, device, lane.memory_bytes), self.stepped_before_ms)
+        fetched_ms = fetch_ms + load.weight_bytes * lane.up_ms
+        self.up[device] = fetched_ms + len(batch) * load.input_bytes * lane.up_ms
+        start_ms = max(self.free[device], fetched_ms, self._cleared_ms(load, device, lane.memory_bytes))
+        begin_ms = max(start_ms, ready[batch.start])
+        step_ms = max(load.ms * lane.slowdown, load.launch_ms)
+        end_ms = start_ms
+        # The first microbatch ends later if its backward pass has to wait for memory.
+        least_ms = self._leaving_ms(load, device, resources) + load.backward_part * step_ms
+        for microbatch in batch:
+            end_ms = max(end_ms, ready[microbatch]) + step_ms
+            if end_ms < least_ms:
+                end_ms = least_ms
+            ready[microbatch] = end_ms + load.hop_ms
+        sent_ms = max(self.down[device], begin_ms) + len(batch) * load.output_bytes * lane.down_ms
+        leaving_ms = (load.sent_bytes - load.added_bytes) * lane.down_ms + load.added_bytes * lane.add_ms
+        left_ms = max(sent_ms, end_ms) + leaving_ms if leaving_ms else end_ms
+        if load.added_bytes:
+            adding_ms = load.added_bytes * resources.add_ms
+            self.added_ms = max(self.added_ms + adding_ms, left_ms)
+            left_ms = self.added_ms
+        self.down[device] = left_ms if leaving_ms else sent_ms
+        if load.sent_bytes:
+            self.stepped_ms = max(self.stepped_ms, left_ms) + load.step_bytes * resources.update_ms
+        self._note(load, device, end_ms, left_ms)
+        self.results_ms = max(self.results_ms, end_ms + load.results_after_ms(step_ms))
+        self.over_ms = max(self.over_ms, left_ms, sent_ms)
+
+    def _room_ms(self, load: Load, device: int, memory: int | None) -> float:
         """When the device has memory for the weights: together with its last task, or after it."""
-        memory = limits.device_memory_bytes
-        beside = memory is None or self.held[device] + load.state_bytes <= memory
+        beside = has_room_beside(load, self.held[device], memory)
         return self.left_before[device] if beside else self.left[device]
 
-    def _cleared_ms(self, load: Load, device: int, limits: Limits) -> float:
+    def _cleared_ms(self, load: Load, device: int, memory: int | None) -> float:
         """When the last task's gradients no longer take memory that this task's activations need."""
-        memory = limits.device_memory_bytes
-        beside = memory is None or self.gradients[device] + load.state_bytes + load.kept_bytes <= memory
-        return 0.0 if beside else self.left[device]
+        return 0.0 if is_clear(load, self.gradients[device], memory) else self.left[device]
+
+    def _leaving_ms(self, load: Load, device: int, resources: Resources) -> float:
+        """When the last task's gradients no longer take memory that this task's need; 0 if they never do."""
+        return self.left[device] if waits_to_leave(load, self.gradients[device], resources) else 0.0
 
     def _note(self, load: Load, device: int, end_ms: float, left_ms: float) -> None:
         self.free[device] = end_ms
@@ -155,21 +179,27 @@ class Clock:
         self.held[device] = load.state_bytes + load.kept_bytes
         self.gradients[device] = load.gradient_bytes
 
+    def _host(self) -> tuple[float, float, float, float]:
+        return self.added_ms, self.stepped_ms, self.stepped_last_ms, self.stepped_before_ms
+
     def _lists(self) -> tuple[list[float], ...]:
         return self.free, self.left, self.left_before, self.held, self.gradients, self.up, self.down
 
 
-def _run_microbatches(
-    load: Load, batch: range, start_ms: float, ready: list[float]
-) -> Sequence[tuple[float, float]]:
-    times: list[tuple[float, float]] = []
-    end_ms = start_ms
-    for microbatch in batch:
-        begin_ms = max(end_ms, ready[microbatch])
-        end_ms = begin_ms + load.ms
-        ready[microbatch] = end_ms + load.hop_ms
-        times.append((begin_ms, end_ms))
-    return times
+def has_room_beside(load: Load, held: float, memory: int | None) -> bool:
+    """Whether a device has memory for a task's weights and gradients beside `held` bytes of the task before."""
+    return memory is None or held + load.state_bytes <= memory
+
+
+def is_clear(load: Load, gradients: float, memory: int | None) -> bool:
+    """Whether a task may run beside so many bytes of the gradients of the task before."""
+    return memory is None or gradients + load.state_bytes + load.kept_bytes <= memory
+
+
+def waits_to_leave(load: Load, gradients: float, resources: Resources) -> bool:
+    """Whether a task's backward pass waits for the gradients of the task before to leave."""
+    leaving = resources.leaving_bytes
+    return leaving is not None and load.gradient_bytes > 0 and gradients > leaving
 
 
 def _since(ms: float, passed: float) -> float:

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.tasks import check_tasks, phases
 from rp_sched.simulation.clock import Clock
+from rp_sched.simulation.resources import Resource, total
 from rp_sched.simulation.stage_costs import Brief, Loads, Piece, saved_layers
 
 # The most calls simulated for the steady state. Nearly always the devices return to an earlier state much sooner;
@@ -24,8 +26,10 @@ class Course:
     >>> course.steady_ms(devices=1), course.alone_ms(devices=1)
     (24.0, 24.0)
 
-    The rules of the simulation are in `rp_sched.simulation.clock`. Raises `InvalidPlan` for a plan that does not
-    suit the costs, the mode or the microbatches.
+    The rules of the simulation are in `rp_sched.simulation.clock`; a call takes at least as long as it keeps what
+    devices share busy. `simulate` divides that at each moment, which takes far longer.
+
+    Raises `InvalidPlan` for a plan that does not suit the costs, the mode or the microbatches.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Course:
         pieces = list(_pieces(plan, loads, mode, microbatches))
         self.jobs = [job for piece in pieces for job in piece.jobs]
         self._brief = [brief for piece in pieces for brief in piece.brief]
+        self.work = total(piece.work for piece in pieces)
 
     def used(self, devices: int) -> int:
         """How many of `devices` devices the plan uses."""
@@ -64,13 +69,14 @@ class Course:
     @property
     def busy_ms(self) -> float:
         """The compute time of one call, summed over devices."""
-        return sum(len(job.microbatches) * job.load.ms for job in self.jobs)
+        return self.work.busy_ms
 
     def alone_ms(self, devices: int) -> float:
         """The time of one call on idle devices."""
         clock = Clock.idle(whole("devices", devices, least=1, bound=bounds.DEVICES))
+        self.loads.limits.check_devices(devices)
         self.play(clock)
-        return max(clock.over_ms, clock.results_ms)
+        return max(clock.over_ms, clock.results_ms, shared_ms([self], devices))
 
     def steady_ms(self, devices: int, *, most_calls: int = MOST_CALLS) -> float:
         """The steady-state time per call, from launch to launch, of calls that follow each other.
@@ -87,15 +93,27 @@ class Course:
         It is the largest of: the compute time divided by the devices; the link times divided by the links; the
         time from launch to losses, and half the time to the end, if every task had a device of its own.
         """
-        return max(self.load_bound_ms(devices), self._path_bound_ms())
+        fastest = min(lane.slowdown for lane in self.loads.resources(self.used(devices)).lanes)
+        return max(self.load_bound_ms(devices), min(fastest, 1.0) * self._path_bound_ms())
 
     def load_bound_ms(self, devices: int) -> float:
-        """The part of `bound_ms` from compute and links."""
-        used = self.used(devices)
-        links = 1 if self.loads.limits.shared_links else used
-        up = sum(job.load.weights_ms + len(job.microbatches) * job.load.inputs_ms for job in self.jobs)
-        down = sum(job.load.gradients_ms + len(job.microbatches) * job.load.outputs_ms for job in self.jobs)
-        return max(self.busy_ms / used, up / links, down / links)
+        """The part of `bound_ms` from the work of each resource."""
+        return max(self.loads_ms(devices).values())
+
+    def loads_ms(self, devices: int) -> dict[Resource, float]:
+        """How long a call keeps each kind of resource busy, if the work is spread evenly over devices and links.
+
+        >>> course = Course(Plan(fused=range(0, 2)), [LayerCost(1.0)] * 2, mode="fused", microbatches=4)
+        >>> course.loads_ms(devices=1)["device"]
+        24.0
+        """
+        used = self.used(whole("devices", devices, least=1, bound=bounds.DEVICES))
+        return self.loads.resources(used).loads_ms(self.work, used)
+
+    def bottleneck(self, devices: int) -> Resource:
+        """The resource that a call keeps busy for the longest time."""
+        loads_ms = self.loads_ms(devices)
+        return max(loads_ms, key=loads_ms.__getitem__)
 
     def _path_bound_ms(self) -> float:
         ready = [0.0] * self.microbatches
@@ -112,7 +130,7 @@ class Course:
 
     def play(self, clock: Clock) -> list[int]:
         """Simulate one call, launched at the clock's zero; return the device of each job."""
-        return _play_linked(self, clock) if self.loads.linked else _play(self, self._brief, clock)
+        return _play(self, self._brief, clock) if self.loads.plain else _play_all(self, clock)
 
 
 class Pace(NamedTuple):
@@ -125,7 +143,10 @@ class Pace(NamedTuple):
 def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALLS) -> Pace:
     """The steady-state time of one call of each course, called in turn; see `Course.steady_ms`."""
     used = [course.used(whole("devices", devices, least=1, bound=bounds.DEVICES)) for course in courses]
+    for course in courses:
+        course.loads.limits.check_devices(max(used))
     clock = Clock.idle(max(used))
+    least_ms = shared_ms(courses, devices)
     named = min(used) < max(used) or any(course.plan.in_turn for course in courses)
     seen: dict[object, int] = {}
     launches = [0.0]
@@ -133,11 +154,22 @@ def pace(courses: Sequence[Course], devices: int, *, most_calls: int = MOST_CALL
         state = clock.rounded_state(named=named)
         if state in seen:
             first = seen[state]
-            return Pace((launches[call] - launches[first]) / (call - first), call)
+            return Pace(max((launches[call] - launches[first]) / (call - first), least_ms), call)
         seen[state] = call
         launches.append(launches[-1] + sum(_next(course, clock) for course in courses))
     half = most_calls // 2
-    return Pace((launches[most_calls] - launches[half]) / (most_calls - half), most_calls)
+    return Pace(max((launches[most_calls] - launches[half]) / (most_calls - half), least_ms), most_calls)
+
+
+def shared_ms(courses: Sequence[Course], devices: int) -> float:
+    """How long one call of each course keeps what devices share busy: the GIL, host memory and so on."""
+    if all(course.loads.shares_nothing for course in courses):
+        return 0.0
+    sums: dict[Resource, float] = {}
+    for course in courses:
+        for resource, ms in course.loads_ms(devices).items():
+            sums[resource] = sums.get(resource, 0.0) + ms
+    return max(ms for resource, ms in sums.items() if resource not in ("device", "link"))
 
 
 def _next(course: Course, clock: Clock) -> float:
@@ -155,7 +187,7 @@ def _pieces(plan: Plan, loads: Loads, mode: Mode, microbatches: int) -> Iterator
 
 
 def _play(course: Course, brief: Sequence[Brief], clock: Clock) -> list[int]:
-    """`_play_linked` for links that take no time. The innermost loop of the planners, hence inlined."""
+    """`_play_all` where only devices take time. The innermost loop of the planners, hence inlined."""
     free = clock.free
     used = course.used(len(free))
     in_turn, turn = course.plan.in_turn, clock.turn % used
@@ -187,19 +219,23 @@ def _play(course: Course, brief: Sequence[Brief], clock: Clock) -> list[int]:
     return taken
 
 
-def _play_linked(course: Course, clock: Clock) -> list[int]:
-    """Simulate one call with transfer times of weights, activations and gradients."""
+def _play_all(course: Course, clock: Clock) -> list[int]:
+    """Simulate one call with transfers, additions and the optimizer."""
     used = course.used(len(clock.free))
+    resources = course.loads.resources(len(clock.free))
+    differ = bool(course.loads.limits.devices)
     clock.turn %= used
     ready = [0.0] * course.microbatches
     taken: list[int] = []
     for job in course.jobs:
         if job.gate:
             ready = [clock.results_ms] * course.microbatches
-        device = clock.turn if course.plan.in_turn else clock.first_free(used)
-        clock.turn = (clock.turn + 1) % used if course.plan.in_turn else clock.turn
+        if course.plan.in_turn:
+            device, clock.turn = clock.turn, (clock.turn + 1) % used
+        elif differ:
+            device = clock.first_done(job.load, len(job.microbatches), resources.lanes[:used])
+        else:
+            device = clock.first_free(used)
         taken.append(device)
-        ran = clock.run(job.load, job.microbatches, device, ready, course.loads.limits)
-        clock.results_ms = max(clock.results_ms, ran.end_ms + job.load.results_after_ms)
-        clock.over_ms = max(clock.over_ms, ran.over_ms)
+        clock.run(job.load, job.microbatches, device, ready, resources)
     return taken

@@ -1,16 +1,26 @@
 """`simulate`: run task lists against costs and limits, and record a timeline."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from rp_sched.problem.costs import NO_LIMITS, LayerCost, Limits
+from rp_sched.problem import bounds
+from rp_sched.problem.checks import whole
+from rp_sched.problem.costs import LayerCost
+from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task, check_order
 from rp_sched.problem.validation import check_problem, check_steps
-from rp_sched.simulation.clock import Clock, Ran
+from rp_sched.simulation.activities import Calls, Microbatch, Played
+from rp_sched.simulation.assignment import Dealer
 from rp_sched.simulation.host_memory import Host
+from rp_sched.simulation.makespan import Course
 from rp_sched.simulation.peak_memory import Holding, peak
-from rp_sched.simulation.stage_costs import Load, Loads
-from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline
+from rp_sched.simulation.stage_costs import Loads
+from rp_sched.simulation.timeline import Idle, Reason, Span, Timeline, mean_ms
+
+# Calls simulated for a plan's time per call: the first ones differ, since nothing is under way before them.
+STEADY_CALLS = 8
+# Shorter waits within a microbatch, as a part of it, are rounding.
+ROUNDING = 1e-12
 
 
 def simulate(
@@ -35,9 +45,12 @@ def simulate(
     `Dealer`, the classic schedules or your own code. The rules are in `rp_sched.simulation.clock`. Tasks that
     exceed device memory are simulated all the same: check `peak_bytes`.
 
+    What runs at once shares the GIL, host memory, switches and adding threads (see `rp_sched.simulation.fluid`).
+
     Raises `InvalidOrder` for a list that cannot run in its order.
     """
     check_problem(costs, devices=devices, microbatches=microbatches, mode=mode)
+    limits.check_devices(devices)
     if not calls:
         raise ValueError("calls must have at least one task list, but is empty")
     # What is no task is refused next.
@@ -45,102 +58,109 @@ def simulate(
     check_steps(sum(span.stop - span.start for span in spans))
     for tasks in calls:
         check_order(tasks, len(costs), microbatches, mode, devices=devices)
-    player = _Player(Loads(costs, limits), devices, microbatches, mode)
+    recorder = _Recorder(Loads(costs, limits), devices)
     for tasks in calls:
-        player.play(tasks)
-    return player.timeline()
+        recorder.play(tasks, microbatches, gated=mode == "train")
+    return recorder.timeline()
 
 
-class _Player:
-    """A clock, and the record of what it simulated."""
+def simulated_ms(course: Course, devices: int, *, calls: int = STEADY_CALLS) -> float:
+    """The time per call of a plan by `simulate`, from launch to launch over the second half of `calls` calls.
 
-    def __init__(self, loads: Loads, devices: int, microbatches: int, mode: Mode) -> None:
-        self._loads = loads
-        self._microbatches = microbatches
-        self._mode: Mode = mode
-        self._clock = Clock.idle(devices)
+    >>> from rp_sched import Host, Plan
+    >>> limits = Limits(upload_gb_s=1.0, host=Host(memory_gb_s=1.0))
+    >>> plan = Plan(fused=range(1), groups=(range(1), range(1, 2)), in_turn=False)
+    >>> costs = [LayerCost(1.0, weight_bytes=4_000_000)]
+    >>> course = Course(plan, costs, mode="fused", microbatches=2, limits=limits)
+    >>> simulated_ms(course, devices=2) >= course.bound_ms(devices=2)
+    True
+    """
+    whole("calls", calls, least=2, bound=bounds.CALLS)
+    check_steps(calls * course.steps)
+    dealer, made = Dealer(devices), Calls(course.loads, devices)
+    gated = course.mode == "train"
+    launches = [
+        made.launch(dealer.deal(course), course.microbatches, gated=gated).launch.ended_ms for _ in range(calls)
+    ]
+    return mean_ms(launches)
+
+
+class _Recorder:
+    """The record of simulated calls."""
+
+    def __init__(self, loads: Loads, devices: int) -> None:
+        self._calls = Calls(loads, devices)
         self._spans: list[Span] = []
         self._idle: list[Idle] = []
         self._launches: list[float] = []
-        self._launch_ms = 0.0
         self._host = Host(loads)
         self._held: list[list[Holding]] = [[] for _ in range(devices)]
-        # When each device was last busy, and when everything ended, from the launch of the first call on.
+        self._busy = [0.0] * devices
+        # When each device was last busy, and when everything ended.
         self._ends = [0.0] * devices
         self._over_ms = 0.0
-        # When each microbatch may start its next stage, and when its last one ended.
-        self._ready = [0.0] * microbatches
-        self._done = [0.0] * microbatches
+        # Calls that may not have ended.
+        self._open: list[tuple[Sequence[Task], list[Played]]] = []
 
-    def play(self, tasks: Sequence[Task]) -> None:
-        if self._launches:
-            self._launch_ms += self._clock.next_call()
-        self._launches.append(self._launch_ms)
-        self._host.next_call(tasks)
-        saved = sorted({task.layers.start for task in tasks if task.runs_backward})
-        self._ready = [0.0] * self._microbatches
-        self._done = [0.0] * self._microbatches
-        for task, before in zip(tasks, (None, *tasks), strict=False):
-            begins_backward = before is not None and before.runs_forward and task.runs_backward
-            if self._mode == "train" and begins_backward:
-                self._open_gate()
-            self._run(task, self._loads.of(task.kind, task.layers, saved))
+    def play(self, tasks: Sequence[Task], microbatches: int, *, gated: bool) -> None:
+        call = self._calls.launch(tasks, microbatches, gated=gated)
+        self._launches.append(call.launch.ended_ms)
+        self._over_ms = max(self._over_ms, call.launch.ended_ms)
+        # A call is launched when that before the last one has ended, which is recorded now, so that its activities
+        # are forgotten.
+        if len(self._open) > 1:
+            self._note_call(*self._open.pop(0))
+        self._open.append((tasks, call.tasks))
 
     def timeline(self) -> Timeline:
+        self._calls.fluid.run()
+        for call in self._open:
+            self._note_call(*call)
         self._note_ends()
-        devices = range(len(self._ends))
         return Timeline(
             spans=tuple(self._spans),
             idle=tuple(self._idle),
             launches=tuple(self._launches),
             makespan_ms=self._over_ms,
-            busy_ms=tuple(self._busy_ms(device) for device in devices),
-            peak_bytes=tuple(peak(self._held[device]) for device in devices),
+            busy_ms=tuple(self._busy),
+            peak_bytes=tuple(peak(held) for held in self._held),
             host_peak_bytes=self._host.peak_bytes(),
+            resource_ms=self._calls.busy_ms(),
         )
 
-    def _open_gate(self) -> None:
-        """Let the backward pass start when the caller has all outputs (mode `train`)."""
-        self._ready = [self._clock.results_ms] * self._microbatches
-        self._done = list(self._ready)
+    def _note_call(self, tasks: Sequence[Task], call: Sequence[Played]) -> None:
+        self._host.next_call(tasks)
+        for played in call:
+            self._note(played)
 
-    def _run(self, task: Task, load: Load) -> None:
-        clock, ready = self._clock, list(self._ready)
-        # A device that was free before the launch has been idle since its last task ended.
-        free_ms = clock.free[task.device] or self._ends[task.device] - self._launch_ms
-        ran = clock.run(load, task.microbatches, task.device, self._ready, self._loads.limits)
-        clock.results_ms = max(clock.results_ms, ran.end_ms + load.results_after_ms)
-        clock.over_ms = max(clock.over_ms, ran.over_ms)
-        self._over_ms = max(self._over_ms, self._launch_ms + max(clock.over_ms, clock.results_ms))
-        self._note_idle(task, ran, ready, free_ms)
-        self._note_span(task, ran)
-        self._note_held(task, ran, load)
-
-    def _note_span(self, task: Task, ran: Ran) -> None:
-        at = self._launch_ms
-        times = tuple((at + start, at + end) for start, end in ran.microbatches)
-        marks = (at + ms for ms in (ran.fetch_ms, ran.fetched_ms, ran.left_ms))
-        self._spans.append(Span(len(self._launches) - 1, task, times, *marks))
-        self._ends[task.device] = times[-1][1]
+    def _note(self, played: Played) -> None:
+        task = played.task
+        times = tuple((one.parts[0].start_ms, one.parts[-1].ended_ms) for one in played.microbatches)
+        marks = played.fetch.start_ms, played.fetch.ended_ms, played.left.ended_ms
+        self._spans.append(Span(played.call, task, times, *marks))
+        self._note_idle(played)
+        self._note_held(played)
         self._host.note(task, [end for _, end in times])
+        self._ends[task.device] = times[-1][1]
+        self._busy[task.device] += len(times) * played.compute_ms
+        results_ms = times[-1][1] + played.load.hop_ms if task.sends_outputs else 0.0
+        self._over_ms = max(self._over_ms, played.left.ended_ms, played.outputs.ended_ms, results_ms)
 
-    def _note_idle(self, task: Task, ran: Ran, ready: Sequence[float], free_ms: float) -> None:
-        for microbatch, (start_ms, end_ms) in zip(task.microbatches, ran.microbatches, strict=True):
-            waits = _waits(free_ms, start_ms, ready[microbatch], self._done[microbatch], ran)
-            self._note_waits(task.device, waits)
-            self._done[microbatch] = free_ms = end_ms
+    def _note_idle(self, played: Played) -> None:
+        free_ms = 0.0 if played.before_end is None else played.before_end.ended_ms
+        for microbatch in played.microbatches:
+            waits = [*_waits(free_ms, played, microbatch), *_within(played, microbatch)]
+            device = played.task.device
+            self._idle += [Idle(device, begin, end, why) for begin, end, why in waits if end > begin]
+            free_ms = microbatch.parts[-1].ended_ms
 
-    def _note_waits(self, device: int, waits: Iterable[tuple[float, float, Reason]]) -> None:
-        at = self._launch_ms
-        self._idle += [Idle(device, at + begin, at + end, why) for begin, end, why in waits if end > begin]
-
-    def _note_held(self, task: Task, ran: Ran, load: Load) -> None:
-        at, first_ms = self._launch_ms, ran.microbatches[0][0]
-        weights = load.state_bytes - load.gradient_bytes
-        self._held[task.device] += [
-            (at + ran.fetch_ms, at + ran.end_ms, weights),
-            (at + first_ms, at + ran.left_ms, load.gradient_bytes),
-            (at + first_ms, at + ran.end_ms, load.kept_bytes),
+    def _note_held(self, played: Played) -> None:
+        first_ms, end_ms = played.microbatches[0].parts[0].start_ms, played.end.ended_ms
+        load = played.load
+        self._held[played.task.device] += [
+            (played.fetch.start_ms, end_ms, load.state_bytes - load.gradient_bytes),
+            (first_ms, played.left.ended_ms, load.gradient_bytes),
+            (first_ms, end_ms, load.kept_bytes),
         ]
 
     def _note_ends(self) -> None:
@@ -148,22 +168,36 @@ class _Player:
             if self._over_ms > end_ms:
                 self._idle.append(Idle(device, end_ms, self._over_ms, "end"))
 
-    def _busy_ms(self, device: int) -> float:
-        mine = (span.microbatches for span in self._spans if span.task.device == device)
-        return sum(end - start for times in mine for start, end in times)
 
-
-def _waits(
-    free_ms: float, start_ms: float, ready_ms: float, done_ms: float, ran: Ran
-) -> Iterator[tuple[float, float, Reason]]:
-    """Why a device was idle from `free_ms` to `start_ms`, in ms from the launch of the call."""
-    launched_ms = max(free_ms, 0.0)
+def _waits(free_ms: float, played: Played, microbatch: Microbatch) -> Iterator[tuple[float, float, Reason]]:
+    """Why a device was idle from `free_ms` to the start of a microbatch."""
+    start_ms, launched_ms = microbatch.parts[0].start_ms, max(free_ms, played.launch.ended_ms)
     yield free_ms, launched_ms, "launch"
     if start_ms <= launched_ms:
         return
-    if start_ms == ready_ms:
+    done_ms, hop_ms = (0.0, 0.0) if microbatch.feed is None else (microbatch.feed[0].ended_ms, microbatch.feed[1])
+    if start_ms == done_ms + hop_ms:
         arrived_ms = max(launched_ms, done_ms)
         yield launched_ms, arrived_ms, "stage before"
         yield arrived_ms, start_ms, "hop"
+    elif start_ms == played.fetch.ended_ms:
+        stepped_ms = max((step.ended_ms for step in played.steps), default=0.0)
+        written_ms = max(launched_ms, stepped_ms) if played.fetch.start_ms == stepped_ms else launched_ms
+        yield launched_ms, written_ms, "optimizer"
+        yield written_ms, start_ms, "weights"
     else:
-        yield launched_ms, start_ms, "weights" if start_ms == ran.fetched_ms else "memory"
+        yield launched_ms, start_ms, "memory"
+
+
+def _within(played: Played, microbatch: Microbatch) -> Iterator[tuple[float, float, Reason]]:
+    """Why a device was idle within a microbatch: it waited for memory, or for its launching."""
+    parts = microbatch.parts
+    late_ms = 0.0
+    if len(parts) > 1:
+        yield parts[0].ended_ms, parts[1].start_ms, "memory"
+        late_ms = parts[1].start_ms - parts[0].ended_ms
+    computing_ms = parts[-1].ended_ms - parts[0].start_ms - late_ms
+    slack_ms = computing_ms - played.compute_ms
+    # Sums of times may differ by rounding.
+    if slack_ms > ROUNDING * computing_ms:
+        yield parts[-1].ended_ms - slack_ms, parts[-1].ended_ms, "GIL"

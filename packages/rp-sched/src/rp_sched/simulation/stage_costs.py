@@ -6,35 +6,78 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from rp_sched.errors import Infeasible
-from rp_sched.problem.costs import LayerCost, Limits
+from rp_sched.problem.costs import GRADIENT_PER_TRAINABLE, LayerCost
+from rp_sched.problem.limits import Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.task_kinds import TaskKind
+from rp_sched.simulation.resources import Resources, Work, total
 
+# Bytes of a weight, and of a gradient that nothing is added to.
+WEIGHT_BYTES = 2
 _Number = TypeVar("_Number", int, float)
 
 
 class Load(NamedTuple):
-    """The time and memory of one stage on a device.
+    """The time, traffic and memory of one stage.
 
-    `ms`: compute time of one microbatch. `hop_ms`: from the end of a microbatch to when the next stage may start
-    it. `results_after_ms`: from the end of the task to when the caller has the results that it waits for; negative
-    for losses, which precede the backward pass; minus infinity if there are none. `weights_ms`: upload of the
-    weights. `inputs_ms`, `outputs_ms`: upload and download per microbatch. `gradients_ms`: download of the
-    gradients, once per task. `state_bytes`: weights and gradients. `gradient_bytes`: gradients alone.
-    `kept_bytes`: kept activations of one microbatch.
+    `ms`: compute time of one microbatch; `backward_ms`: the part of it that needs gradients. `launch_ms`: how
+    long its launching holds the GIL. `hop_ms`: from the end of a microbatch to when the next stage may start it,
+    on the slowest links. `weight_bytes`: uploaded for the task. `input_bytes`, `output_bytes`: uploaded and
+    downloaded per microbatch. `sent_bytes`, `added_bytes`: gradients downloaded by the task, of which the latter
+    are added on the host. `step_bytes`: traffic of the optimizer's step that the task's gradients complete.
+    `state_bytes`: weights and gradients on the device. `gradient_bytes`: gradients alone. `kept_bytes`: kept
+    activations of one microbatch.
     """
 
+    kind: TaskKind
     ms: float
+    backward_ms: float
+    launch_ms: float
     hop_ms: float
-    results_after_ms: float
-    weights_ms: float
-    inputs_ms: float
-    outputs_ms: float
-    gradients_ms: float
+    weight_bytes: int
+    input_bytes: int
+    output_bytes: int
+    sent_bytes: int
+    added_bytes: int
+    step_bytes: float
     state_bytes: int
     gradient_bytes: int
     kept_bytes: int
+
+    @property
+    def step_ms(self) -> float:
+        """The time of one microbatch alone: the device computes while it is launched to."""
+        return max(self.ms, self.launch_ms)
+
+    def results_after_ms(self, step_ms: float) -> float:
+        """From the end of the task, of microbatches of `step_ms`, to when the caller has what it waits for.
+
+        Negative for losses, which precede the backward pass; minus infinity if there are none.
+        """
+        if self.kind.sends_outputs:
+            return self.hop_ms
+        if not self.kind.computes_loss:
+            return -math.inf
+        return -self.backward_ms if step_ms == self.ms else -self.backward_part * step_ms
+
+    @property
+    def backward_part(self) -> float:
+        """The part of a microbatch's time that needs gradients."""
+        return self.backward_ms / self.ms if self.ms else 0.0
+
+
+class Sums(NamedTuple):
+    """How the gradients of a stage join those of other tasks of a call.
+
+    `tasks`: how many tasks add to them. `nth`: how many do before this one.
+    """
+
+    tasks: int = 1
+    nth: int = 0
+
+
+ALONE = Sums()
 
 
 class Job(NamedTuple):
@@ -52,10 +95,11 @@ Brief = tuple[bool, int, int, float, float, float]
 
 
 class Piece(NamedTuple):
-    """The jobs of one stage, in full and in brief."""
+    """The jobs of one stage, in full, in brief, and what they take in all."""
 
     jobs: tuple[Job, ...]
     brief: tuple[Brief, ...]
+    work: Work
 
 
 class Loads:
@@ -64,7 +108,7 @@ class Loads:
     >>> loads = Loads([LayerCost(1.0, 2.0, weight_bytes=5), LayerCost(3.0, 6.0)], Limits(hop_ms=0.5))
     >>> loads.of(TaskKind.FORWARD, range(0, 2)).ms, loads.of(TaskKind.BACKWARD, range(1, 2)).ms
     (4.0, 9.0)
-    >>> loads.of(TaskKind.FUSED, range(0, 2)).results_after_ms
+    >>> loads.of(TaskKind.FUSED, range(0, 2)).results_after_ms(12.0)
     -8.0
     """
 
@@ -80,60 +124,111 @@ class Loads:
         self.ordered = _sums([int(cost.writes_buffers) for cost in costs])
         # The input of each layer. That of the model counts as 0, since its size is not given.
         self.input_bytes = [0, *(cost.boundary_bytes for cost in costs)]
-        links = (limits.upload_gb_s, limits.download_gb_s)
-        self.linked = any(speed is not None for speed in links)
+        self.forward_launch_ms = _sums([cost.forward_launch_ms for cost in costs])
+        self.recompute_launch_ms = _sums([cost.recompute_launch_ms for cost in costs])
+        self.backward_launch_ms = _sums([cost.backward_launch_ms for cost in costs])
+        launches = (self.forward_launch_ms, self.backward_launch_ms, self.recompute_launch_ms)
+        self.shares_nothing = not any(sums[-1] for sums in launches) and limits.shares_nothing
+        # Devices are alike and only they take time: nothing but the stages' times has to be simulated.
+        self.plain = limits.only_devices_take_time
+        self._hop_ms_per_byte = limits.upload_ms_per_byte + limits.download_ms_per_byte
+        # Looked up once, since planners ask thousands of times.
+        self._memory_bytes = limits.smallest_memory_bytes
+        self._stage_limit_bytes = limits.stage_limit_bytes
+        self._room_ahead_bytes = limits.room_ahead_bytes
+        self._resources: dict[int, Resources] = {}
         self._pieces: dict[object, Piece] = {}
 
     @property
     def num_layers(self) -> int:
         return len(self.costs)
 
+    def resources(self, devices: int) -> Resources:
+        """What the first `devices` devices have and share."""
+        if devices not in self._resources:
+            self._resources[devices] = Resources(self.limits, devices)
+        return self._resources[devices]
+
     def may_divide(self, layers: range) -> bool:
         """Whether different devices may run different microbatches of these layers."""
         return self.ordered[layers.stop] == self.ordered[layers.start]
 
-    def of(self, kind: TaskKind, layers: range, saved: Sequence[int] = ()) -> Load:
+    def of(self, kind: TaskKind, layers: range, saved: Sequence[int] = (), sums: Sums = ALONE) -> Load:
         """The load of a stage. `saved`: the layers whose inputs the backward pass reads from host memory."""
         start, stop = layers.start, layers.stop
-        up, down = self.limits.upload_ms_per_byte, self.limits.download_ms_per_byte
         forward_ms, inputs = 0.0, 0
         if kind.runs_forward or kind.recomputes:
             forward_ms, inputs = self.forward_ms[stop] - self.forward_ms[start], self.input_bytes[start]
         backward_ms = self.backward_ms[stop] - self.backward_ms[start] if kind.runs_backward else 0.0
         weights = self.weight_bytes[stop] - self.weight_bytes[start]
         gradients = self.gradient_bytes[stop] - self.gradient_bytes[start] if kind.adds_gradients else 0
-        leaving = self.trainable_bytes[stop] - self.trainable_bytes[start] if kind.adds_gradients else 0
         above = self.input_bytes[stop] if kind.takes_gradients else 0
         below = self.input_bytes[start] if kind.sends_gradients else 0
         handed = below + (self.input_bytes[stop] if kind.sends_outputs else 0)
         kept_on_host = (
             sum(self.input_bytes[layer] for layer in saved if start < layer < stop) if kind.saves_inputs else 0
         )
-        hop_ms = self.limits.hop_ms + handed * (up + down)
+        sent, added, stepped = self.leaving(layers, sums) if kind.adds_gradients else (0, 0, 0.0)
         return Load(
+            kind=kind,
             ms=forward_ms + backward_ms,
-            hop_ms=hop_ms,
-            results_after_ms=_results_after_ms(kind, hop_ms, backward_ms),
-            weights_ms=weights * up,
-            inputs_ms=(inputs + above) * up,
-            outputs_ms=(handed + kept_on_host) * down,
-            gradients_ms=leaving * down,
+            backward_ms=backward_ms,
+            launch_ms=self._launch_ms(kind, layers),
+            hop_ms=self.limits.hop_ms + handed * self._hop_ms_per_byte,
+            weight_bytes=weights,
+            input_bytes=inputs + above,
+            output_bytes=handed + kept_on_host,
+            sent_bytes=sent,
+            added_bytes=added,
+            step_bytes=stepped,
             state_bytes=weights + gradients,
             gradient_bytes=gradients,
             kept_bytes=self.kept_bytes[stop] - self.kept_bytes[start] if kind.keeps_activations else 0,
         )
 
+    def _launch_ms(self, kind: TaskKind, layers: range) -> float:
+        passes = (
+            (kind.runs_forward, self.forward_launch_ms),
+            (kind.recomputes, self.recompute_launch_ms),
+            (kind.runs_backward, self.backward_launch_ms),
+        )
+        return sum(sums[layers.stop] - sums[layers.start] for runs, sums in passes if runs)
+
+    def leaving(self, layers: range, sums: Sums) -> tuple[int, int, float]:
+        """Bytes that a task sends, those of them that are added, and bytes of the step if it is the last task."""
+        host = self.limits.host
+        trainable = self.trainable_bytes[layers.stop] - self.trainable_bytes[layers.start]
+        widened = host.widens(sums.tasks)
+        sent = trainable * (GRADIENT_PER_TRAINABLE if widened else 1)
+        added = sent if widened and sums.nth else 0
+        if sums.nth < sums.tasks - 1:
+            return sent, added, 0.0
+        # What the optimizer reads beyond one 16-bit gradient.
+        more = (host.gradient_copies(sums.tasks) - 1) * trainable if host.gradient_buffers is not None else 0
+        return sent, added, trainable / WEIGHT_BYTES * host.step_bytes + more
+
     def piece(
         self, kind: TaskKind, layers: range, groups: tuple[range, ...], saved: Sequence[int], gate: bool
     ) -> Piece:
         """The jobs of a stage; cached, since planners try many plans with the same stages."""
-        inside = tuple(layer for layer in saved if layer in layers) if self.linked and kind.saves_inputs else ()
+        inside = tuple(layer for layer in saved if layer in layers) if not self.plain and kind.saves_inputs else ()
         key = (kind, layers, groups, inside, gate)
         if key not in self._pieces:
-            load = self.of(kind, layers, inside)
-            jobs = tuple(Job(kind, layers, batch, gate and batch is groups[0], load) for batch in groups)
-            self._pieces[key] = Piece(jobs, tuple(map(_brief, jobs)))
+            loads = self._group_loads(kind, layers, inside, len(groups))
+            jobs = tuple(
+                Job(kind, layers, batch, gate and batch is groups[0], load)
+                for batch, load in zip(groups, loads, strict=True)
+            )
+            self._pieces[key] = Piece(jobs, tuple(map(_brief, jobs)), total(map(_work, jobs)))
         return self._pieces[key]
+
+    def _group_loads(self, kind: TaskKind, layers: range, saved: Sequence[int], count: int) -> list[Load]:
+        """The load of each of `count` tasks; those between the first and the last are alike."""
+        first = self.of(kind, layers, saved, Sums(count, 0))
+        if not kind.adds_gradients or count == 1:
+            return [first] * count
+        between, last = (self.of(kind, layers, saved, Sums(count, nth)) for nth in (count - 2, count - 1))
+        return [first, *[between] * (count - 2), last]
 
     def fits(self, kind: TaskKind, layers: range) -> bool:
         """Whether a device has memory for these layers as one stage while it fetches the next one.
@@ -142,14 +237,14 @@ class Loads:
         model, the next one is the same model in the next call.
         """
         load = self.of(kind, layers)
-        device, stage = self.limits.device_memory_bytes, self.limits.stage_limit_bytes
+        device, stage = self._memory_bytes, self._stage_limit_bytes
         weights = load.state_bytes - load.gradient_bytes
         if len(layers) == 1:
             return device is None or load.state_bytes + load.kept_bytes <= device
         if kind.runs_forward and kind.runs_backward and len(layers) == self.num_layers:
             stage, ahead = self.limits.stage_bytes, weights
         else:
-            ahead = self.limits.room_ahead_bytes
+            ahead = self._room_ahead_bytes
         within = stage is None or load.state_bytes <= stage
         if not kind.may_exceed_room_ahead and self.limits.ahead_bytes is not None:
             within = within and weights <= self.limits.ahead_bytes
@@ -157,7 +252,7 @@ class Loads:
 
     def check_feasible(self, mode: Mode) -> None:
         """Raise `Infeasible` if a single layer is too large for a device."""
-        device = self.limits.device_memory_bytes
+        device = self.limits.smallest_memory_bytes
         if device is None:
             return
         kinds = [kind for kind in TaskKind if mode in kind.modes]
@@ -169,9 +264,11 @@ class Loads:
 
     def host_bytes(self, plan: Plan, microbatches: int) -> int:
         """An upper bound on host memory under a plan; see `host_bytes`."""
-        adding = [(stages, groups) for kind, stages, groups in plan.phases() if kind.adds_gradients]
-        copies = 2 if any(len(groups) > 1 for _, groups in adding) else 1
-        gradients = self.trainable_bytes[-1] * copies if any(stages for stages, _ in adding) else 0
+        phases = [phase for phase in plan.phases() if phase[0].adds_gradients and phase[1]]
+        most = max((len(groups) for _, _, groups in phases), default=0) or 1
+        copies = 1 if self.limits.host.double_buffer else 0
+        copies += self.limits.host.gradient_copies(most) if phases else 0
+        gradients = self.trainable_bytes[-1] * copies
         saved = sum(self.input_bytes[layer] for layer in saved_layers(plan))
         # Besides its saved inputs, a microbatch has one activation or gradient in transit between stages. Two
         # calls may overlap, so count both.
@@ -202,15 +299,22 @@ def saved_layers(plan: Plan) -> list[int]:
     return [stage.start for kind, stages, _ in plan.phases() if kind.runs_backward for stage in stages]
 
 
-def _results_after_ms(kind: TaskKind, hop_ms: float, backward_ms: float) -> float:
-    if kind.sends_outputs:
-        return hop_ms
-    return -backward_ms if kind.computes_loss else -math.inf
-
-
 def _brief(job: Job) -> Brief:
     batch, load = job.microbatches, job.load
-    return job.gate, batch.start, batch.stop, load.ms, load.hop_ms, load.results_after_ms
+    step_ms = load.step_ms
+    return job.gate, batch.start, batch.stop, step_ms, load.hop_ms, load.results_after_ms(step_ms)
+
+
+def _work(job: Job) -> Work:
+    count, load = len(job.microbatches), job.load
+    return Work(
+        busy_ms=count * load.ms,
+        launch_ms=count * load.launch_ms,
+        up_bytes=load.weight_bytes + count * load.input_bytes,
+        down_bytes=load.sent_bytes - load.added_bytes + count * load.output_bytes,
+        added_bytes=load.added_bytes,
+        step_bytes=load.step_bytes,
+    )
 
 
 def _sums(values: Sequence[_Number]) -> list[_Number]:

@@ -1,15 +1,18 @@
 """`Timeline`: the recorded result of a simulation."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from rp_sched.problem.tasks import Task
+from rp_sched.simulation.resources import Resource
 
-Reason = Literal["launch", "stage before", "hop", "weights", "memory", "end"]
+Reason = Literal["launch", "stage before", "hop", "optimizer", "weights", "memory", "GIL", "end"]
 """Why a device is idle. `launch`: the call is not launched yet. `stage before`: the microbatch is still in the
-stage before. `hop`: it is in transit between stages. `weights`: the weights are in transit. `memory`: gradients
-have not left the device yet. `end`: there are no more tasks."""
+stage before. `hop`: it is in transit between stages. `optimizer`: the weights are not written yet. `weights`: they
+are in transit. `memory`: gradients have not left the device yet. `GIL`: layers are launched more slowly than the
+device computes them. `end`: there are no more tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class Timeline:
 
     `launches`: the launch of each call, in ms from the first. `makespan_ms`: when all results and gradients are on
     the host. `busy_ms`, `peak_bytes`: per device, compute time and most bytes. `host_peak_bytes`: the most bytes
-    of weights, gradients and activations on the host.
+    of weights, gradients and activations on the host. `resource_ms`: how long the busiest device, link, switch and
+    so on is busy with all calls at its full rate, a step of the optimizer after the last call among them.
     """
 
     spans: tuple[Span, ...]
@@ -69,6 +73,7 @@ class Timeline:
     busy_ms: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     host_peak_bytes: int
+    resource_ms: Mapping[Resource, float]
 
     @property
     def devices(self) -> int:
@@ -78,11 +83,12 @@ class Timeline:
     @property
     def call_ms(self) -> float:
         """The mean time from launch to launch over the second half of the calls; for one call, the makespan."""
-        last = len(self.launches) - 1
-        if last == 0:
-            return self.makespan_ms
-        half = last // 2
-        return (self.launches[last] - self.launches[half]) / (last - half)
+        return mean_ms(self.launches) if len(self.launches) > 1 else self.makespan_ms
+
+    @property
+    def bottleneck(self) -> Resource:
+        """The resource that is busy for the longest time."""
+        return max(self.resource_ms, key=self.resource_ms.__getitem__)
 
     @cached_property
     def idle_ms(self) -> tuple[float, ...]:
@@ -96,3 +102,14 @@ class Timeline:
         for idle in self.idle:
             sums[idle.reason] = sums.get(idle.reason, 0.0) + idle.ms
         return sums
+
+
+def mean_ms(launches: Sequence[float]) -> float:
+    """The mean time from launch to launch over the second half of at least two calls.
+
+    >>> mean_ms([0.0, 9.0, 10.0, 12.0])
+    1.5
+    """
+    last = len(launches) - 1
+    half = last // 2
+    return (launches[last] - launches[half]) / (last - half)

@@ -1,0 +1,329 @@
+"""`Limits`: the devices, links and host that a plan runs on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from rp_sched.errors import InvalidCost
+from rp_sched.problem import bounds
+from rp_sched.problem.checks import amount, flag, milliseconds, nbytes, shown, speed, whole
+
+_T = TypeVar("_T")
+
+# Adam in one pass: a 16-bit gradient in, an fp32 master and two moments in and out, a 16-bit weight out.
+OPTIMIZER_BYTES = 28.0
+# Without a second block the new weights wait on the host and are copied: written, read and written.
+COPYING_BYTES = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device, where devices differ; what is `None` is as `Limits` says.
+
+    >>> Device(speed=0.5).slowdown
+    2.0
+
+    `speed`: how fast it computes, relative to the times in `LayerCost`. `memory_bytes`, `upload_gb_s`,
+    `download_gb_s`: see `Limits`.
+
+    Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
+    """
+
+    speed: float = 1.0
+    memory_bytes: int | None = None
+    upload_gb_s: float | None = None
+    download_gb_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speed", speed("speed", self.speed, unit="relative speed"))
+        _set_bytes(self, "memory_bytes")
+        _set_speeds(self, "upload_gb_s", "download_gb_s")
+
+    @property
+    def slowdown(self) -> float:
+        """A layer's time on this device, divided by the time in its `LayerCost`."""
+        return 1 / self.speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """A switch, root port or bus whose bandwidth the links of several devices share.
+
+    >>> Switch(devices=(0, 1, 2, 3), upload_gb_s=25, download_gb_s=25).devices
+    (0, 1, 2, 3)
+
+    `devices`: the numbers of the devices behind it. `upload_gb_s`, `download_gb_s`: what all of them together move
+    from and to the host, in 10^9 bytes per second; `None` means no limit.
+
+    Raises `InvalidCost` for a device that is listed twice or a number out of range.
+    """
+
+    devices: tuple[int, ...]
+    upload_gb_s: float | None = None
+    download_gb_s: float | None = None
+
+    def __post_init__(self) -> None:
+        devices = tuple(whole("devices", device, error=InvalidCost) for device in self.devices)
+        if not devices or len(set(devices)) < len(devices):
+            raise InvalidCost(f"devices must be different devices, at least one, but are {shown(devices)} instead")
+        object.__setattr__(self, "devices", devices)
+        _set_speeds(self, "upload_gb_s", "download_gb_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What all devices share on the host; rates that are `None` are no limit, and the defaults cost nothing.
+
+    >>> Host(memory_gb_s=220, add_gb_s=25, gil_ms_per_gb=5).optimizer_bytes
+    28.0
+
+    `memory_gb_s`: bandwidth of host memory, in 10^9 bytes per second, under all transfers, additions and the
+    optimizer together. `gil_ms_per_gb`: how long the threads that carry weights, gradients and activations hold
+    the GIL for each 10^9 bytes; twice as long for gradients that are added.
+
+    Gradients that several tasks of a call send for one layer are added on the host in fp32, as they arrive.
+    `add_gb_s`: how many 10^9 bytes of fp32 gradients one of `add_threads` threads adds per second.
+    `gradient_buffers`: up to so many tasks write a buffer each, in 16 bits and with nothing added, since the
+    optimizer reads all of them; with more tasks all gradients of the layer are fp32, and all but the first are
+    added. `None`: nothing is ever widened or added.
+
+    `optimizer_bytes`: host memory traffic of a step per parameter. `optimizer_gb_s`: the most traffic that the
+    optimizer reaches alone. A step overlaps the next call, and the call after that reads its weights.
+    `double_buffer`: the host holds a second copy of the trainable weights, which steps write; otherwise new
+    weights are copied between calls, at `COPYING_BYTES` more per parameter.
+
+    Raises `InvalidCost` for a number out of range, `TypeError` for a value of another type.
+    """
+
+    memory_gb_s: float | None = None
+    gil_ms_per_gb: float = 0.0
+    add_gb_s: float | None = None
+    add_threads: int = 1
+    gradient_buffers: int | None = None
+    optimizer_bytes: float = OPTIMIZER_BYTES
+    optimizer_gb_s: float | None = None
+    double_buffer: bool = False
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        _set_speeds(self, "memory_gb_s", "add_gb_s", "optimizer_gb_s")
+        put(self, "gil_ms_per_gb", milliseconds("gil_ms_per_gb", self.gil_ms_per_gb))
+        for name in ("add_threads", "gradient_buffers"):
+            if name == "add_threads" or self.gradient_buffers is not None:
+                put(self, name, whole(name, getattr(self, name), least=1, bound=bounds.DEVICES, error=InvalidCost))
+        put(self, "optimizer_bytes", amount("optimizer_bytes", self.optimizer_bytes, unit="number of bytes"))
+        put(self, "double_buffer", flag("double_buffer", self.double_buffer))
+
+    @property
+    def step_bytes(self) -> float:
+        """Traffic of a step per parameter, with the copy of new weights."""
+        return self.optimizer_bytes + (0.0 if self.double_buffer else COPYING_BYTES)
+
+    @property
+    def memory_ms_per_byte(self) -> float:
+        """Zero if the bandwidth is not limited."""
+        return _ms_per_byte(self.memory_gb_s)
+
+    @property
+    def gil_ms_per_byte(self) -> float:
+        """How long a byte on its way holds the GIL."""
+        return self.gil_ms_per_gb / 1e9
+
+    @property
+    def add_ms_per_byte(self) -> float:
+        """All threads together; zero if the rate is not limited."""
+        return _ms_per_byte(self.add_gb_s) / self.add_threads
+
+    @property
+    def optimizer_ms_per_byte(self) -> float:
+        """The optimizer alone; zero if the rate is not limited."""
+        return _ms_per_byte(self.optimizer_gb_s)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing on the host takes any time, except launching layers."""
+        rates = (self.memory_gb_s, self.add_gb_s, self.optimizer_gb_s)
+        return rates == (None, None, None) and not self.gil_ms_per_gb
+
+    def gradient_copies(self, tasks: int) -> int:
+        """How many times the bytes of 16-bit gradients the host holds if so many tasks add to each.
+
+        >>> [Host(gradient_buffers=2).gradient_copies(tasks) for tasks in (1, 2, 3)]
+        [1, 2, 2]
+        """
+        summed = tasks > 1 if self.gradient_buffers is None else self.widens(tasks)
+        return 2 if summed else tasks
+
+    def widens(self, tasks: int) -> bool:
+        """Whether gradients that so many tasks of a call add to are fp32 on the host."""
+        return self.gradient_buffers is not None and tasks > self.gradient_buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of devices, links and host; `None` means no limit.
+
+    >>> Limits(device_memory_bytes=80_000).stage_limit_bytes
+    40000
+
+    `device_memory_bytes`: memory of one device for weights, gradients and kept activations. `stage_bytes`: the
+    most that the weights and gradients of a stage may take, unless it is a single layer; by default half of the
+    device memory, since the other half holds the weights fetched ahead. `ahead_bytes`, instead of `stage_bytes`:
+    the memory for weights fetched ahead, if a stage's gradients wait until those of the stage before have left the
+    device; no stage except the fused one may have more weights. `leaving_bytes`: device memory for gradients on
+    their way to the host while the next backward pass runs; by default what the running task leaves free.
+    `host_memory_bytes`: host memory for weights, gradients and activations between stages (see `host_bytes`),
+    without optimizer state.
+
+    `upload_gb_s`, `download_gb_s`: bandwidth of each device's link from host to device and back, in 10^9 bytes per
+    second. `hop_ms`: the latency of passing a microbatch to the next stage, in addition to the transfer of its
+    bytes. `devices`: if they differ, every device, in order; a plan for fewer devices uses the first ones, and a
+    stage fits only if it fits the smallest. `switches`: what links share. `host`: what all devices share.
+
+    Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
+    """
+
+    device_memory_bytes: int | None = None
+    stage_bytes: int | None = None
+    ahead_bytes: int | None = None
+    leaving_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    upload_gb_s: float | None = None
+    download_gb_s: float | None = None
+    hop_ms: float = 0.0
+    devices: tuple[Device, ...] = ()
+    switches: tuple[Switch, ...] = ()
+    host: Host = field(default_factory=Host)
+
+    def __post_init__(self) -> None:
+        # A frozen dataclass can set its fields only through object.__setattr__.
+        put = object.__setattr__
+        _set_bytes(self, "device_memory_bytes", "stage_bytes", "ahead_bytes", "host_memory_bytes")
+        _set_bytes(self, "leaving_bytes", least=0)
+        _set_speeds(self, "upload_gb_s", "download_gb_s")
+        put(self, "hop_ms", milliseconds("hop_ms", self.hop_ms))
+        put(self, "devices", _all_of("devices", self.devices, Device))
+        put(self, "switches", _all_of("switches", self.switches, Switch))
+        _all_of("host", (self.host,), Host)
+        self._check_switches()
+        self._check_stage_bytes()
+
+    def _check_switches(self) -> None:
+        behind = [device for switch in self.switches for device in switch.devices]
+        if len(set(behind)) < len(behind):
+            raise InvalidCost(
+                f"a device must be behind one switch at most, but switches are for {shown(behind)} instead"
+            )
+
+    def _check_stage_bytes(self) -> None:
+        if self.stage_bytes is not None and self.ahead_bytes is not None:
+            raise InvalidCost(
+                "stage_bytes and ahead_bytes exclude each other, but both are given; give one of them"
+            )
+        smallest = self.smallest_memory_bytes
+        if self.stage_bytes is None or smallest is None:
+            return
+        if 2 * self.stage_bytes > smallest:
+            raise InvalidCost(
+                f"stage_bytes must be at most half of device_memory_bytes ({smallest // 2}), "
+                f"since the next stage is fetched while one runs, but is {self.stage_bytes} instead"
+            )
+
+    def check_devices(self, devices: int) -> None:
+        """Raise `InvalidCost` if only some of `devices` devices are described.
+
+        >>> Limits(devices=(Device(),)).check_devices(2)
+        Traceback (most recent call last):
+        rp_sched.errors.InvalidCost: Limits.devices must describe all 2 devices or none, but describes 1 instead
+        """
+        if self.devices and len(self.devices) < devices:
+            raise InvalidCost(
+                f"Limits.devices must describe all {devices} devices or none, "
+                f"but describes {len(self.devices)} instead"
+            )
+
+    def first(self, devices: int) -> "Limits":
+        """The limits if only the first `devices` devices are used."""
+        return replace(self, devices=self.devices[:devices]) if len(self.devices) > devices else self
+
+    def device(self, number: int) -> Device:
+        """The device with this number, with nothing left to look up in `Limits`."""
+        own = self.devices[number] if self.devices else Device()
+        return Device(
+            speed=own.speed,
+            memory_bytes=_either(own.memory_bytes, self.device_memory_bytes),
+            upload_gb_s=_either(own.upload_gb_s, self.upload_gb_s),
+            download_gb_s=_either(own.download_gb_s, self.download_gb_s),
+        )
+
+    def _each(self) -> Sequence[Device]:
+        return [self.device(number) for number in range(len(self.devices) or 1)]
+
+    @property
+    def smallest_memory_bytes(self) -> int | None:
+        """The least memory of any device; None if no device's is limited."""
+        return min((one.memory_bytes for one in self._each() if one.memory_bytes is not None), default=None)
+
+    @property
+    def shares_nothing(self) -> bool:
+        """Whether no device's work slows another's, apart from launching layers."""
+        return not self.switches and self.host.is_free
+
+    @property
+    def only_devices_take_time(self) -> bool:
+        """Whether devices are alike and transfers and the host take no time, apart from `hop_ms`."""
+        rates = (self.upload_gb_s, self.download_gb_s, self.leaving_bytes)
+        return self.shares_nothing and not self.devices and rates == (None, None, None)
+
+    @property
+    def stage_limit_bytes(self) -> int | None:
+        """The most that weights and gradients of a stage of several layers may take; None if not limited so."""
+        smallest = self.smallest_memory_bytes
+        if self.stage_bytes is not None or smallest is None or self.ahead_bytes is not None:
+            return self.stage_bytes
+        return smallest // 2
+
+    @property
+    def room_ahead_bytes(self) -> int:
+        """Device memory reserved for the next stage's weights while a stage of several layers runs."""
+        return self.ahead_bytes if self.ahead_bytes is not None else self.stage_limit_bytes or 0
+
+    @property
+    def upload_ms_per_byte(self) -> float:
+        """Of the slowest link; zero if the bandwidth is not limited."""
+        return max(_ms_per_byte(one.upload_gb_s) for one in self._each())
+
+    @property
+    def download_ms_per_byte(self) -> float:
+        """Of the slowest link; zero if the bandwidth is not limited."""
+        return max(_ms_per_byte(one.download_gb_s) for one in self._each())
+
+
+def _either(own: _T | None, common: _T | None) -> _T | None:
+    return common if own is None else own
+
+
+def _ms_per_byte(gb_s: float | None) -> float:
+    return 0.0 if gb_s is None else 1 / (gb_s * 1e6)
+
+
+def _all_of(name: str, values: Sequence[_T], kind: type[_T]) -> tuple[_T, ...]:
+    for value in values:
+        if type(value) is not kind:
+            raise TypeError(f"{name} must be made of {kind.__name__}, but has {shown(value)} instead")
+    return tuple(values)
+
+
+def _set_bytes(owner: object, *names: str, least: int = 1) -> None:
+    for name in names:
+        if getattr(owner, name) is not None:
+            object.__setattr__(owner, name, nbytes(name, getattr(owner, name), least=least))
+
+
+def _set_speeds(owner: object, *names: str) -> None:
+    for name in names:
+        if getattr(owner, name) is not None:
+            object.__setattr__(owner, name, speed(name, getattr(owner, name)))
+
+
+NO_LIMITS = Limits()

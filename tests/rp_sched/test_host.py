@@ -1,0 +1,466 @@
+"""What devices share: the GIL, host memory, switches, additions and the optimizer, in simulation and price."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import cases
+from problems import MODES, calls, layers, models, plans
+from rp_sched import (
+    Course,
+    Dealer,
+    Device,
+    Host,
+    InvalidCost,
+    LayerCost,
+    Limits,
+    Plan,
+    Search,
+    Switch,
+    Task,
+    plan,
+    simulate,
+    simulated_ms,
+)
+from rp_sched.planners.adaptive import ALL_STEPS
+from rp_sched.planners.local_search import MOST_STEPS
+from rp_sched.problem.files import parse
+from rp_sched.simulation.clock import Clock
+from rp_sched.simulation.fluid import Activity, Fluid, divided
+
+patient = settings(max_examples=examples(80), deadline=None)
+few = settings(max_examples=examples(30), deadline=None)
+ALMOST = 1 + 1e-9
+WHOLE = [Task.parse("FB[0:1] m0:1 @0"), Task.parse("FB[0:1] m1:2 @1")]
+TWO = {"devices": 2, "microbatches": 2, "mode": "fused"}
+# A byte a ms.
+SLOW = 1e-6
+
+
+def played(tasks: list[Task], cost: LayerCost, limits: Limits, count: int = 1):
+    return simulate([tasks] * count, [cost], limits=limits, **TWO)  # type: ignore[arg-type]
+
+
+def reasons(timeline) -> set[str]:
+    return {idle.reason for idle in timeline.idle}
+
+
+# Dividing a resource
+
+shares = st.lists(st.sampled_from([0.1, 0.25, 0.5, 0.9, 1.0]), min_size=1, max_size=3)
+
+
+@patient
+@given(st.lists(shares, min_size=1, max_size=6))
+def test_no_resource_is_used_beyond_its_capacity(drawn: list[list[float]]):
+    activities = [Activity(1.0, list(enumerate(each))) for each in drawn]
+    rates = divided(activities)
+    for resource in range(3):
+        used = [share * rates[one] for one in activities for at, share in one.shares if at == resource]
+        assert sum(used) <= 1 + 1e-6
+    assert all(0 < rate <= 1 for rate in rates.values())
+
+
+@patient
+@given(st.lists(st.sampled_from([0.1, 0.25, 0.5, 0.9, 1.0]), min_size=1, max_size=8))
+def test_one_resource_is_used_whole_if_it_is_wanted_and_in_equal_parts(drawn: list[float]):
+    activities = [Activity(1.0, [(0, share)]) for share in drawn]
+    rates = divided(activities)
+    used = {one: share * rates[one] for one, share in zip(activities, drawn, strict=True)}
+    assert sum(used.values()) == pytest.approx(min(1.0, sum(drawn)))
+    limited = [used[one] for one in activities if rates[one] < 1 - 1e-9]
+    assert limited == pytest.approx([max(used.values())] * len(limited))
+
+
+@patient
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=8))
+def test_one_resource_does_its_work_without_a_pause(drawn: list[tuple[int, int]]):
+    fluid = Fluid()
+    begins = [fluid.add(begin) for begin, _ in drawn]
+    works = [fluid.add(ms, [(0, 1.0)], [(at, 0.0)]) for at, (_, ms) in zip(begins, drawn, strict=True)]
+    fluid.run()
+    # The time when a queue would be empty does not depend on the order in which it is served.
+    free = 0.0
+    for begin, ms in sorted(drawn):
+        free = max(free, begin) + ms
+    assert max(work.ended_ms for work in works) == pytest.approx(free)
+
+
+# Terms one by one, with numbers that can be checked by hand
+
+
+def test_devices_behind_one_switch_share_it():
+    cost, link = LayerCost(1.0, weight_bytes=6), {"upload_gb_s": SLOW}
+    alone = played(WHOLE, cost, Limits(**link))
+    shared = played(WHOLE, cost, Limits(**link, switches=(Switch(devices=(0, 1), upload_gb_s=SLOW),)))
+    assert [span.fetched_ms for span in alone.spans] == [6.0, 6.0]
+    assert [span.fetched_ms for span in shared.spans] == [12.0, 12.0]
+    assert shared.bottleneck == "switch"
+
+
+def test_uploads_and_downloads_share_host_memory():
+    cost = LayerCost(1.0, 1.0, weight_bytes=6)
+    found = played(WHOLE, cost, Limits(host=Host(memory_gb_s=SLOW, optimizer_bytes=0, double_buffer=True)))
+    # Two uploads of 6 bytes until 12, 2 ms of computing, then two downloads.
+    assert [(span.fetched_ms, span.left_ms) for span in found.spans] == [(12.0, 26.0)] * 2
+    assert found.resource_ms["host memory"] == 24
+
+
+def test_launching_takes_turns_of_the_gil():
+    cost = LayerCost(2.0, 2.0, forward_launch_ms=1.0, backward_launch_ms=2.0)
+    found = played(WHOLE, cost, Limits())
+    # Each takes 4 ms of computing and 3 of the GIL: together 6 of the GIL.
+    assert [span.end_ms for span in found.spans] == pytest.approx([6.0, 6.0])
+    assert found.busy_ms == (4.0, 4.0)
+    assert reasons(found) == {"GIL"}
+    assert found.bottleneck == "GIL"
+
+
+def test_recomputation_is_launched_again():
+    costs = [LayerCost(1.0, forward_launch_ms=1.0, backward_launch_ms=2.0, recompute_launch_ms=4.0)] * 2
+    course = Course(
+        Plan((range(1),), range(1, 2), (range(1),)), costs, mode="fused", microbatches=3, limits=Limits()
+    )
+    assert course.loads_ms(1)["GIL"] == 3 * (1 + (1 + 2) + (4 + 2))
+
+
+def test_porters_hold_the_gil_for_each_byte():
+    cost = LayerCost(1.0, weight_bytes=5)
+    found = played(WHOLE, cost, Limits(host=Host(gil_ms_per_gb=1e9)))
+    # 5 bytes up and 5 down, for two tasks.
+    assert found.resource_ms["GIL"] == 20
+
+
+@pytest.mark.parametrize(
+    ("buffers", "sent", "added", "copies"), [(None, 6, 0, 2), (1, 12, 12, 2), (2, 6, 0, 2), (3, 6, 0, 2)]
+)
+def test_gradients_widen_and_are_added_from_one_more_task_than_there_are_buffers(
+    buffers: int | None, sent: int, added: int, copies: int
+):
+    host = Host(gradient_buffers=buffers, add_gb_s=SLOW / 2, add_threads=4)
+    cost = LayerCost(1.0, weight_bytes=6)
+    found = played(WHOLE, cost, Limits(download_gb_s=SLOW, host=host))
+    assert found.resource_ms["link"] == sent
+    assert found.resource_ms.get("additions", 0.0) == added / 2
+    assert host.gradient_copies(2) == copies
+
+
+def test_the_optimizer_reads_what_is_there():
+    cost = LayerCost(1.0, weight_bytes=6)
+    for buffers, traffic in ((1, 3 * (28 + 2)), (2, 3 * (28 + 2)), (None, 3 * 28)):
+        host = Host(optimizer_gb_s=SLOW, gradient_buffers=buffers, double_buffer=True)
+        assert played(WHOLE, cost, Limits(host=host)).resource_ms["optimizer"] == pytest.approx(traffic)
+    once = Plan(fused=range(1), in_turn=False)
+    for double_buffer, traffic in ((True, 3 * 28), (False, 3 * 34)):
+        limits = Limits(host=Host(optimizer_gb_s=SLOW, double_buffer=double_buffer))
+        course = Course(once, [cost], mode="fused", microbatches=2, limits=limits)
+        assert course.loads_ms(1)["optimizer"] == pytest.approx(traffic)
+
+
+def test_a_call_reads_the_weights_of_the_step_after_the_call_before_the_last():
+    cost = LayerCost(1.0, 1.0, weight_bytes=2)
+    limits = Limits(host=Host(optimizer_gb_s=28 * SLOW / 100, double_buffer=True))
+    one = [Task.parse("FB[0:1] m0:2 @0")]
+    found = played(one, cost, limits, count=4)
+    # A step takes 100 ms; the second call waits for none, the third for that of the first.
+    starts = [span.start_ms for span in found.spans]
+    assert starts == pytest.approx([0.0, 4.0, 104.0, 204.0])
+    assert "optimizer" in reasons(found)
+
+
+def test_a_backward_pass_waits_for_gradients_to_leave_if_there_is_no_room():
+    cost = LayerCost(1.0, 2.0, weight_bytes=5)
+    one = [Task.parse("FB[0:1] m0:2 @0")]
+    waits, free = (played(one, cost, Limits(download_gb_s=SLOW, leaving_bytes=room), count=2) for room in (9, 10))
+    assert [span.end_ms for span in free.spans] == [6.0, 12.0]
+    # The forward pass until 7, the gradients until 11, then the backward pass, and the second microbatch.
+    assert [span.end_ms for span in waits.spans] == [6.0, 16.0]
+    assert "memory" in reasons(waits)
+
+
+def test_devices_may_differ_in_speed_and_memory():
+    limits = Limits(device_memory_bytes=40, devices=(Device(), Device(speed=0.5, memory_bytes=30)))
+    found = played(WHOLE, LayerCost(1.0, 2.0, weight_bytes=2), limits)
+    assert [span.end_ms for span in found.spans] == [3.0, 6.0]
+    assert limits.stage_limit_bytes == 15
+    assert limits.first(1).stage_limit_bytes == 20
+    costs = [LayerCost(1.0, 2.0, weight_bytes=2)]
+    with pytest.raises(InvalidCost, match="must describe all 3 devices or none, but describes 2"):
+        plan(costs, devices=3, microbatches=2, mode="fused", limits=limits)
+
+
+def test_a_slow_device_gets_less_and_a_useless_one_nothing():
+    costs, how = [LayerCost(1.0, 2.0)] * 4, {"microbatches": 12, "mode": "fused"}
+    limits = Limits(devices=(Device(), Device(), Device(speed=0.5)))
+    search = Search(costs, devices=3, limits=limits, **how)
+    assert search.finish().steady_ms(3) == pytest.approx(12 * 12 / 2.5, rel=0.05)
+    slow = Limits(devices=(Device(), Device(), Device(speed=0.001)))
+    course = Search(costs, devices=3, limits=slow, **how).finish()
+    assert {task.device for task in Dealer(3).deal(course)} == {0, 1}
+
+
+def test_an_unknown_word_of_the_host_is_refused():
+    with pytest.raises(InvalidCost, match="behind one switch at most"):
+        Limits(switches=(Switch(devices=(0, 1)), Switch(devices=(1,))))
+    with pytest.raises(InvalidCost, match="different devices"):
+        Switch(devices=(1, 1))
+    with pytest.raises(TypeError, match="host must be made of Host"):
+        Limits(host=3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidCost, match="gradient_buffers must be at least 1"):
+        Host(gradient_buffers=0)
+
+
+# What holds for any problem
+
+
+@st.composite
+def launching(draw: st.DrawFn, most: int = 4) -> list[LayerCost]:
+    return [
+        replace(cost, forward_launch_ms=draw(st.integers(0, 4)), backward_launch_ms=draw(st.integers(0, 4)))
+        for cost in draw(st.lists(layers(), min_size=1, max_size=most))
+    ]
+
+
+rates = st.sampled_from([None, 0.5e-6, 1e-6, 3e-6])
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> Host:
+    return Host(
+        memory_gb_s=draw(rates),
+        gil_ms_per_gb=draw(st.sampled_from([0, 1e8, 1e9])),
+        add_gb_s=draw(rates),
+        gradient_buffers=draw(st.sampled_from([None, 1, 2])),
+        optimizer_gb_s=draw(rates),
+        optimizer_bytes=draw(st.sampled_from([0, 4, 28])),
+    )
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Limits:
+    return Limits(
+        upload_gb_s=draw(rates),
+        download_gb_s=draw(rates),
+        hop_ms=draw(st.integers(0, 2)),
+        leaving_bytes=draw(st.sampled_from([None, 0, 4])),
+        switches=draw(st.sampled_from([(), (Switch(devices=(0, 2), upload_gb_s=1e-6, download_gb_s=1e-6),)])),
+        host=draw(hosts()),
+    )
+
+
+def more(limits: Limits, name: str) -> Limits:
+    """The machine with more of one resource."""
+    value = getattr(limits.host if hasattr(limits.host, name) else limits, name)
+    if name == "leaving_bytes":
+        return replace(limits, leaving_bytes=None if value is None else value + 3)
+    if name == "switches":
+        return replace(limits, switches=tuple(replace(one, upload_gb_s=2e-6) for one in value))
+    if name == "gil_ms_per_gb":
+        return replace(limits, host=replace(limits.host, gil_ms_per_gb=value / 2))
+    faster = None if value is None else 2 * value
+    if hasattr(limits, name):
+        return replace(limits, **{name: faster})
+    return replace(limits, host=replace(limits.host, **{name: faster}))
+
+
+RESOURCES = (
+    *("upload_gb_s", "download_gb_s", "leaving_bytes", "switches"),
+    *("memory_gb_s", "gil_ms_per_gb", "add_gb_s", "optimizer_gb_s"),
+)
+
+
+def priced_ms(course: Course, devices: int, calls: int = 4) -> float:
+    """Until the last of several calls has ended."""
+    clock, passed = Clock.idle(devices), 0.0
+    for _ in range(calls):
+        course.play(clock)
+        over = clock.over_ms
+        passed += clock.next_call()
+    return max(passed + over, calls * course.load_bound_ms(devices))
+
+
+@patient
+@given(launching(), machines(), st.integers(1, 3), st.sampled_from(MODES), st.data())
+def test_more_of_a_resource_never_makes_a_plan_dearer(
+    costs: list[LayerCost], limits: Limits, devices: int, mode: str, data: st.DataObject
+):
+    # Devices in turn: where the first free one is taken, more of a resource may lead to a worse choice (Graham).
+    how = {"mode": mode, "microbatches": data.draw(st.integers(1, 3))}
+    chosen = replace(data.draw(plans(len(costs), how["microbatches"], mode)), in_turn=True, devices=None)  # type: ignore[arg-type]
+    before = priced_ms(Course(chosen, costs, limits=limits, **how), devices)  # type: ignore[arg-type]
+    for name in RESOURCES:
+        richer = Course(chosen, costs, limits=more(limits, name), **how)  # type: ignore[arg-type]
+        assert priced_ms(richer, devices) <= before * ALMOST, name
+    cheaper = [replace(cost, forward_launch_ms=0, backward_launch_ms=0, recompute_launch_ms=0) for cost in costs]
+    assert priced_ms(Course(chosen, cheaper, limits=limits, **how), devices) <= before * ALMOST  # type: ignore[arg-type]
+
+
+def times(timeline) -> list[object]:
+    return [(span.microbatches, span.fetch_ms, span.fetched_ms, span.left_ms) for span in timeline.spans]
+
+
+@patient
+@given(models(), st.sampled_from(MODES), rates, st.data())
+def test_terms_that_cost_nothing_change_nothing(
+    costs: list[LayerCost], mode: str, speed: float | None, data: st.DataObject
+):
+    microbatches = data.draw(st.integers(1, 3))
+    listed = [data.draw(calls(len(costs), microbatches, mode)) for _ in range(3)]
+    plain = Limits(upload_gb_s=speed, download_gb_s=speed, hop_ms=1)
+    free = replace(
+        plain,
+        devices=(Device(),) * 3,
+        switches=(Switch(devices=(0, 1, 2)),),
+        host=Host(gradient_buffers=9, add_threads=3),
+    )
+    how = {"devices": 3, "microbatches": microbatches, "mode": mode}
+    before, after = (simulate(listed, costs, limits=limits, **how) for limits in (plain, free))  # type: ignore[arg-type]
+    assert times(before) == times(after)
+    assert before.idle == after.idle
+
+
+@patient
+@given(launching(), machines(), st.sampled_from(MODES), st.data())
+def test_work_is_conserved_and_bounds_the_time(
+    costs: list[LayerCost], limits: Limits, mode: str, data: st.DataObject
+):
+    microbatches = data.draw(st.integers(1, 3))
+    chosen = data.draw(plans(len(costs), microbatches, mode))
+    course = Course(chosen, costs, mode=mode, microbatches=microbatches, limits=limits)  # type: ignore[arg-type]
+    listed = [[Task(job.kind, job.layers, job.microbatches, 0) for job in course.jobs]] * 3
+    how = {"devices": 1, "microbatches": microbatches, "mode": mode}
+    timeline = simulate(listed, costs, limits=limits, **how)  # type: ignore[arg-type]
+    loads = course.loads_ms(1)
+    # On one device nothing is spread, and each resource has the work of three calls; links have two directions.
+    for resource in ("device", "GIL", "host memory", "additions", "optimizer"):
+        assert timeline.resource_ms.get(resource, 0.0) == pytest.approx(3 * loads[resource], abs=1e-6)
+    for resource, ms in timeline.resource_ms.items():
+        # After the end there may be steps of two calls, and bytes of activations that links account for.
+        last_ms = 0.0 if resource in ("device", "additions") else 2 * ms / 3
+        assert timeline.makespan_ms >= (ms - last_ms) / ALMOST - 1e-6
+    assert timeline.busy_ms[0] + timeline.idle_ms[0] == pytest.approx(timeline.makespan_ms)
+    assert sum(timeline.idle_ms_by_reason.values()) == pytest.approx(timeline.idle_ms[0], abs=1e-6)
+
+
+@patient
+@given(launching(), machines(), st.integers(1, 3), st.sampled_from(MODES), st.data())
+def test_a_machine_twice_as_fast_takes_half_the_time(
+    costs: list[LayerCost], limits: Limits, devices: int, mode: str, data: st.DataObject
+):
+    microbatches = data.draw(st.integers(1, 3))
+    chosen = data.draw(plans(len(costs), microbatches, mode))
+    fast = limits
+    for name in RESOURCES[:2] + RESOURCES[4:]:
+        fast = more(fast, name)
+    switches = tuple(replace(one, upload_gb_s=2e-6, download_gb_s=2e-6) for one in limits.switches)
+    fast = replace(fast, hop_ms=limits.hop_ms / 2, switches=switches)
+    halves = [
+        LayerCost(
+            **{
+                name: getattr(cost, name) / (2 if name.endswith("_ms") else 1)
+                for name in ("forward_ms", "backward_ms", "forward_launch_ms", "backward_launch_ms")
+            },
+            weight_bytes=cost.weight_bytes,
+            trainable_bytes=cost.trainable_bytes,
+            boundary_bytes=cost.boundary_bytes,
+            kept_bytes=cost.kept_bytes,
+            recompute_launch_ms=cost.recompute_launch_ms / 2,
+        )
+        for cost in costs
+    ]
+    before, after = (
+        simulated_ms(Course(chosen, each, mode=mode, microbatches=microbatches, limits=how), devices, calls=3)  # type: ignore[arg-type]
+        for each, how in ((costs, limits), (halves, fast))
+    )
+    assert 2 * after == pytest.approx(before, rel=1e-6, abs=1e-6)
+
+
+# The price and the simulation
+
+
+def test_the_price_of_a_plan_tracks_its_simulation():
+    errors = sorted(
+        abs(case.course.steady_ms(case.devices) / simulated_ms(case.course, case.devices, calls=12) - 1)
+        for case in cases(seed=1, count=60)
+    )
+    assert statistics.median(errors) < 0.005
+    assert errors[int(0.8 * len(errors))] < 0.03
+    assert errors[int(0.9 * len(errors))] < 0.08
+
+
+@few
+@given(launching(most=6), machines(), st.integers(1, 3), st.integers(1, 4))
+def test_a_plan_is_never_slower_than_round_robin_in_full_simulation(
+    costs: list[LayerCost], limits: Limits, devices: int, microbatches: int
+):
+    how = {"microbatches": microbatches, "mode": "fused", "limits": limits}
+    ours, published = (
+        Course(plan(costs, devices=devices, strategy=strategy, **how), costs, **how)  # type: ignore[arg-type]
+        for strategy in ("adaptive", "roundrobin")
+    )
+    assert simulated_ms(ours, devices) <= simulated_ms(published, devices) * ALMOST
+
+
+def test_undivided_stages_win_where_additions_are_dear():
+    costs = [LayerCost(10.0, weight_bytes=10**9)] * 16
+    how = {"devices": 8, "microbatches": 16, "mode": "fused"}
+    free = Limits(device_memory_bytes=10**12, upload_gb_s=50, download_gb_s=50)
+    dear = replace(free, host=Host(memory_gb_s=100, add_gb_s=1, gradient_buffers=1))
+    assert plan(costs, limits=free, **how).tasks_a_stage == 8  # type: ignore[arg-type]
+    assert plan(costs, limits=dear, **how).tasks_a_stage == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("count", "devices", "microbatches"), [(94, 8, 16), (200, 64, 16), (200, 64, 128)])
+def test_planning_takes_a_bounded_number_of_steps(count: int, devices: int, microbatches: int):
+    costs = [
+        LayerCost(10 + layer % 7, weight_bytes=10**9, boundary_bytes=10**7, forward_launch_ms=0.3)
+        for layer in range(count)
+    ]
+    limits = Limits(
+        device_memory_bytes=40 * 10**9,
+        upload_gb_s=25,
+        download_gb_s=25,
+        host=Host(memory_gb_s=300, gil_ms_per_gb=5, gradient_buffers=1, add_gb_s=25, optimizer_gb_s=200),
+    )
+    search = Search(costs, devices=devices, microbatches=microbatches, mode="fused", limits=limits)
+    search.finish()
+    assert search.steps <= ALL_STEPS + 3 * MOST_STEPS
+
+
+# Costs files
+
+
+def test_a_costs_file_has_the_same_words():
+    text = """{"layers": [{"forward_ms": 1, "forward_launch_ms": 0.5}], "limits": {
+        "devices": [{"speed": 0.5, "memory_bytes": 7e9}, {}],
+        "switches": [{"devices": [0, 1], "upload_gb_s": 25}],
+        "host": {"memory_gb_s": 220, "gradient_buffers": 2, "double_buffer": true}}}"""
+    problem = parse(text)
+    assert problem.costs == (LayerCost(1.0, forward_launch_ms=0.5),)
+    assert problem.limits == Limits(
+        devices=(Device(speed=0.5, memory_bytes=7 * 10**9), Device()),
+        switches=(Switch(devices=(0, 1), upload_gb_s=25),),
+        host=Host(memory_gb_s=220, gradient_buffers=2, double_buffer=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ('"host": {"memory": 1}', "limits.host: unknown field 'memory'; the fields are add_gb_s, "),
+        ('"host": []', r"limits.host must be an object, but is \[\] instead"),
+        ('"devices": {}', r"limits.devices must be a list of objects, but is \{\} instead"),
+        (
+            '"devices": [{}, {"speed": 0}]',
+            r"limits.devices\[1\]: speed must be a finite relative speed, above zero",
+        ),
+        ('"switches": [{"upload_gb_s": 1}]', r"limits.switches\[0\]: .*devices"),
+        ('"switches": [{"devices": 3}]', r"limits.switches\[0\]: "),
+    ],
+)
+def test_an_error_in_a_costs_file_names_the_place(limits: str, message: str):
+    with pytest.raises(InvalidCost, match=message):
+        parse(f'{{"layers": [{{"forward_ms": 1}}], "limits": {{{limits}}}}}')

@@ -1,0 +1,39 @@
+"""The simulator reproduces measured runs, and the tables of docs/scaling.md are what it computes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import scaling
+
+
+@pytest.mark.parametrize("run", scaling.MEASURED[:3], ids=lambda run: f"{run.gpus} GPUs, M={run.microbatches}")
+def test_measured_runs_are_reproduced_within_five_percent(run: scaling.Run):
+    assert run.simulated == pytest.approx(run.measured, rel=0.05)
+
+
+@pytest.mark.parametrize("model", scaling.CARDS, ids=lambda model: model.name)
+def test_the_published_round_robin_is_reproduced_within_five_percent(model: scaling.Published):
+    found = scaling.roundrobin_efficiency(model, microbatches=8)
+    assert found == pytest.approx(scaling.PUBLISHED[model.name], rel=0.05)
+
+
+@pytest.mark.parametrize("model", scaling.CARDS[1:], ids=lambda model: model.name)
+def test_eight_cards_are_worth_nearly_eight(model: scaling.Published):
+    efficiency, _ = scaling.card_efficiency(model, part=1.0)
+    assert efficiency >= 0.95
+
+
+def test_eight_h200s_are_worth_more_than_seven_at_a_quarter_of_the_launching():
+    efficiency, bound = scaling.h200_efficiency(
+        scaling.LLAMA_8B, 512, (2, 4), gpus=8, part=1 / 4, add_gb_s=scaling.ADD_ALONE_GB_S
+    )
+    assert efficiency >= 0.9
+    assert bound == "device"
+
+
+@pytest.mark.timeout(300)
+def test_the_tables_of_the_document_are_what_is_computed_now():
+    assert scaling.tables() == scaling.written()
