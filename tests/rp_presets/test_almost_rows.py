@@ -594,7 +594,28 @@ class TellsItsLayersByAnObject(Model):
         return super().forward(tokens)
 
 
+class CountsItsRuns(Model):
+    """Warms up: its own code counts."""
+
+    runs = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.runs += 1
+        return super().forward(tokens) * min(self.runs / 100, 1.0)
+
+
+class CountsBeforeItsLayers(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.steps = getattr(self, "steps", 0) + 1
+        x = self.embed(tokens) * self.steps
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 REFUSED = {
+    CountsItsRuns: "the code behind its layers depends on how often it ran",
+    CountsBeforeItsLayers: "the code before its layers depends on how often it ran",
     SharesAnObject: "layer 1 reads a tensor that it neither holds nor is handed",
     TellsItsLayersByAnObject: "layer 0 reads a tensor that it neither holds nor is handed",
     CatchesErrors: "computes between its layers: before layer 1, mul reads",

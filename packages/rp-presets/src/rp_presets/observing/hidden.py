@@ -30,6 +30,14 @@ class Reads(TorchDispatchMode):
     True
     """
 
+    # Operations such as flex_attention are looked at like any other.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """For torch: what is compiled stays compiled within this mode."""
+        return True
+
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._known = set(map(_memory, known))

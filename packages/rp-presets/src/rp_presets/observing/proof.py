@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,37 @@ def proven(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mappi
                 "the code behind its layers reads random numbers that are drawn before them, as by a dropout",
             )
         layout = everything
+    _refuse_memory(model, layout, seen, inputs)
     return layout
+
+
+def _refuse_memory(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> None:
+    """Refuse code that computes otherwise the second time: each copy of it, on each device, has its own past."""
+    later = range(1, len(layout.segments))
+    glues = [
+        Prologue(model, layout),
+        *(Interlude(model, layout, number) for number in later),
+        Epilogue(model, layout),
+    ]
+    once, again = (_all_outcomes(glues, seen, inputs) for _ in range(2))
+    for number, (one, other) in enumerate(zip(once, again, strict=True)):
+        if not _same(one, other):
+            raise NotARow(
+                layout.segments[max(number - 1, 0)].path,
+                f"the code {'behind' if number else 'before'} its layers depends on how often it ran, "
+                "as on a number of steps that it counts",
+            )
+
+
+def _all_outcomes(glues: Sequence[Glue], seen: Sequence[Seen], inputs: Mapping[str, Any]) -> list[list[Any]]:
+    """What the code of each stage computes, when the layers return what was seen."""
+    outcomes: list[list[Any]] = []
+    found: Any = None
+    for number, glue in enumerate(glues):
+        _seed(_SEEDS[0])
+        found = glue(**inputs) if number == 0 else glue(_behind_layers(found, seen[number - 1]))
+        outcomes.append(_computed(found, number))
+    return outcomes
 
 
 def _is_enough(outcome: Callable[[], list[Any]], reference: list[Any]) -> bool:
@@ -102,10 +133,15 @@ def _outcome(
     is_last = stage == len(layout.segments)
     glue: Glue = Epilogue(model, layout) if is_last else Interlude(model, layout, stage)
     glue.at_its_code = _seeding(_SEEDS[2])
-    found = glue(carry)
+    return _computed(glue(carry), stage)
+
+
+def _computed(found: Any, stage: int) -> list[Any]:
     if isinstance(found, Carry):
         own = [part for origin, part in found.parts.items() if origin[0] == stage]
-        return [*leaves(found.values), *leaves(found.boxes), *leaves(own), repr(found.program.calls)]
+        # Functions that are made anew have other addresses.
+        calls = re.sub(r"0x[0-9a-f]+", "", repr(found.program.calls))
+        return [*leaves(found.values), *leaves(found.boxes), *leaves(own), calls]
     return list(leaves(found))
 
 
