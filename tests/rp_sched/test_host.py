@@ -464,3 +464,28 @@ def test_a_costs_file_has_the_same_words():
 def test_an_error_in_a_costs_file_names_the_place(limits: str, message: str):
     with pytest.raises(InvalidCost, match=message):
         parse(f'{{"layers": [{{"forward_ms": 1}}], "limits": {{{limits}}}}}')
+
+
+@patient
+@given(models(), st.sampled_from(MODES), rates, rates, st.sampled_from([None, 0, 4]), st.integers(1, 3), st.data())
+def test_the_price_is_the_simulated_time_where_nothing_is_shared(
+    costs: list[LayerCost],
+    mode: str,
+    upload: float | None,
+    download: float | None,
+    leaving: int | None,
+    devices: int,
+    data: st.DataObject,
+):
+    each = [Device(speed=data.draw(st.sampled_from([0.5, 1.0, 2.0]))) for _ in range(devices)]
+    limits = Limits(upload_gb_s=upload, download_gb_s=download, leaving_bytes=leaving, devices=tuple(each))
+    how = {"mode": mode, "microbatches": data.draw(st.integers(1, 3)), "limits": limits}
+    chosen = data.draw(plans(len(costs), how["microbatches"], mode))  # type: ignore[arg-type]
+    course, clock, dealer = Course(chosen, costs, **how), Clock.idle(devices), Dealer(devices)  # type: ignore[arg-type]
+    launches = [0.0]
+    for _ in range(3):
+        course.play(clock)
+        launches.append(launches[-1] + clock.next_call())
+    dealt = [dealer.deal(course) for _ in range(4)]
+    timeline = simulate(dealt, costs, devices=devices, **how)  # type: ignore[arg-type]
+    assert timeline.launches == pytest.approx(launches)

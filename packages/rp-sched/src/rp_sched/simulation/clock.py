@@ -138,11 +138,11 @@ class Clock:
         start_ms = max(self.free[device], fetched_ms, self._cleared_ms(load, device, lane.memory_bytes))
         begin_ms = max(start_ms, ready[batch.start])
         step_ms = max(load.ms * lane.slowdown, load.launch_ms)
-        end_ms = start_ms
+        computed_ms = end_ms = start_ms
         # The first microbatch ends later if its backward pass has to wait for memory.
         least_ms = self._leaving_ms(load, device, resources) + load.backward_part * step_ms
         for microbatch in batch:
-            end_ms = max(end_ms, ready[microbatch]) + step_ms
+            computed_ms = end_ms = max(end_ms, ready[microbatch]) + step_ms
             if end_ms < least_ms:
                 end_ms = least_ms
             ready[microbatch] = end_ms + load.hop_ms
@@ -157,7 +157,8 @@ class Clock:
         if load.sent_bytes:
             self.stepped_ms = max(self.stepped_ms, left_ms) + load.step_bytes * resources.update_ms
         self._note(load, device, end_ms, left_ms)
-        self.results_ms = max(self.results_ms, end_ms + load.results_after_ms(step_ms))
+        # Losses do not wait for memory: they precede the backward pass.
+        self.results_ms = max(self.results_ms, computed_ms + load.results_after_ms(step_ms))
         self.over_ms = max(self.over_ms, left_ms, sent_ms)
 
     def _room_ms(self, load: Load, device: int, memory: int | None) -> float:
