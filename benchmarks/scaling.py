@@ -285,7 +285,12 @@ TABLES = {
 
 def tables() -> str:
     """All tables as Markdown."""
-    return "\n\n".join(f"### {title}\n\n{_table(list(rows()))}" for title, rows in TABLES.items())
+    return "\n\n".join(map(table, TABLES))
+
+
+def table(title: str) -> str:
+    """The table with this title, as Markdown."""
+    return f"### {title}\n\n{_table(list(TABLES[title]()))}"
 
 
 def _table(rows: Sequence[Sequence[object]]) -> str:
