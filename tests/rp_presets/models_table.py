@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 from dataclasses import dataclass
 
@@ -71,7 +72,7 @@ def table() -> str:
         HEAD.format(
             version=transformers.__version__,
             count=len(lines),
-            whole_only=", ".join(f"`{name}`" for name in sorted(WHOLE_ONLY)),
+            whole_only=textwrap.fill(", ".join(f"`{name}`" for name in sorted(WHOLE_ONLY)), 118),
             last_run=LAST_RUN,
             **{kind.replace(" ", "_"): number for kind, number in counts.items()},
         )
@@ -80,7 +81,9 @@ def table() -> str:
     )
 
 
-LAST_RUN = "The last run of all: 2026-11-22, torch 2.15, NIGHTLY."
+LAST_RUN = """\
+The last run of all: 2026-11-22, torch 2.15, two cores, 4 minutes: 714 passed, 9 skipped, since transformers
+itself cannot train the model on that batch."""
 
 HEAD = """\
 # Causal language models of transformers {version}
@@ -97,7 +100,8 @@ random weights, is given to `rp_presets.to_sequential`.
 
 `tests/rp_presets/test_families_on_devices.py` trains each by the engine on CPU devices in three microbatches, as a
 row and taken apart, and compares loss and gradients again. Taken apart, these are refused by an error, since a
-module of theirs cannot be split: {whole_only}.
+module of theirs cannot be split:
+{whole_only}.
 
 Both tests have a few families in every run, and all of them with `pytest -m nightly tests/rp_presets`.
 {last_run}

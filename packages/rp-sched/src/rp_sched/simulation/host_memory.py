@@ -30,7 +30,7 @@ class Host:
         self._saved = {(m, task.layers.start) for task in tasks if task.runs_backward for m in task.microbatches}
         added = [layer for task in tasks if task.adds_gradients for layer in task.layers]
         trainable = self._loads.trainable_bytes[-1] if added else 0
-        # If several tasks add to a layer's gradients, the sum is fp32.
+        # If several tasks add to a layer's gradients, these are two 16-bit blocks, or one of fp32.
         divided = len(added) > len(set(added))
         gradients = 2 * trainable if divided else trainable
         self._fixed_bytes = max(self._fixed_bytes, self._loads.weight_bytes[-1] + gradients)

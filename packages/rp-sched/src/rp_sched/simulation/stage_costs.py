@@ -287,9 +287,9 @@ def host_bytes(plan: Plan, costs: Sequence[LayerCost], *, microbatches: int) -> 
     >>> host_bytes(Plan((range(0, 1),), range(1, 2), (range(0, 1),)), [layer] * 2, microbatches=3)
     484
 
-    Gradients take as many bytes as the trainable weights, or twice as many if several tasks add to them, since
-    those sums are fp32. Activations are counted for all microbatches of two calls: the inputs of all fused and
-    backward stages, and one more in transit.
+    Gradients take as many bytes as the trainable weights, or twice as many if several tasks add to them: two
+    16-bit blocks, or fp32 sums. Activations are counted for all microbatches of two calls: the inputs of all
+    fused and backward stages, and one more in transit.
     """
     return Loads(costs, Limits()).host_bytes(plan, microbatches)
 
