@@ -17,7 +17,7 @@ from rp_presets.rows import capture
 from rp_presets.rows.layout import Layout, Like, Segment
 from rp_presets.rows.recorder import boxes_of, direct_tensors
 from rp_presets.rows.skeleton import Method, Part, Stub, in_session, skeleton
-from rp_presets.rows.trees import contents_of, leaves, mapped, same
+from rp_presets.rows.trees import contents_of, is_plain, leaves, mapped, same
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,7 @@ class Trace:
 
     def _watched(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._check_handed(stub, (args, kwargs))
         versions = [tensor._version for tensor in given]
         before, arguments = Attributes(self._model), mapped(_as_it_is, (args, kwargs))
         with torch.no_grad(), Reads([*given, *held_by(layer)]) as reads:
@@ -206,6 +207,15 @@ class Trace:
             self._check_written(stub, layer, changed, arguments)
             before.restore()
         return result
+
+    def _check_handed(self, stub: Stub, arguments: Any) -> None:
+        strange = (leaf for leaf in leaves(arguments) if not (isinstance(leaf, Tensor) or is_plain(leaf)))
+        if (leaf := next(strange, None)) is not None:
+            self._refuse(
+                stub.segment,
+                f"layer {stub.index} is handed a {type(leaf).__name__}, which cannot be handed on: it may be "
+                "written, or hold tensors",
+            )
 
     def _check_written(
         self, stub: Stub, layer: nn.Module, changed: list[tuple[nn.Module, str]], arguments: Any
