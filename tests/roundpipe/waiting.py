@@ -17,6 +17,7 @@ import pytest
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.device import transfers
+from roundpipe.device.randomness import Drawer, Randomness
 from roundpipe.execution import stage
 from rp_sched import Plan
 from torch import nn
@@ -451,39 +452,60 @@ def a_step_over_nothing() -> None:
         assert done == [1]
 
 
-class Noisy(nn.Module):
-    """Draws, takes a while, and draws again."""
+def layers_that_draw_run_alone() -> None:
+    """A layer that draws gets its own numbers, though another one is about to draw meanwhile."""
+    noisy, other = Drawer("layer", 0), Drawer("layer", 1)
+    randomness = Randomness(7, 2, quiet=set())
+    under_way, entered, drawn = threading.Event(), threading.Event(), threading.Event()
+    numbers: list[torch.Tensor] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = torch.rand(x.shape)
-        threading.Event().wait(0.02)
-        return x + first + torch.rand(x.shape)
+    def draws() -> None:
+        numbers.append(torch.rand(4))
+        under_way.set()
+        entered.wait(DELAY_S)
+        numbers.append(torch.rand(4))
+        drawn.set()
+
+    def draws_too() -> None:
+        torch.rand(4)
+        entered.set()
+        drawn.wait(30)
+
+    beside = threading.Thread(target=lambda: randomness.forward(torch.default_generator, noisy, 0, draws))
+    beside.start()
+    assert under_way.wait(30)
+    randomness.forward(torch.default_generator, other, 0, draws_too)
+    beside.join()
+    entered.set()
+    randomness.forward(torch.default_generator, noisy, 0, draws)
+    same(numbers[:2], numbers[2:])
 
 
-class Calm(nn.Module):
-    """Draws nothing, takes a while, and counts."""
+def a_layer_runs_once_beside_one_that_draws() -> None:
+    """A layer that draws nothing is not run again because another one drew meanwhile."""
+    noisy, calm = Drawer("layer", 0), Drawer("layer", 1)
+    randomness = Randomness(7, 2, quiet={calm})
+    under_way, entered, drawn = threading.Event(), threading.Event(), threading.Event()
+    runs: list[int] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        threading.Event().wait(0.02)
-        LATE_CALLS.append(1)
-        return x
+    def draws() -> None:
+        torch.rand(1)
+        under_way.set()
+        entered.wait(DELAY_S)
+        torch.rand(1)
+        drawn.set()
 
+    def draws_nothing() -> None:
+        runs.append(1)
+        entered.set()
+        drawn.wait(30)
 
-def random_layers_run_alone() -> None:
-    """Layers that draw do so one after another, and those that do not are run once."""
-    losses: list[list[torch.Tensor]] = []
-    plan = Plan(fused=range(0, 3), groups=[range(0, 2), range(2, 4)])
-    for devices in ("cpu:1", "cpu:2"):
-        torch.manual_seed(3)
-        model_layers = nn.Sequential(Noisy(), Calm(), nn.Linear(4, 2))
-        with Runtime(devices) as runtime:
-            model = wrap(model_layers, runtime, plan)
-            losses.append([call(model, 0)])
-            LATE_CALLS.clear()
-            losses[-1] += [call(model, seed) for seed in range(1, 6)]
-            assert len(LATE_CALLS) == 20, LATE_CALLS
-    for one, two in zip(*losses, strict=True):
-        same(one, two)
+    beside = threading.Thread(target=lambda: randomness.forward(torch.default_generator, noisy, 0, draws))
+    beside.start()
+    assert under_way.wait(30)
+    randomness.forward(torch.default_generator, calm, 0, draws_nothing)
+    beside.join()
+    assert len(runs) == 1
 
 
 def what_users_write_comes_after_the_step() -> None:
@@ -658,7 +680,8 @@ SCENARIOS: list[Callable[[], None]] = [
     an_error_arrives_when_all_is_quiet,
     the_callers_random_numbers,
     a_step_over_nothing,
-    random_layers_run_alone,
+    layers_that_draw_run_alone,
+    a_layer_runs_once_beside_one_that_draws,
     what_users_write_comes_after_the_step,
     changes_wait_for_the_call,
     pace,
