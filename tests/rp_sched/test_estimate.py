@@ -142,3 +142,68 @@ def test_bad_arguments_are_refused_in_words():
         estimator.costs(ONE)
     with pytest.raises(ValueError, match="threshold must be"):
         estimator.moved(math.nan)
+
+
+# Launching
+
+LAUNCHES = ("forward_launch_ms", "backward_launch_ms", "recompute_launch_ms")
+
+
+@patient
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(LAUNCHES), st.floats(0, 1e3)), min_size=1, max_size=60)
+)
+def test_launches_are_averages_of_their_own_and_a_recomputation_is_launched_like_a_forward_pass(
+    samples: list[tuple[int, str, float]],
+):
+    estimator = Estimator(3)
+    for layer, name, ms in samples:
+        estimator.add(layer, **{name: ms})
+    before = LayerCost(0, forward_launch_ms=1.0, backward_launch_ms=2.0, recompute_launch_ms=3.0)
+    costs = estimator.costs([before] * 3)
+    counted = {
+        (layer, name): [ms for found, kind, ms in samples if (found, kind) == (layer, name)][1:]
+        for layer in range(3)
+        for name in LAUNCHES
+    }
+    if not any(counted.values()):
+        assert all(getattr(cost, name) == getattr(before, name) for cost in costs for name in LAUNCHES)
+        return
+    for layer, cost in enumerate(costs):
+        for name in LAUNCHES:
+            mine = counted[layer, name]
+            weights = [0.9**age for age in range(len(mine))][::-1]
+            mean = math.fsum(w * ms for w, ms in zip(weights, mine, strict=True)) / (math.fsum(weights) or 1)
+            guess = cost.forward_launch_ms if name == "recompute_launch_ms" else 0.0
+            assert getattr(cost, name) == pytest.approx(mean if mine else guess, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_replanning_pays_when_launching_moves(name: str):
+    estimator = Estimator(1)
+    for ms in (9.0, 1.0):
+        estimator.add(0, **{name: ms})
+    estimator.costs(ONE)
+    assert not estimator.moved(0.1)
+    for _ in range(3):
+        estimator.add(0, **{name: 2.0})
+    assert estimator.moved(0.1)
+
+
+@patient
+@given(sample_lists, sample_lists)
+def test_after_a_restart_only_later_samples_count_and_moved_still_compares(old: list[float], new: list[float]):
+    fresh = measured([0.0, *new])
+    estimator = Estimator(1)
+    for ms in (0.0, *old):
+        estimator.add(0, forward_ms=ms, backward_ms=2 * ms)
+    before = estimator.costs(ONE)[0]
+    estimator.restart()
+    assert not estimator.moved(0.0), "estimates stand until there are samples"
+    for ms in new:
+        estimator.add(0, forward_ms=ms, backward_ms=2 * ms)
+    moved = estimator.moved(1.0)
+    after = estimator.costs(ONE)[0]
+    assert after.forward_ms == pytest.approx(fresh.forward_ms)
+    if abs(after.forward_ms - 2 * before.forward_ms) > 1e-6:
+        assert moved == (after.forward_ms > 2 * before.forward_ms)

@@ -1,7 +1,9 @@
 """The plan in use follows the measurements, and a worse one is never taken for a better."""
 
+from dataclasses import replace
+
 import pytest
-from rp_sched import Course, Estimator, LayerCost, Limits, Replanner
+from rp_sched import Course, Estimator, Host, LayerCost, Limits, Replanner, Search, simulated_ms
 
 LAYERS = [LayerCost(0, weight_bytes=10)] * 12
 HOW = {"devices": 3, "microbatches": 4, "mode": "fused", "limits": Limits(stage_bytes=90, hop_ms=0.1)}
@@ -71,3 +73,64 @@ def test_bad_arguments_are_refused_in_words():
         Replanner(LAYERS, estimator=Estimator(3), **HOW)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="budget_ms must be a number of at least 0"):
         Replanner(LAYERS, **HOW).improve(budget_ms=-1.0)  # type: ignore[arg-type]
+
+
+# What devices share
+
+MODEL = [LayerCost(10.0, weight_bytes=4 * 10**8, kept_bytes=10**8)] * 12
+SHARED = Limits(
+    device_memory_bytes=80 * 10**9,
+    upload_gb_s=50,
+    download_gb_s=50,
+    host=Host(memory_gb_s=150, gil_ms_per_gb=5, add_gb_s=12, gradient_buffers=2, optimizer_gb_s=150),
+)
+MACHINE = {"devices": 4, "microbatches": 8, "mode": "fused"}
+
+
+def test_a_search_that_settles_in_slices_ends_as_settle_does():
+    whole, sliced = (Search(MODEL, limits=SHARED, **MACHINE) for _ in range(2))  # type: ignore[arg-type]
+    slices = 1
+    while not sliced.advance_settling(budget_ms=0.0):
+        slices += 1
+    assert slices > 100
+    assert sliced.best.plan == whole.settle().plan
+    assert sliced.promised_ms == whole.promised_ms == pytest.approx(simulated_ms(whole.best, 4))
+    assert sliced.advance_settling(budget_ms=0.0)
+
+
+def test_a_plan_promises_its_price_until_it_was_simulated():
+    replanner = Replanner(MODEL, limits=SHARED, **MACHINE)  # type: ignore[arg-type]
+    assert replanner.promised_ms == replanner.course().steady_ms(4)
+    course = finish(replanner)
+    assert replanner.promised_ms == pytest.approx(simulated_ms(course, 4))
+
+
+def test_when_limits_change_the_plan_follows():
+    free = Limits(device_memory_bytes=80 * 10**9)
+    replanner = Replanner(MODEL, limits=free, **MACHINE)  # type: ignore[arg-type]
+    before = finish(replanner)
+    assert replanner.course(free) is before
+    scarce = replace(SHARED, host=replace(SHARED.host, memory_gb_s=20, add_gb_s=1))
+    replanner.course(scarce)
+    after = finish(replanner)
+    assert after.loads.limits == scarce
+    assert after.plan != before.plan
+    assert replanner.promised_ms < simulated_ms(
+        Course(before.plan, after.loads.costs, mode="fused", microbatches=8, limits=scarce), 4
+    )
+
+
+def test_launching_that_gets_dear_makes_a_plan_that_launches_less():
+    limits = replace(SHARED, device_memory_bytes=12 * 10**9)
+    replanner = Replanner(MODEL, limits=limits, **MACHINE)  # type: ignore[arg-type]
+    measure(replanner.estimator, [10.0] * 12)
+    cheap = finish(replanner)
+    for layer in range(12):
+        for _ in range(2):
+            replanner.estimator.add(layer, forward_launch_ms=4.0, backward_launch_ms=6.0)
+    replanner.course()
+    dear = finish(replanner)
+    assert dear.plan != cheap.plan
+    before = Course(cheap.plan, dear.loads.costs, mode="fused", microbatches=8, limits=limits)
+    assert dear.work.launch_ms < before.work.launch_ms
+    assert not any(len(groups) > 1 for _, _, groups in dear.plan.phases())

@@ -1,7 +1,7 @@
 """The strategy `adaptive`: an anytime search for the plan with the shortest time per call."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
 from rp_sched.planners.local_search import EQUAL, MOST_STEPS, Finder
@@ -14,7 +14,7 @@ from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.problem.validation import check_problem
 from rp_sched.simulation.makespan import Course
-from rp_sched.simulation.simulate import STEADY_CALLS, simulated_ms
+from rp_sched.simulation.simulate import STEADY_CALLS, simulating
 from rp_sched.simulation.stage_costs import Loads
 
 # For 100 layers these take a few hundredths of a second and find most of the possible gain.
@@ -72,7 +72,8 @@ class Search:
         self._devices = devices
         self.is_done = False
         self.steps = 0
-        self._is_settled = False
+        self._simulated_ms: float | None = None
+        self._settling: Iterator[None] = self._settle()
         for plan in first:
             plan.check(len(costs), mode)
             plan.check_microbatches(microbatches)
@@ -111,11 +112,37 @@ class Search:
         at once. The rivals are the plan of `roundrobin`, and the fastest plans that divide microbatches in other
         ways, or not at all. What would take more than `SETTLED_STEPS` steps, some seconds, is not simulated.
         """
-        self.finish()
-        if not self._loads.shares_nothing and not self._is_settled:
-            self._compare(self._rivals())
-        self._is_settled = True
+        for _ in self._settling:
+            pass
         return self.best
+
+    def advance_settling(self, *, budget_ms: float) -> bool:
+        """`settle` for about `budget_ms`; whether it is finished.
+
+        >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").advance_settling(budget_ms=5.0)
+        True
+        """
+        until = time.perf_counter() + non_negative("budget_ms", budget_ms) / 1e3
+        while next(self._settling, self) is None:
+            if time.perf_counter() >= until:
+                return False
+        return True
+
+    @property
+    def promised_ms(self) -> float:
+        """The time per call that the best plan promises: simulated once `settle` has done so, otherwise its price.
+
+        >>> Search([LayerCost(1.0)], devices=1, microbatches=2, mode="infer").promised_ms
+        2.0
+        """
+        return self.best_ms if self._simulated_ms is None else self._simulated_ms
+
+    def _settle(self) -> Generator[None]:
+        while not self.is_done:
+            self._go(1, float("inf"))
+            yield
+        if not self._loads.shares_nothing:
+            yield from self._compare(self._rivals())
 
     def _rivals(self) -> list[Course]:
         published = RoundRobin().plan(
@@ -126,21 +153,22 @@ class Search:
         allowed = (rival for rival in rivals.values() if self._loads.fits_host(rival.plan, self._microbatches))
         return [rival for rival in allowed if rival.plan != self.best.plan]
 
-    def _compare(self, rivals: Sequence[Course]) -> None:
+    def _compare(self, rivals: Sequence[Course]) -> Generator[None]:
         left = SETTLED_STEPS - STEADY_CALLS * self.best.steps
-        if not rivals or left < 0:
+        if left < 0:
             return
-        fastest, fastest_ms = self.best, simulated_ms(self.best, self._devices)
+        fastest, fastest_ms = self.best, (yield from simulating(self.best, self._devices))
         for rival in rivals:
             steps = STEADY_CALLS * rival.steps
             if steps > left or rival.bound_ms(self._devices) >= fastest_ms:
                 continue
             left -= steps
-            rival_ms = simulated_ms(rival, self._devices)
+            rival_ms = yield from simulating(rival, self._devices)
             if rival_ms < fastest_ms * (1 - EQUAL):
                 fastest, fastest_ms = rival, rival_ms
         if fastest is not self.best:
             self.best, self.best_ms = fastest, fastest.steady_ms(self._devices)
+        self._simulated_ms = fastest_ms
 
     def others(self, count: int) -> list[Plan]:
         """The fastest plans tried, fastest first, for planners that need alternatives to `best`."""

@@ -9,12 +9,14 @@ from rp_sched.problem.checks import milliseconds, non_negative, whole
 from rp_sched.problem.costs import BACKWARD_PER_FORWARD, LayerCost
 
 SMOOTHING = 0.9
+# What launching takes, by its names in `LayerCost`.
+LAUNCHES = ("forward_launch_ms", "backward_launch_ms", "recompute_launch_ms")
 # Before any measurement only the ratios of layer times matter; this keeps the guesses realistic.
 GUESSED_BYTES_PER_MS = 10e6
 
 
 class Estimator:
-    """Smoothed forward and backward times of each layer.
+    """Smoothed times of each layer: its forward and backward passes, and what launching each pass takes.
 
     >>> estimator = Estimator(2)
     >>> layers = [LayerCost(0, weight_bytes=30), LayerCost(0, weight_bytes=10)]
@@ -32,13 +34,11 @@ class Estimator:
 
     def __init__(self, num_layers: int) -> None:
         count = whole("num_layers", num_layers, least=1, bound=bounds.LAYERS)
-        self._forward = [_Average() for _ in range(count)]
-        self._backward = [_Average() for _ in range(count)]
-        self._given: tuple[LayerCost, ...] | None = None
-        # The deviation of each time from the one last returned by `costs`; cached, since `moved` runs every call.
-        self._forward_off = [0.0] * count
-        self._backward_off = [0.0] * count
-        self._forward_mean = self._backward_mean = 0.0
+        self._count = count
+        self._forward, self._backward = _Times(count), _Times(count)
+        self._launches = {name: _Times(count) for name in LAUNCHES}
+        self._times = {"forward_ms": self._forward, "backward_ms": self._backward, **self._launches}
+        self._is_given = False
 
     @property
     def samples(self) -> int:
@@ -47,10 +47,19 @@ class Estimator:
         >>> Estimator(4).samples
         0
         """
-        return min(average.samples for average in self._forward)
+        return min(average.samples for average in self._forward.averages)
 
-    def add(self, layer: int, *, forward_ms: float | None = None, backward_ms: float | None = None) -> None:
-        """Add measured times of `layer`; `backward_ms` without recomputation.
+    def add(
+        self,
+        layer: int,
+        *,
+        forward_ms: float | None = None,
+        backward_ms: float | None = None,
+        forward_launch_ms: float | None = None,
+        backward_launch_ms: float | None = None,
+        recompute_launch_ms: float | None = None,
+    ) -> None:
+        """Add measured times of `layer`, named as in `LayerCost`; `backward_ms` without recomputation.
 
         >>> estimator = Estimator(1)
         >>> estimator.add(0, forward_ms=9.0)
@@ -58,13 +67,26 @@ class Estimator:
         >>> estimator.samples
         1
         """
-        if whole("layer", layer) >= len(self._forward):
-            raise ValueError(f"layer must be below {len(self._forward)}, but is {layer} instead")
-        if forward_ms is not None:
-            self._forward[layer].add(milliseconds("forward_ms", forward_ms))
-        if backward_ms is not None:
-            self._backward[layer].add(milliseconds("backward_ms", backward_ms))
-        self._note_off(layer)
+        if whole("layer", layer) >= self._count:
+            raise ValueError(f"layer must be below {self._count}, but is {layer} instead")
+        found = (forward_ms, backward_ms, forward_launch_ms, backward_launch_ms, recompute_launch_ms)
+        for (name, times), ms in zip(self._times.items(), found, strict=True):
+            if ms is not None:
+                times.add(layer, milliseconds(name, ms))
+
+    def restart(self) -> None:
+        """Let the next samples replace the estimates, which were found to be out of date.
+
+        >>> estimator = Estimator(1)
+        >>> for ms in (9.0, 2.0, 2.0, 2.0):
+        ...     estimator.add(0, forward_ms=ms)
+        >>> estimator.restart()
+        >>> estimator.add(0, forward_ms=5.0)
+        >>> round(estimator.costs([LayerCost(0)])[0].forward_ms, 6)
+        5.0
+        """
+        for times in self._times.values():
+            times.restart()
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
         """`layers` with their times replaced by estimates. `moved` compares with the latest result.
@@ -73,18 +95,33 @@ class Estimator:
         [2.0, 2.0]
 
         A layer without samples is assumed to take as long per weight byte as the layers with samples, and twice
-        as long backward as forward.
+        as long backward as forward. What launching takes stays as it is until there are samples; then it is zero
+        for layers without any, but a recomputation is launched like a forward pass.
         """
-        if len(layers) != len(self._forward):
-            raise ValueError(f"layers must have {len(self._forward)} entries, but has {len(layers)} instead")
-        forward = _filled(self._forward, _guessed([max(layer.weight_bytes, 1) for layer in layers], self._forward))
-        backward = _filled(self._backward, [BACKWARD_PER_FORWARD * ms for ms in forward])
+        if len(layers) != self._count:
+            raise ValueError(f"layers must have {self._count} entries, but has {len(layers)} instead")
+        sizes = [max(layer.weight_bytes, 1) for layer in layers]
+        forward = self._forward.give(_guessed(sizes, self._forward.averages))
+        backward = self._backward.give([BACKWARD_PER_FORWARD * ms for ms in forward])
         times = zip(layers, forward, backward, strict=True)
-        self._given = tuple(replace(layer, forward_ms=up, backward_ms=down) for layer, up, down in times)
-        self._forward_mean, self._backward_mean = sum(forward) / len(forward), sum(backward) / len(backward)
-        for layer in range(len(layers)):
-            self._note_off(layer)
-        return self._given
+        found = [replace(layer, forward_ms=up, backward_ms=down) for layer, up, down in times]
+        self._is_given = True
+        return tuple(self._launched(found))
+
+    def _launched(self, costs: Sequence[LayerCost]) -> Iterable[LayerCost]:
+        forward = self._launch_ms("forward_launch_ms", costs)
+        backward = self._launch_ms("backward_launch_ms", costs)
+        again = self._launch_ms("recompute_launch_ms", costs, forward)
+        for cost, *launches in zip(costs, forward, backward, again, strict=True):
+            yield replace(cost, **dict(zip(LAUNCHES, launches, strict=True)))
+
+    def _launch_ms(
+        self, name: str, costs: Sequence[LayerCost], like: Sequence[float] | None = None
+    ) -> Sequence[float]:
+        times = self._launches[name]
+        if any(launches.is_measured for launches in self._launches.values()):
+            return times.give([0.0] * len(costs) if like is None else like)
+        return times.give([getattr(cost, name) for cost in costs])
 
     def moved(self, threshold: float) -> bool:
         """Whether replanning pays: a time differs by more than a fraction `threshold` from the latest `costs`.
@@ -100,15 +137,49 @@ class Estimator:
         before the first call of `costs`.
         """
         non_negative("threshold", threshold)
-        if self._given is None:
-            return True
-        return max(self._forward_off) > threshold or max(self._backward_off) > threshold
+        return not self._is_given or max(times.off for times in self._times.values()) > threshold
+
+
+class _Times:
+    """The averages of one kind of time, by layer, and how far they are from those given last."""
+
+    def __init__(self, count: int) -> None:
+        self.averages = [_Average() for _ in range(count)]
+        self._given: list[float] = []
+        self._mean = 0.0
+        # Cached, since `moved` runs every call.
+        self._offs = [0.0] * count
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any layer has samples."""
+        return any(average.samples for average in self.averages)
+
+    @property
+    def off(self) -> float:
+        """The largest deviation of any layer."""
+        return max(self._offs)
+
+    def add(self, layer: int, ms: float) -> None:
+        self.averages[layer].add(ms)
+        self._note_off(layer)
+
+    def restart(self) -> None:
+        for average in self.averages:
+            average.restart()
+
+    def give(self, guesses: Sequence[float]) -> list[float]:
+        """The averages, with guesses where there are no samples; deviations are from these now."""
+        pairs = zip(self.averages, guesses, strict=True)
+        self._given = [average.value if average.samples else guess for average, guess in pairs]
+        self._mean = sum(self._given) / len(self._given)
+        for layer in range(len(self._given)):
+            self._note_off(layer)
+        return self._given
 
     def _note_off(self, layer: int) -> None:
-        if self._given is not None:
-            given = self._given[layer]
-            self._forward_off[layer] = self._forward[layer].off(given.forward_ms, self._forward_mean)
-            self._backward_off[layer] = self._backward[layer].off(given.backward_ms, self._backward_mean)
+        if self._given:
+            self._offs[layer] = self.averages[layer].off(self._given[layer], self._mean)
 
 
 class _Average:
@@ -132,6 +203,10 @@ class _Average:
         self._weight += (1 - SMOOTHING) * (1 - self._weight)
         self.value = self._sum / self._weight
 
+    def restart(self) -> None:
+        """Forget all samples but their number and the value, which the next sample replaces."""
+        self._sum = self._weight = 0.0
+
     def off(self, before: float, mean: float) -> float:
         """The deviation from an earlier value, as a fraction of it, or of `mean` if that is larger."""
         if not self.samples or self.value == before:
@@ -146,7 +221,3 @@ def _guessed(sizes: Sequence[int], averages: Sequence[_Average]) -> list[float]:
     measured_ms = sum(ms for _, ms in measured)
     ms_per_byte = measured_ms / sum(size for size, _ in measured) if measured else 1 / GUESSED_BYTES_PER_MS
     return [size * ms_per_byte for size in sizes]
-
-
-def _filled(averages: Sequence[_Average], guesses: Iterable[float]) -> list[float]:
-    return [average.value if average.samples else guess for average, guess in zip(averages, guesses, strict=True)]

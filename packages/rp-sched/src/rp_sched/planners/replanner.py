@@ -54,9 +54,11 @@ class Replanner:
             limits=limits,
         )
 
-    def course(self) -> Course:
-        """The course of the plan in use. Restarts the search if times have changed."""
-        if self.estimator.moved(self._threshold):
+    def course(self, limits: Limits | None = None) -> Course:
+        """The course of the plan in use. Restarts the search if times have changed, or `limits`, if given."""
+        changed = limits is not None and limits != self._limits
+        self._limits = self._limits if limits is None else limits
+        if changed or self.estimator.moved(self._threshold):
             self._search = Search(
                 self.estimator.costs(self._layers),
                 devices=self._devices,
@@ -68,6 +70,11 @@ class Replanner:
             )
         return self._search.best
 
+    @property
+    def promised_ms(self) -> float:
+        """The time per call that the plan in use promises; see `Search.promised_ms`."""
+        return self._search.promised_ms
+
     def improve(self, *, budget_ms: float) -> bool:
-        """Search for about `budget_ms`; whether the search is finished."""
-        return self._search.advance(budget_ms=budget_ms)
+        """Search for about `budget_ms`, in the end as `Search.settle` does; whether that is finished."""
+        return self._search.advance_settling(budget_ms=budget_ms)

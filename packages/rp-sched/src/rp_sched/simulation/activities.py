@@ -1,7 +1,8 @@
 """The activities of calls: what each task fetches, computes and sends, and what these wait for and share."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rp_sched.problem.tasks import Task
 from rp_sched.simulation.clock import has_room_beside, is_clear, waits_to_leave
@@ -11,6 +12,7 @@ from rp_sched.simulation.stage_costs import Load, Loads, Sums
 
 # The directions of a link.
 UP, DOWN = range(2)
+_Result = TypeVar("_Result")
 
 After = list[tuple[Activity, float]]
 """Activities that another one waits for, each with a delay in ms."""
@@ -90,7 +92,15 @@ class Calls:
 
     def launch(self, tasks: Sequence[Task], microbatches: int, *, gated: bool) -> Call:
         """Add a call. `gated`: the backward pass starts when the caller has all outputs."""
-        call = Call(self._count, self._launch())
+        return result_of(self.launching(tasks, microbatches, gated=gated))
+
+    def launching(self, tasks: Sequence[Task], microbatches: int, *, gated: bool) -> Generator[None, None, Call]:
+        """`launch` in small parts."""
+        launch = self._launch()
+        while launch.end_ms is None:
+            self.fluid.step()
+            yield
+        call = Call(self._count, launch)
         self._count += 1
         self._calls = [*self._calls[-2:], call]
         sums, feeds = list(_sums(tasks)), _Feeds(microbatches)
@@ -105,6 +115,7 @@ class Calls:
             call.tasks.append(played)
             self._add_step(call, played, adders)
             before = task
+            yield
         return call
 
     def busy_ms(self) -> dict[Resource, float]:
@@ -120,9 +131,7 @@ class Calls:
             after += [(self._calls[-1].launch, 0.0), *self._calls[-1].results]
         for played in self._calls[-2].tasks if len(self._calls) > 1 else ():
             after += [(played.left, 0.0), (played.outputs, 0.0)]
-        launch = self.fluid.add(0.0, after=after)
-        self.fluid.run_until(launch)
-        return launch
+        return self.fluid.add(0.0, after=after)
 
     def _load(self, task: Task, saved: Sequence[int], joins: Sequence[tuple[range, Sums]]) -> Load:
         load = self._loads.of(task.kind, task.layers, saved)
@@ -239,6 +248,15 @@ class Calls:
     def _note(self, resource: Resource, instance: int, ms: float) -> None:
         key = (resource, instance)
         self._busy_ms[key] = self._busy_ms.get(key, 0.0) + ms
+
+
+def result_of(parts: Generator[None, None, _Result]) -> _Result:
+    """Run a generator to its end; return its result."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 class _Feeds:

@@ -81,20 +81,20 @@ class Fluid:
     def run_until(self, awaited: Activity) -> float:
         """Simulate until an activity has ended; return when."""
         while awaited.end_ms is None:
-            self._step()
+            self.step()
         return awaited.end_ms
 
     def run(self) -> None:
         """Simulate until all activities have ended."""
         while self._events:
-            self._step()
+            self.step()
 
     def _push(self, activity: Activity, at_ms: float) -> None:
         self._made += 1
         heapq.heappush(self._events, (at_ms, self._made, activity.turn, activity))
 
-    def _step(self) -> None:
-        """All events of the next moment; then divide the resources anew if who shares them has changed."""
+    def step(self) -> None:
+        """Simulate all events of the next moment; then divide the resources anew if their users have changed."""
         self.now_ms = now_ms = self._events[0][0]
         changed = False
         while self._events and self._events[0][0] == now_ms:

@@ -1,6 +1,6 @@
 """`simulate`: run task lists against costs and limits, and record a timeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from rp_sched.problem import bounds
 from rp_sched.problem.checks import whole
@@ -9,7 +9,7 @@ from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.tasks import Task, check_order
 from rp_sched.problem.validation import check_problem, check_steps
-from rp_sched.simulation.activities import Calls, Microbatch, Played
+from rp_sched.simulation.activities import Calls, Microbatch, Played, result_of
 from rp_sched.simulation.assignment import Dealer
 from rp_sched.simulation.host_memory import Host
 from rp_sched.simulation.makespan import Course
@@ -79,11 +79,17 @@ def simulated_ms(course: Course, devices: int, *, calls: int = STEADY_CALLS) -> 
     """
     whole("calls", calls, least=2, bound=bounds.CALLS)
     check_steps(calls * course.steps)
+    return result_of(simulating(course, devices, calls=calls))
+
+
+def simulating(course: Course, devices: int, *, calls: int = STEADY_CALLS) -> Generator[None, None, float]:
+    """`simulated_ms` in small parts, for callers that have other things to do meanwhile."""
     dealer, made = Dealer(devices), Calls(course.loads, devices)
     gated = course.mode == "train"
-    launches = [
-        made.launch(dealer.deal(course), course.microbatches, gated=gated).launch.ended_ms for _ in range(calls)
-    ]
+    launches: list[float] = []
+    for _ in range(calls):
+        call = yield from made.launching(dealer.deal(course), course.microbatches, gated=gated)
+        launches.append(call.launch.ended_ms)
     # The first calls may be faster than the steady state, for example while the optimizer falls behind.
     return max(mean_ms(launches), course.bound_ms(devices))
 
