@@ -113,15 +113,15 @@ def test_a_peak_counts_although_the_next_call_was_launched_before_this_one_was_o
     assert first is not None
     assert second is not None
     first.keep(0, 40)
-    cautious = planner._budget(0)
+    cautious = planner._pricing._budget(0)
     planner._footprint.note_kept(first.kept, 4)
     # What layers work in is not known yet.
-    assert planner._budget(0) == cautious
+    assert planner._pricing._budget(0) == cautious
     peak = 20_000
     planner.take(first)
     resident = resident_bytes(tasks, planner._guesses(4))
     assert planner._footprint.working_bytes == peak - resident
-    assert planner._budget(0) == 95_000 - planner._footprint.working_bytes
+    assert planner._pricing._budget(0) == 95_000 - planner._footprint.working_bytes
 
 
 def test_a_call_leaves_what_it_is_not_foreseen_to_take_once_a_peak_is_known(

@@ -21,6 +21,7 @@ from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.token_mean import TokenMean, token_mean
 from roundpipe.models.wrap import wrap_model_to_roundpipe
 from roundpipe.optimizer.scaler import GradScaler
+from roundpipe.planning.call_log import CallTime
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.execute_plan import ModelExecutePlan
 from roundpipe.settings.run_config import RoundPipeRunConfig
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoRoundPipe",
     "Busy",
+    "CallTime",
     "GradScaler",
     "GradientsIncomplete",
     "MemoryReport",

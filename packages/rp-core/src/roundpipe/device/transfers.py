@@ -10,9 +10,10 @@ import torch
 from rp_transfer import Event, Ticket
 
 from roundpipe.runtime.porter import Porter
+from roundpipe.state.gradient import Gradient
 from roundpipe.state.model_state import Block
 from roundpipe.telemetry.layer_times import LayerTimes
-from roundpipe.telemetry.tracing import NOTHING, SILENT, Tracer
+from roundpipe.telemetry.tracing import SILENT, Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Delivery:
     porter: Porter
     made: Event
     sums: list[tuple[Block, torch.Tensor, set[int], Ticket]]
+    times: LayerTimes | None = None
     tracer: Tracer = SILENT
 
     @property
@@ -43,9 +45,16 @@ class Delivery:
                 ticket.enter()
             if written and block.gradient is not None:
                 with self._told(block, block.gradient.arriving_nbytes):
-                    block.gradient.receive(memory, written, conveyor)
+                    self._receive(block.gradient, memory, written)
             ticket.leave(conveyor.record())
         conveyor.drain()
+
+    def _receive(self, gradient: Gradient, memory: torch.Tensor, written: set[int]) -> None:
+        porter, nbytes = self.porter, gradient.arriving_nbytes
+        moving = None if self.times is None else self.times.transfers.begin(porter.device.name, porter.stream)
+        is_added = gradient.receive(memory, written, porter.conveyor)
+        if moving is not None:
+            moving.end(*("add", memory.nbytes) if is_added else ("down", nbytes))
 
     def abandon(self) -> None:
         """After a failure, wait for the copies already queued, so that the sums may be freed."""
@@ -82,12 +91,12 @@ def bring(
     """
     with _told(tracer, porter, block, "wait"):
         ticket.enter(None if block.is_staged else porter.stream)
-    with (
-        _told(tracer, porter, block, "upload"),
-        NOTHING if times is None else times.upload(block.nbytes, porter.stream),
-    ):
+    with _told(tracer, porter, block, "upload"):
+        moving = None if times is None else times.transfers.begin(porter.device.name, porter.stream)
         for target, source in block.pieces(memory):
             porter.conveyor.upload(target, source)
+        if moving is not None:
+            moving.end("up", block.nbytes, is_staged=block.is_staged)
     arrived = porter.conveyor.record()
     if block.kind != "buffer":
         ticket.leave(arrived)

@@ -235,7 +235,7 @@ class Weights:
         ]
         self._delivered += blocks
         self._device.compute.touch(write=[memory for _, memory, _, _ in sums], what="gradients")
-        return Delivery(self._lane.outbox, self._device.compute.record(), sums, self._tracer)
+        return Delivery(self._lane.outbox, self._device.compute.record(), sums, self._times, self._tracer)
 
     # The end
 

@@ -23,6 +23,7 @@ from roundpipe.execution.call import Call, LossFn, Streams
 from roundpipe.execution.losses import Losses, sum_losses
 from roundpipe.execution.packed_data import Arrivals, RoundPipePackedData
 from roundpipe.execution.run import Run
+from roundpipe.planning.call_log import CallTime
 from roundpipe.planning.planner import Planner
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
@@ -49,6 +50,10 @@ class Engine:
         self._planner = Planner(name, self.host.state, runtime)
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()
+
+    def call_times(self) -> list[CallTime]:
+        """What plans promise that calls take, and what they took."""
+        return self._planner.log.times()
 
     def layer_costs(self, mode: Mode) -> list[LayerCost]:
         """The planner's cost estimate for each layer."""
@@ -176,6 +181,7 @@ class Engine:
             randomness = Randomness(draw_seed(), len(state.layers), state.quiet)
         return Call(
             name=self._name,
+            mode=mode,
             state=state,
             flags=state.flags,
             with_grad=with_grad,
@@ -192,9 +198,11 @@ class Engine:
     # Notices of changes on the host: see `Observer`
 
     def note_over(self, work: Launched) -> None:
-        """Give the measured times of a run's layers to the planner."""
-        for times in work.take_times() if isinstance(work, Run) else ():
-            self._planner.take(times)
+        """Give the measured times of a run and of its layers to the planner."""
+        if isinstance(work, Run) and not work.aborted:
+            for times in work.take_times():
+                self._planner.take(times)
+            self._planner.log.note(work.call.mode, work.call.num_microbatches, work.span)
 
     def note_altered(self) -> None:
         """Replace the device copies of the layers."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import rp_batch
 import torch
+from rp_sched import Mode
 
 from roundpipe.device.randomness import Randomness
 from roundpipe.settings.run_config import Grain
@@ -71,6 +72,7 @@ class Call:
     """
 
     name: str
+    mode: Mode
     state: ModelState
     flags: tuple[tuple[bool, ...], ...]
     with_grad: bool

@@ -32,6 +32,7 @@ from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Lane, Runtime
 from roundpipe.runtime.tickets import taking
 from roundpipe.telemetry import tracing
+from roundpipe.telemetry.call_span import CallSpan
 from roundpipe.telemetry.late_errors import Late
 from roundpipe.telemetry.layer_times import LayerTimes
 
@@ -54,6 +55,7 @@ class _TaskJob:
         if self._run.aborted:
             self._guard(self._stage.step_aside)
         self.leave()
+        self._run.note_end()
 
     def leave(self) -> None:
         """Release the tickets that it still holds."""
@@ -83,6 +85,8 @@ class Run:
         self.call = call
         self.tasks = tuple(tasks)
         self.aborted = False
+        # From its latest launch to the end of its latest task or delivery.
+        self.span = CallSpan()
         # This run's place in the sequence of the model's runs that add gradients.
         self.number = 0
         self._batch = batch
@@ -209,6 +213,8 @@ class Run:
     def _launch(self, tasks: Sequence[Task], times: LayerTimes | None) -> None:
         """Take all tickets in the order of the tasks, then queue the tasks."""
         self._tracer = tracing.current()
+        self._runtime.num_calls += 1
+        self.span = CallSpan.begin(self._runtime.num_calls)
         if times is not None:
             self._times.append(times)
         # A layer that cannot be copied must fail before any ticket is taken: no task would release the ticket.
@@ -278,6 +284,7 @@ class Run:
             delivery.abandon()
         finally:
             delivery.leave()
+            self.note_end()
 
     def _may_deliver(self) -> bool:
         with self._lock:
@@ -285,6 +292,10 @@ class Run:
             return not self.aborted
 
     # The end
+
+    def note_end(self) -> None:
+        """A task or a delivery has ended just now."""
+        self.span = self.span.until_now()
 
     def abort(self, error: BaseException, where: str) -> None:
         """Keep the first error, note on it where it happened, and wake every thread that waits for a slot."""

@@ -93,9 +93,10 @@ class Stage:
             self._lane.retainer.flush()
             self._weights.upload()
             for microbatch in self._task.microbatches:
-                with self._told(microbatch):
-                    body(microbatch)
-                self._end_of_microbatch()
+                with NOTHING if self._times is None else self._times.microbatch(self._task):
+                    with self._told(microbatch):
+                        body(microbatch)
+                    self._end_of_microbatch()
             self._check_layers()
             self._weights.return_buffers()
             if self._task.adds_gradients:
@@ -216,7 +217,7 @@ class Stage:
         enter_memory = self._memory.again if again else self._memory.first
 
         def body() -> Any:
-            with self._part("forward of {}", state), self._timed(layer), enter_memory(layer, microbatch):
+            with self._part("forward of {}", state), self._timed(layer, again), enter_memory(layer, microbatch):
                 return twin(*call[0], **call[1])
 
         has_buffers = layer in self._buffered
@@ -232,8 +233,9 @@ class Stage:
         """Whether the loss function is what reads a layer's output."""
         return self._task.computes_loss and layer + 1 == self._call.num_layers
 
-    def _timed(self, layer: int) -> AbstractContextManager[None]:
-        return NOTHING if self._times is None else self._times.forward(layer, self._device.compute)
+    def _timed(self, layer: int, again: bool) -> AbstractContextManager[None]:
+        times, stream = self._times, self._device.compute
+        return NOTHING if times is None else times.forward(layer, stream, again=again)
 
     def _prepared(
         self,
@@ -379,6 +381,8 @@ class Stage:
             leaves = list(map(value_of, found))
             packet = self._courier.send(treedef, leaves, [False] * len(leaves), Origins(), in_use=True)
             self._exchange.put(Slot("input", layers.stop, microbatch), packet)
+        if self._times is not None:
+            self._times.enter_backward(layers[-1], self._device.compute)
         losses = self._loss(output, microbatch)
         del output
         self._propagate(losses, None)

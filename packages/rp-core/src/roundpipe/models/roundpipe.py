@@ -20,6 +20,7 @@ from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
 from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.own_loss import call_loss, outputs_are_loss, with_loss
+from roundpipe.planning.call_log import CallTime
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.model_state import PinMode
@@ -177,6 +178,17 @@ class RoundPipe(RoundPipeBase):
     def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
         """The planner's cost of each layer: measured in calls of this type, otherwise guessed from sizes."""
         return self._engine.layer_costs(run_type)
+
+    def call_times(self) -> list[CallTime]:
+        """What the latest plan of each kind of call promises that a call takes, and what calls took.
+
+        >>> with Runtime("cpu:1") as runtime:
+        ...     RoundPipe(nn.Linear(4, 4), runtime=runtime).call_times()
+        []
+
+        Promises are simulated when this is called. Calls count once they are over: ask after `synchronize()`.
+        """
+        return self._engine.call_times()
 
     def refuse(self, arguments: Mapping[str, str]) -> None:
         """Refuse these keyword arguments of calls from now on; each has the reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -42,6 +43,8 @@ class Loan:
         self._arrived = False
         self._lent: list[torch.nn.Parameter] = []
         self._versions: list[int] = []
+        # How long the step waited for these gradients.
+        self.waited_s = 0.0
 
     def masters(self) -> list[torch.nn.Parameter]:
         """The master weights of the block's parameters, in the block's order."""
@@ -81,8 +84,10 @@ class Loan:
         """Block until all tasks that add to these gradients have done so."""
         if self._arrived:
             return
+        begun = time.perf_counter()
         with self._waiting():
             self._ticket.enter()
+        self.waited_s = time.perf_counter() - begun
         self._arrived = True
         if held := self.gradient.blocks():
             written = held if self.block.back is None else [*held, self.block.back]

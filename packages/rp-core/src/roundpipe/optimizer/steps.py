@@ -9,12 +9,14 @@ step has already written its result to that block.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import partial
 
 from rp_optim.jobs import Outcome
+from rp_sched import Host
 from rp_transfer import Ticket
 
 from roundpipe.context import OptimizerCtx
@@ -26,6 +28,7 @@ from roundpipe.runtime.tickets import Take, taking
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.late_errors import Late
+from roundpipe.telemetry.machine import Machine
 from roundpipe.telemetry.tracing import NOTHING, OPTIMIZER, SILENT, Tracer
 
 Turns = dict[Block, Ticket]
@@ -52,7 +55,8 @@ class Updates:
         after = {} if is_async else self._publication(take)
         # Until `note_launched` knows better: publishing once too often changes nothing.
         state.unpublished = True
-        return Part(self._name, state, before, gradients, after, is_async=is_async)
+        machine = self._runtime.machine
+        return Part(self._name, state, machine, before, gradients, after, is_async=is_async)
 
     def publish(self) -> None:
         """Queue the publication of the last result; calls launched from now on read it."""
@@ -101,6 +105,7 @@ class Part:
         self,
         name: str,
         state: ModelState,
+        machine: Machine,
         before: Turns,
         gradients: Turns,
         after: Turns,
@@ -109,6 +114,7 @@ class Part:
     ) -> None:
         self.name = name
         self.state = state
+        self.machine = machine
         self.before = before
         self.after = after
         self._gradients = gradients
@@ -161,8 +167,10 @@ def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tra
     try:
         for loan in loans:
             loan.lend()
+        begun = time.perf_counter()
         with OptimizerCtx(), _stepping(parts):
             step_fn()
+        _note_speed(parts[0].machine, loans, time.perf_counter() - begun)
         take_back(loans)
     except Incomplete:
         # The failed call raises its own error. Masters that the step has already updated cannot be restored.
@@ -175,6 +183,12 @@ def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tra
         add_note(error, f"RoundPipe: in model {name!r}, in the step function, on the optimizer's thread")
         _note_failed(parts, in_words(error))
         raise
+
+
+def _note_speed(machine: Machine, loans: Sequence[Loan], seconds: float) -> None:
+    """Tell what a step takes, without its waits. One that left parameters as they are tells nothing of them."""
+    numel = sum(loan.block.layout.numel for loan in loans if loan.has_changed())
+    machine.note_step(Host().optimizer_bytes * numel, seconds - sum(loan.waited_s for loan in loans))
 
 
 @contextmanager

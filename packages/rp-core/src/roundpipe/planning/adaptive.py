@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from rp_sched import Course, LayerCost, Limits, Mode, Replanner, Search
+from rp_sched import Course, LayerCost, Limits, Mode, Plan, Replanner, Search
 
 from roundpipe.telemetry.layer_times import ModelTimer
 
@@ -28,7 +28,8 @@ _AHEAD = (0.5, 0.25, 0.125, 0.0625)
 class PlanInUse:
     """Replans from the measurements of `timer`; logs each change of the plan in one line.
 
-    `guesses` and `limits` apply until times are measured; the measured link speed then replaces that of `limits`.
+    `guesses` and `limits` apply until times are measured. Then `priced` makes of `limits` those of the machine as
+    it was measured, for every call anew: a plan follows when they change.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class PlanInUse:
         devices: int,
         microbatches: int,
         mode: Mode,
+        priced: Callable[[Limits], Limits] | None = None,
     ) -> None:
         self._timer = timer
+        self._priced: Callable[[Limits], Limits] = (lambda limits: limits) if priced is None else priced
         self._layers = tuple(guesses)
         self._devices = devices
         self._microbatches = microbatches
@@ -67,20 +70,24 @@ class PlanInUse:
         if self._replanner is None and self._timer.estimator.samples >= _FIRST_SAMPLES:
             self._replanner = self._from_measurements()
         if self._replanner is not None:
-            self._course = self._replanner.course()
+            self._course = self._replanner.course(self._priced(self._limits))
         if self._course is not before:
             self._is_searched = False
-            self._tell(before, "layer times")
+            self._tell(before, "times")
         return self._course
 
+    def promised_ms(self, plan: Plan) -> float | None:
+        """What this plan promises that a call takes; None while costs are guesses, or if it is not in use."""
+        found = self._replanner
+        return found.promised_ms if found is not None and found.best.plan == plan else None
+
     def _from_measurements(self) -> Replanner:
-        speed = self._timer.upload_gb_s()
         return Replanner(
             self._layers,
             devices=self._devices,
             microbatches=self._microbatches,
             mode=self._mode,
-            limits=replace(self._limits, upload_gb_s=speed, download_gb_s=speed),
+            limits=self._priced(self._limits),
             estimator=self._timer.estimator,
         )
 

@@ -7,27 +7,26 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import rp_sched
-from rp_sched import LayerCost, Limits, Mode, Plan, Task
+from rp_sched import LayerCost, Mode, Plan, Task
 
 from roundpipe.planning.adaptive import PlanInUse
+from roundpipe.planning.call_log import CallLog
 from roundpipe.planning.footprint import Footprint, resident_bytes, rows_of
+from roundpipe.planning.pricing import Pricing
 from roundpipe.runtime.runtime import Runtime
-from roundpipe.settings.execute_plan import MODEL_SHARE, ModelExecutePlan
+from roundpipe.settings.execute_plan import ModelExecutePlan
 from roundpipe.settings.run_config import RoundPipeRunConfig
 from roundpipe.state.model_state import LayerState, ModelState
+from roundpipe.telemetry.launch_times import Launches
 from roundpipe.telemetry.layer_times import LayerTimes, ModelTimer
 
-# Guessed costs until times are measured; only their ratio matters. A byte of weights takes this many ms in a
-# microbatch's forward pass, and twice as long over the link: about right for 4096 tokens on an H100 with PCIe 5.
+# Guessed costs until times are measured; only their ratio matters, also to the guessed link (`pricing`). A byte of
+# weights takes this many ms in a microbatch's forward pass: about right for 4096 tokens on an H100 with PCIe 5.
 _FORWARD_MS_PER_BYTE = 1e-6
-_LINK_GB_S = 0.5
-# Shares of a device's memory. Plans may use the first once calls are measured; the rest is lost to fragmentation.
-# The second is the least that plans get, however large the measured workspace.
-_USABLE = 0.95
-_LEAST_SHARE = 0.3
 # Measured launches to remember: those that may be in flight at once, and some that failed.
 _LAUNCHES = 8
 
@@ -51,6 +50,9 @@ class Planner:
         self._plans: dict[object, tuple[int, PlanInUse]] = {}
         self._footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
+        self._pricing = Pricing(self._state, self._runtime, self._footprint)
+        # What calls take, beside what their plans promise.
+        self.log = CallLog(self._pricing)
         # Tasks that ran while the peak was measured, without gradients of earlier calls beside them.
         self._shown: set[object] = set()
         # Predicted peak of the last call on a device, and how much of the usable memory that leaves free.
@@ -66,9 +68,13 @@ class Planner:
         """
         timer = self._timer(mode, len(parts))
         is_given = config.execute_plan is not None and self._on_host
-        if not timer.is_watching() or (is_given and not timer.VERBOSE):
+        if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
-        self._launches.append(LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes(), self.spare_bytes))
+        # A CPU device computes on the thread that launches: nothing tells the two apart.
+        launches = None if self._on_host else Launches()
+        self._launches.append(
+            LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes(), self.spare_bytes, launches=launches)
+        )
         return self._launches[-1]
 
     def take(self, times: LayerTimes) -> None:
@@ -108,7 +114,7 @@ class Planner:
         key = (mode, microbatches)
         if key not in self._timers:
             what = f"model {self._name!r}, {mode} calls of {microbatches} microbatches"
-            self._timers[key] = ModelTimer(what, len(self._state.layers))
+            self._timers[key] = ModelTimer(what, len(self._state.layers), self._runtime.machine)
         return self._timers[key]
 
     def tasks(
@@ -129,7 +135,7 @@ class Planner:
         if self._footprint.is_measured:
             costs = self._guesses(rows_of(parts))
             self.predicted_bytes = resident_bytes(kept, costs) + self._footprint.working_bytes
-            spare = self._usable_bytes() - self.predicted_bytes
+            spare = self._pricing.usable_bytes - self.predicted_bytes
             self.spare_bytes = max(spare, 0) if self._knows_peak(mode, parts, kept) else 0
         return kept
 
@@ -139,9 +145,15 @@ class Planner:
         return self._footprint.knows_peak and (is_shown or not self._timer(mode, len(parts)).is_watching())
 
     def _dealt(self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any]) -> tuple[Task, ...]:
+        timer = self._timer(mode, len(parts))
+        guesses = partial(self._guesses, 0 if self._on_host else rows_of(parts))
         if config.execute_plan is not None:
-            return self._turns(self._checked(config.execute_plan, mode), mode, len(parts))
-        course = self._plan(mode, parts).course()
+            plan = self._checked(config.execute_plan, mode)
+            self.log.follow(timer, mode, len(parts), plan, guesses)
+            return self._turns(plan, mode, len(parts))
+        in_use = self._plan(mode, parts)
+        course = in_use.course()
+        self.log.follow(timer, mode, len(parts), course.plan, guesses, in_use.promised_ms)
         if course.plan.in_turn:
             return self._turns(course.plan, mode, len(parts))
         return self._runtime.dealer.deal(course)
@@ -188,30 +200,19 @@ class Planner:
 
     def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
         costs = self._guesses(0 if self._on_host else rows)
-        budget = self._budget(max(cost.weight_bytes + cost.gradient_bytes for cost in costs))
+        limits = self._pricing.limits(costs)
+        budget = limits.device_memory_bytes
+        assert budget is not None
+        timer = self._timer(mode, microbatches)
         return PlanInUse(
-            self._timer(mode, microbatches),
+            timer,
             [_at_most(cost, budget) for cost in costs],
-            Limits(device_memory_bytes=budget, upload_gb_s=_LINK_GB_S, download_gb_s=_LINK_GB_S),
+            limits,
             devices=len(self._runtime.lanes),
             microbatches=microbatches,
             mode=mode,
+            priced=partial(self._pricing.priced, timer),
         )
-
-    def _budget(self, largest_layer_bytes: int) -> int:
-        smallest = self._device_bytes()
-        guessed = int(smallest * MODEL_SHARE)
-        if not (self._footprint.is_measured and self._footprint.knows_peak):
-            return guessed
-        # A layer that fitted the first call's budget must fit later ones, however large the measured workspace.
-        least = max(int(smallest * _LEAST_SHARE), min(largest_layer_bytes, guessed))
-        return max(self._usable_bytes() - self._footprint.working_bytes, least)
-
-    def _usable_bytes(self) -> int:
-        return int(self._device_bytes() * _USABLE)
-
-    def _device_bytes(self) -> int:
-        return min(use.total_bytes for use in self._runtime.memory())
 
 
 def _shapes(tasks: Sequence[Task], rows: int) -> set[object]:

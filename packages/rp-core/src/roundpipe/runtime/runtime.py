@@ -25,6 +25,7 @@ from roundpipe.runtime.porter import Porter
 from roundpipe.runtime.switch_interval import quick_switching
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.late_errors import tell_the_rest
+from roundpipe.telemetry.machine import Machine
 
 if TYPE_CHECKING:
     from roundpipe.state.model_state import ModelState
@@ -156,6 +157,9 @@ class Runtime:
         # The next device in the round, across the models that share the devices.
         self.next_device = 0
         self.dealer = Dealer(len(self.lanes))
+        # What its links and host were measured to do, and how many calls were launched.
+        self.machine = Machine([device.name for device in self.backend.devices])
+        self.num_calls = 0
         # The models whose host memory this backend allocated.
         self.states: weakref.WeakSet[ModelState] = weakref.WeakSet()
         self._launch = threading.Lock()

@@ -71,17 +71,18 @@ class Gradient:
 
     # A task's gradients
 
-    def receive(self, sums: torch.Tensor, written: set[int], conveyor: Conveyor) -> None:
+    def receive(self, sums: torch.Tensor, written: set[int], conveyor: Conveyor) -> bool:
         """Download a task's sums, (numel,) on a device, to an empty summand, or add them to what is there.
 
-        `written`: the indices of the parameters that the sums hold a gradient of.
+        `written`: the indices of the parameters that the sums hold a gradient of. Returns whether it has added.
         """
         if (empty := self._empty()) is not None:
             conveyor.download(empty.block, sums)
             empty.written = set(written)
-        else:
-            self._add(sums, conveyor)
-            self._note_sum(written | self.written)
+            return False
+        self._add(sums, conveyor)
+        self._note_sum(written | self.written)
+        return True
 
     def _empty(self) -> Summand | None:
         """A summand without gradients, allocated if need be; None if all that there may be have some."""

@@ -1,26 +1,39 @@
-"""Measurement of layer times: timed events around layers and uploads, averaged for the planner."""
+"""Measurement of calls: layers and transfers timed by events, launching by processor time, for the planner."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 from typing import ClassVar
 
 from rp_sched import Estimator, LayerCost, Task
 from rp_transfer import Event, Stream
 
+from roundpipe.telemetry.launch_times import PASSES, Launches
+from roundpipe.telemetry.machine import DeviceSpeeds, Machine
+from roundpipe.telemetry.tracing import NOTHING
+from roundpipe.telemetry.transfer_times import Transfers
+
 _LOG = logging.getLogger(__name__)
 # Measured calls of a kind after which the mean hardly changes.
 YOUNG_CALLS = 8
+# After those, one launch in so many is measured. Odd, since calls of mode `train` have two, which must take turns.
+SELDOM = 63
+# If all layers of that call and of the next one together took so much more or less, as a part of what they are
+# thought to take, it is no accident: the next ones are measured again.
+_DRIFT = 0.15
 
 _Interval = tuple[Event, Event]
 
 
 class LayerTimes:
-    """Timed events around the layers and uploads of one launch, and the bytes that layers keep for backward.
+    """Measurements of one launch: its layers' times and launching, its transfers, and the bytes kept for backward.
+
+    `launches`: the processor time of launching; None on CPU devices, where a layer computes while it is launched.
+    `transfers`: copies of blocks, by device.
 
     All threads of the launch add to it. Times may be read once the launch's tasks are over and their results and
     gradients are on the host.
@@ -33,8 +46,12 @@ class LayerTimes:
         tasks: Sequence[Task] = (),
         peak_bytes: int = 0,
         spare_bytes: int = 0,
+        *,
+        launches: Launches | None = None,
     ) -> None:
         self.timer = timer
+        self.launches = launches
+        self.transfers = Transfers()
         self.rows = rows
         self.tasks = tasks
         # The largest peak of any device before the launch, and what gradients of earlier tasks may take during it.
@@ -42,42 +59,48 @@ class LayerTimes:
         self.spare_bytes = spare_bytes
         self.kept: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._forward: dict[int, list[_Interval]] = {}
+        # With the name of the stream that it was on.
+        self._forward: dict[int, list[tuple[str, _Interval]]] = {}
         self._backward: dict[int, list[_Interval]] = {}
-        self._uploads: list[tuple[int, _Interval]] = []
         # By stream name: the layers whose backward pass has begun, in order. Backward runs on one of torch's
         # threads, but never concurrently for one device, so this needs no lock.
         self._entered: dict[str, list[tuple[int, Event]]] = {}
 
     @contextmanager
-    def forward(self, layer: int, stream: Stream) -> Generator[None]:
-        """Time a layer's forward pass or recomputation."""
+    def forward(self, layer: int, stream: Stream, *, again: bool = False) -> Generator[None]:
+        """Time a layer's forward pass, or `again`, its recomputation."""
         first = stream.record(timed=True)
-        yield
+        with NOTHING if self.launches is None else self.launches.layer("recompute" if again else "forward", layer):
+            yield
         with self._lock:
-            self._forward.setdefault(layer, []).append((first, stream.record(timed=True)))
+            self._forward.setdefault(layer, []).append((stream.name, (first, stream.record(timed=True))))
+
+    def microbatch(self, task: Task) -> AbstractContextManager[None]:
+        """Measure what a task's thread does for a microbatch beside its layers."""
+        if self.launches is None:
+            return NOTHING
+        return self.launches.microbatch("backward" if task.runs_backward else "forward", task.layers)
 
     def keep(self, layer: int, nbytes: int) -> None:
         """Record the bytes that a layer's forward pass keeps for its backward pass; the maximum counts."""
         with self._lock:
             self.kept[layer] = max(nbytes, self.kept.get(layer, 0))
 
-    @contextmanager
-    def upload(self, nbytes: int, stream: Stream) -> Generator[None]:
-        """Time the upload of a block."""
-        first = stream.record(timed=True)
-        yield
-        with self._lock:
-            self._uploads.append((nbytes, (first, stream.record(timed=True))))
-
     def enter_backward(self, layer: int, stream: Stream) -> None:
-        """Record that a layer's backward begins: called for each output gradient, of which the first counts."""
+        """Record that a layer's backward begins: called for each output gradient, of which the first counts.
+
+        The last layer's begins before the loss function, whose time no other layer has.
+        """
+        if self.launches is not None:
+            self.launches.enter_backward(layer, stream.name)
         entered = self._entered.setdefault(stream.name, [])
         if all(layer != other for other, _ in entered):
             entered.append((layer, stream.record(timed=True)))
 
     def leave_backward(self, stream: Stream) -> None:
         """Record the end of a backward pass; each layer's part ends where the next layer's begins."""
+        if self.launches is not None:
+            self.launches.leave_backward(stream.name)
         entered = self._entered.pop(stream.name, [])
         if not entered:
             return
@@ -88,15 +111,29 @@ class LayerTimes:
 
     def forward_ms(self) -> dict[int, float]:
         """Median ms of a microbatch's forward pass, by layer."""
-        return {layer: median(map(_ms, intervals)) for layer, intervals in self._forward.items()}
+        return {layer: median(_ms(interval) for _, interval in found) for layer, found in self._forward.items()}
+
+    def device_ms(self) -> dict[str, dict[int, float]]:
+        """Median ms of a microbatch's forward pass, by device and layer."""
+        found: dict[str, dict[int, list[float]]] = {}
+        for layer, intervals in self._forward.items():
+            for stream, interval in intervals:
+                device = stream.rpartition("/")[0]
+                found.setdefault(device, {}).setdefault(layer, []).append(_ms(interval))
+        return {device: {layer: median(ms) for layer, ms in times.items()} for device, times in found.items()}
 
     def backward_ms(self) -> dict[int, float]:
         """Median ms of a microbatch's backward without recomputation, by layer; frozen ones may be missing."""
         return {layer: median(map(_ms, intervals)) for layer, intervals in self._backward.items()}
 
-    def uploaded(self) -> tuple[int, float]:
-        """Bytes of blocks uploaded to devices, and the ms that these uploads took."""
-        return sum(nbytes for nbytes, _ in self._uploads), sum(_ms(interval) for _, interval in self._uploads)
+    def launch_ms(self) -> dict[int, dict[str, float]]:
+        """By layer, ms of launching a microbatch, named as `rp_sched.Estimator.add` names them."""
+        found: dict[int, dict[str, float]] = {}
+        if self.launches is not None:
+            for which in PASSES:
+                for layer, ms in self.launches.ms(which).items():
+                    found.setdefault(layer, {})[f"{which}_launch_ms"] = ms
+        return found
 
 
 def _ms(interval: _Interval) -> float:
@@ -106,41 +143,79 @@ def _ms(interval: _Interval) -> float:
 class ModelTimer:
     """The measured layer times of one model's calls of one kind.
 
-    The first nine calls are timed; the first of them, which includes warm-up, is not used. With `VERBOSE`, set on
-    the class or on one object, every call is timed and logs its layers' times.
+    The first nine calls are measured, of which the first, which includes warm-up, is not used; from then on one in
+    `SELDOM`. If that shows that layers now take another time, the next calls are measured like the first ones.
+    `machine` gets the transfers; `speeds` are those of devices that differ. With `VERBOSE`, set on the class or on
+    one object, every call is measured and logs its layers' times.
     """
 
     VERBOSE: ClassVar[bool] = False
 
-    def __init__(self, what: str, num_layers: int) -> None:
+    def __init__(self, what: str, num_layers: int, machine: Machine | None = None) -> None:
         self.what = what
         self.estimator = Estimator(num_layers)
-        self._bytes = 0
-        self._upload_ms = 0.0
+        self.speeds = DeviceSpeeds()
+        self._machine = machine
+        self._launched = 0
+        self._taken = 0
+        # How many samples are wanted before calls are measured seldom.
+        self._wanted = YOUNG_CALLS
+        # Whether the latest measured call took another time than expected.
+        self._is_suspect = False
 
     def is_young(self) -> bool:
         """Whether more samples are wanted."""
-        return self.estimator.samples < YOUNG_CALLS
+        return self.estimator.samples < self._wanted
 
     def is_watching(self) -> bool:
-        """Whether to time the next call."""
-        return self.VERBOSE or self.is_young()
+        """Whether every call is measured."""
+        return self.VERBOSE or self._is_suspect or self.is_young()
+
+    def watches_next(self) -> bool:
+        """Whether to measure the call that is now launched."""
+        self._launched += 1
+        return self.is_watching() or self._launched % SELDOM == 0
 
     def take(self, times: LayerTimes) -> None:
         """Add the times of a launch that is over."""
-        forward, backward = times.forward_ms(), times.backward_ms()
-        if self.is_young():
-            for layer in {*forward, *backward}:
-                self.estimator.add(layer, forward_ms=forward.get(layer), backward_ms=backward.get(layer))
-            nbytes, upload_ms = times.uploaded()
-            self._bytes += nbytes
-            self._upload_ms += upload_ms
+        forward, backward, launches = times.forward_ms(), times.backward_ms(), times.launch_ms()
+        was_suspect = self._is_suspect
+        self._is_suspect = not self.is_young() and self._has_drifted(forward, backward)
+        if self._is_suspect and was_suspect:
+            self._measure_again()
+        elif not self._is_suspect:
+            for layer in sorted({*forward, *backward}):
+                self.estimator.add(
+                    layer,
+                    forward_ms=forward.get(layer),
+                    backward_ms=backward.get(layer),
+                    **launches.get(layer, {}),
+                )
+        # The first call includes warm-up.
+        if self._taken:
+            self._note_devices(times)
+        self._taken += 1
         if self.VERBOSE:
             _LOG.info("%s", _table(self.what, forward, backward))
 
-    def upload_gb_s(self) -> float | None:
-        """Measured speed from host to device in GB/s (10^9 bytes); None if nothing was uploaded."""
-        return self._bytes / self._upload_ms / 1e6 if self._bytes and self._upload_ms else None
+    def _measure_again(self) -> None:
+        self._is_suspect = False
+        self.estimator.restart()
+        self._wanted = self.estimator.samples + YOUNG_CALLS
+        _LOG.info("%s: layer times have changed, so the next calls are measured again", self.what)
+
+    def _note_devices(self, times: LayerTimes) -> None:
+        self.speeds.add(times.device_ms())
+        if self._machine is not None:
+            self._machine.note_call(times.transfers)
+
+    def _has_drifted(self, forward: dict[int, float], backward: dict[int, float]) -> bool:
+        estimate = self.estimator.estimate
+        found = [("forward_ms", layer, ms) for layer, ms in forward.items()]
+        found += [("backward_ms", layer, ms) for layer, ms in backward.items()]
+        pairs = [(ms, known) for name, layer, ms in found if (known := estimate(name, layer)) is not None]
+        known_ms = sum(known for _, known in pairs)
+        return abs(sum(ms for ms, _ in pairs) - known_ms) > _DRIFT * known_ms
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
         """These costs with measured times in place of guessed ones."""

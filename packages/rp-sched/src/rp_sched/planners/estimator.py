@@ -74,6 +74,15 @@ class Estimator:
             if ms is not None:
                 times.add(layer, milliseconds(name, ms))
 
+    def estimate(self, name: str, layer: int) -> float | None:
+        """The measured time of this name in `LayerCost`; None without samples.
+
+        >>> Estimator(1).estimate("forward_ms", 0) is None
+        True
+        """
+        average = self._times[name].averages[layer]
+        return average.value if average.samples else None
+
     def restart(self) -> None:
         """Let the next samples replace the estimates, which were found to be out of date.
 

@@ -71,6 +71,11 @@ class Replanner:
         return self._search.best
 
     @property
+    def best(self) -> Course:
+        """The course of the best plan so far: that of the next call, unless times or limits change before."""
+        return self._search.best
+
+    @property
     def promised_ms(self) -> float:
         """The time per call that the plan in use promises; see `Search.promised_ms`."""
         return self._search.promised_ms

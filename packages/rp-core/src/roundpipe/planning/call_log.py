@@ -1,0 +1,197 @@
+"""The log of calls: what plans promise that a call takes, and what calls take."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rp_sched import Course, LayerCost, Mode, Plan, Resource, simulated_ms
+
+from roundpipe.planning.pricing import Pricing
+from roundpipe.telemetry.call_span import CallSpan
+from roundpipe.telemetry.layer_times import ModelTimer
+from roundpipe.telemetry.tables import table
+
+_LOG = logging.getLogger(__name__)
+# Calls whose median counts.
+CALLS = 8
+# An error is logged again once it has grown by so much.
+_NEWS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """What a plan promises and what calls under it took, in milliseconds a call that follows another one.
+
+    >>> CallTime("model 'm', fused calls of 8 microbatches", Plan(fused=range(4)), 98.0, 100.0, 8, "device").error
+    -0.02
+
+    `what`: the model and the kind of call. `promised_ms`: simulated with what was measured of layers, links and
+    host; None while calls of this kind are not measured. `measured_ms`: the median of the last `calls` calls; None
+    if there were none. `bound_by`: what the simulation keeps busy for the longest time.
+
+    A call counts if it was launched before the last call's gradients were on the host, and nothing else between
+    them: from the end of that one to its own end, when its own gradients are there. Where the caller waits for its
+    step (`is_async=False`), or does other things for long, no call follows another.
+    """
+
+    what: str
+    plan: Plan
+    promised_ms: float | None
+    measured_ms: float | None
+    calls: int
+    bound_by: Resource | None
+
+    @property
+    def error(self) -> float | None:
+        """The promised time over the measured one, less 1; None while one of them is unknown."""
+        if self.promised_ms is None or self.measured_ms is None:
+            return None
+        return self.promised_ms / self.measured_ms - 1
+
+    def __str__(self) -> str:
+        return as_table([self])
+
+
+def as_table(times: Sequence[CallTime]) -> str:
+    """These as one table.
+
+    >>> print(as_table([CallTime("m", Plan(fused=range(4)), 98.0, 100.0, 8, "device")]))
+    calls  plan          promised   measured  error  bound by
+    m      Plan(FB[0:4])  98.000 ms  100.000 ms  -2.0%  device
+    """
+    rows = [
+        [
+            one.what,
+            repr(one.plan),
+            _ms(one.promised_ms),
+            _ms(one.measured_ms),
+            _error(one.error),
+            one.bound_by or "-",
+        ]
+        for one in times
+    ]
+    return table(["calls", "plan", "promised", "measured", "error", "bound by"], rows)
+
+
+def _ms(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.3f} ms"
+
+
+def _error(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.1%}"
+
+
+Promise = Callable[[Plan], float | None]
+Guesses = Callable[[], Sequence[LayerCost]]
+
+
+def _nothing(plan: Plan) -> None:
+    del plan
+
+
+class _UnderPlan:
+    """The calls under one plan. `promised`, `guesses`: see `CallLog.follow`."""
+
+    def __init__(self, timer: ModelTimer, plan: Plan, guesses: Guesses, promised: Promise) -> None:
+        self.timer = timer
+        self.plan = plan
+        self.guesses = guesses
+        self.promised = promised
+        self._last: CallSpan | None = None
+        self._ms: deque[float] = deque(maxlen=CALLS)
+        self._told: float | None = None
+
+    def note(self, call: CallSpan) -> None:
+        """Add a call; it counts if it follows the one before."""
+        if self._last is not None and call.follows(self._last):
+            self._ms.append((call.ended_s - self._last.ended_s) * 1e3)
+        self._last = call
+        self._compare(self.promised(self.plan))
+
+    @property
+    def calls(self) -> int:
+        """How many calls count."""
+        return len(self._ms)
+
+    @property
+    def measured_ms(self) -> float | None:
+        """The median of the latest calls."""
+        return median(self._ms) if self._ms else None
+
+    def _compare(self, promised: float | None) -> None:
+        """Log the promise and what calls took, once both are known, and again when they drift apart."""
+        measured = self.measured_ms
+        if promised is None or measured is None or len(self._ms) < CALLS:
+            return
+        error = promised / measured - 1
+        if self._told is None or abs(error) > self._told + _NEWS:
+            words = "took" if self._told is None else "now take"
+            _LOG.info(
+                "%s: %r promised %.3f ms a call, calls %s %.3f ms (%+.1f %%)",
+                *(self.timer.what, self.plan, promised, words, measured, 100 * error),
+            )
+            self._told = abs(error)
+
+
+class CallLog:
+    """What the calls of one model take under the latest plan of each kind of call, beside what it promises."""
+
+    def __init__(self, pricing: Pricing) -> None:
+        self._pricing = pricing
+        self._plans: dict[tuple[Mode, int], _UnderPlan] = {}
+
+    def follow(
+        self,
+        timer: ModelTimer,
+        mode: Mode,
+        microbatches: int,
+        plan: Plan,
+        guesses: Guesses,
+        promised: Promise = _nothing,
+    ) -> None:
+        """The next call of this kind is under this plan.
+
+        `guesses`: costs of the layers without their times. `promised`: see `PlanInUse.promised_ms`.
+        """
+        known = self._plans.get((mode, microbatches))
+        if known is None or known.plan != plan:
+            self._plans[mode, microbatches] = _UnderPlan(timer, plan, guesses, promised)
+        else:
+            known.guesses, known.promised = guesses, promised
+
+    def note(self, mode: Mode, microbatches: int, call: CallSpan) -> None:
+        """A call is over; log what it shows of its plan's promise."""
+        if (under := self._plans.get((mode, microbatches))) is not None:
+            under.note(call)
+
+    def times(self) -> list[CallTime]:
+        """What each plan promises, simulated now with all that was measured, and what its calls took."""
+        return [self._time(mode, count, under) for (mode, count), under in self._plans.items()]
+
+    def _time(self, mode: Mode, microbatches: int, under: _UnderPlan) -> CallTime:
+        course = self._course(mode, microbatches, under) if under.timer.estimator.samples else None
+        devices = self._pricing.devices
+        return CallTime(
+            what=under.timer.what,
+            plan=under.plan,
+            promised_ms=None if course is None else _simulated_ms(course, devices),
+            measured_ms=under.measured_ms,
+            calls=under.calls,
+            bound_by=None if course is None else course.bottleneck(devices),
+        )
+
+    def _course(self, mode: Mode, microbatches: int, under: _UnderPlan) -> Course:
+        guesses = under.guesses()
+        # On a copy: `costs` changes the estimator, which compares with the times it returned last.
+        costs = copy.deepcopy(under.timer.estimator).costs(guesses)
+        limits = self._pricing.priced(under.timer, self._pricing.limits(guesses))
+        return Course(under.plan, costs, mode=mode, microbatches=microbatches, limits=limits)
+
+
+def _simulated_ms(course: Course, devices: int) -> float:
+    return course.steady_ms(devices) if course.loads.shares_nothing else simulated_ms(course, devices)

@@ -1,0 +1,187 @@
+"""The limits that plans are priced with: device memory, and what links and host were measured to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from rp_sched import Device, Host, LayerCost, Limits
+
+from roundpipe.planning.footprint import Footprint
+from roundpipe.planning.probe import probed
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.settings.execute_plan import MODEL_SHARE
+from roundpipe.state.gradient import sum_dtype
+from roundpipe.state.model_state import ModelState
+from roundpipe.telemetry.layer_times import ModelTimer
+from roundpipe.telemetry.machine import Rates, near
+
+# Until times are measured: twice as long for a byte of weights as a microbatch's forward pass is guessed to take.
+_LINK_GB_S = 0.5
+# Shares of a device's memory. Plans may use the first once calls are measured; the rest is lost to fragmentation.
+# The second is the least that plans get, however large the measured workspace.
+_USABLE = 0.95
+_LEAST_SHARE = 0.3
+# A weight in 16 bits, as the scheduler counts parameters.
+_WEIGHT_BYTES = 2
+
+
+class Pricing:
+    """The limits of one model's plans on a runtime."""
+
+    def __init__(self, state: ModelState, runtime: Runtime, footprint: Footprint) -> None:
+        self._state = state
+        self._runtime = runtime
+        self._footprint = footprint
+        self._on_host = runtime.lanes[0].device.torch_device.type == "cpu"
+        self._devices = [lane.device.name for lane in runtime.lanes]
+
+    def limits(self, costs: Sequence[LayerCost]) -> Limits:
+        """The limits of plans from guessed costs: device memory, and a guessed link. The first call probes."""
+        machine = self._runtime.machine
+        if not (self._on_host or machine.is_probed):
+            machine.note_probe(probed(self._runtime))
+        return Limits(
+            device_memory_bytes=self._budget(max(cost.weight_bytes + cost.gradient_bytes for cost in costs)),
+            leaving_bytes=self._leaving_bytes(),
+            upload_gb_s=_LINK_GB_S,
+            download_gb_s=_LINK_GB_S,
+        )
+
+    def priced(self, timer: ModelTimer, limits: Limits) -> Limits:
+        """These limits with what was measured, for plans from measured times."""
+        machinery = Machinery(
+            tuple(use.total_bytes for use in self._runtime.memory()),
+            timer.speeds.of(self._devices),
+            None if self._on_host else host_of(self._state),
+        )
+        return priced(limits, self._runtime.machine.rates(), machinery)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return len(self._devices)
+
+    def _leaving_bytes(self) -> int | None:
+        # Until a peak is known, gradients leave before the next backward pass; then they have what is left free.
+        return None if self._on_host or self._footprint.knows_peak else 0
+
+    def _budget(self, largest_layer_bytes: int) -> int:
+        smallest = self._device_bytes()
+        guessed = int(smallest * MODEL_SHARE)
+        if not (self._footprint.is_measured and self._footprint.knows_peak):
+            return guessed
+        # A layer that fitted the first call's budget must fit later ones, however large the measured workspace.
+        least = max(int(smallest * _LEAST_SHARE), min(largest_layer_bytes, guessed))
+        return max(self.usable_bytes - self._footprint.working_bytes, least)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What plans may use of a device's memory once calls are measured."""
+        return int(self._device_bytes() * _USABLE)
+
+    def _device_bytes(self) -> int:
+        return min(use.total_bytes for use in self._runtime.memory())
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What a model finds on a runtime, apart from rates.
+
+    `memory_bytes`: each device's memory. `speeds`: of each device, if they differ. `host`: what a step moves there
+    and how gradients lie there; None on CPU devices, which compute with the host's cores and memory.
+    """
+
+    memory_bytes: tuple[int, ...]
+    speeds: tuple[float, ...] | None = None
+    host: Host | None = None
+
+
+def host_of(state: ModelState) -> Host:
+    """How a model's gradients and weights lie on the host, and what a step of it moves.
+
+    Two tasks' gradients in 16 bits stay two blocks, which the optimizer reads both; in 32 bits a second one is
+    added. A step of an optimizer other than Adam moves other bytes; its rate is measured in those of Adam.
+    """
+    nbytes = sum(block.nbytes for block in state.trainable)
+    numel = sum(block.layout.numel for block in state.trainable)
+    in_pairs = any(block.layout.dtype != sum_dtype(block.layout.dtype) for block in state.trainable)
+    return Host(
+        gradient_buffers=2 if in_pairs else 1,
+        optimizer_bytes=Host().optimizer_bytes * numel * _WEIGHT_BYTES / nbytes if nbytes else 0.0,
+        double_buffer=any(block.back is not None for block in state.trainable),
+    )
+
+
+def priced(limits: Limits, rates: Rates, machinery: Machinery) -> Limits:
+    """`limits` on a machine with these rates; a rate that was not measured is no limit.
+
+    >>> machinery = Machinery((80, 80), None, Host())
+    >>> found = priced(Limits(), Rates(up_gb_s=(50.0, 52.0), down_gb_s=(40.0, None)), machinery)
+    >>> found.upload_gb_s, found.download_gb_s, found.devices
+    (51.0, 40.0, ())
+    """
+    count = len(machinery.memory_bytes)
+    ups, downs = _filled(rates.up_gb_s, count), _filled(rates.down_gb_s, count)
+    on_host = machinery.host is None
+    found = replace(limits, upload_gb_s=_common(ups), download_gb_s=_common(downs))
+    if on_host:
+        return found
+    return replace(
+        found,
+        devices=_devices(limits, ups, downs, machinery),
+        switches=rates.switches,
+        host=_host(machinery.host, rates, count),
+    )
+
+
+def _filled(rates: Sequence[float | None], count: int) -> list[float | None]:
+    """A device that has moved nothing yet is like the others."""
+    common = _common(rates)
+    return [common if rate is None else rate for rate in rates] or [None] * count
+
+
+def _common(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return median(known) if known else None
+
+
+def _host(host: Host | None, rates: Rates, count: int) -> Host:
+    return replace(
+        host or Host(),
+        memory_gb_s=rates.memory_gb_s,
+        gil_ms_per_gb=rates.gil_ms_per_gb or 0.0,
+        add_gb_s=rates.add_gb_s,
+        # Each device's porter adds what it brings.
+        add_threads=count,
+        optimizer_gb_s=rates.optimizer_gb_s,
+    )
+
+
+def _devices(
+    limits: Limits, ups: Sequence[float | None], downs: Sequence[float | None], machinery: Machinery
+) -> tuple[Device, ...]:
+    """Each device, if they differ by more than measurements do."""
+    least = min(machinery.memory_bytes)
+    columns = (ups, downs, machinery.memory_bytes)
+    if machinery.speeds is None and all(near(min(column), max(column)) for column in map(_numbers, columns)):
+        return ()
+    speeds = machinery.speeds or [1.0] * len(ups)
+    return tuple(
+        Device(
+            speed=speed,
+            memory_bytes=_part(limits.device_memory_bytes, total / least),
+            upload_gb_s=up,
+            download_gb_s=down,
+        )
+        for speed, total, up, down in zip(speeds, machinery.memory_bytes, ups, downs, strict=True)
+    )
+
+
+def _numbers(column: Sequence[float | None]) -> list[float]:
+    return [0.0 if number is None else number for number in column]
+
+
+def _part(nbytes: int | None, factor: float) -> int | None:
+    return None if nbytes is None else int(nbytes * factor)

@@ -1,0 +1,86 @@
+"""Measured transfers of one launch: bytes and times by device and direction, and what the porters compute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rp_transfer import Event, Stream
+
+Way = Literal["up", "down", "add"]
+"""To the device, from it, or from it and added to gradients on the host."""
+
+
+@dataclass(slots=True)
+class Transfers:
+    """The transfers of blocks in one launch. Times may be read once the transfers are over.
+
+    `wall`, `processor`: clocks in seconds, the latter of the calling thread. All threads of a launch add to it.
+    """
+
+    wall: Callable[[], float] = time.perf_counter
+    processor: Callable[[], float] = time.thread_time
+    _moved: list[_Moved] = field(default_factory=list["_Moved"])
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, device: str, stream: Stream) -> Moving:
+        """A transfer that the calling thread, a porter, now queues on `stream`."""
+        return Moving(self, device, stream, stream.record(timed=True), self.wall(), self.processor())
+
+    def add(self, moved: _Moved) -> None:
+        """Record a transfer that has ended."""
+        with self._lock:
+            self._moved.append(moved)
+
+    def moved(self, way: Way) -> dict[str, tuple[int, float]]:
+        """By device, the bytes moved and the milliseconds that this took."""
+        found: dict[str, tuple[int, float]] = {}
+        for one in self._moved:
+            if one.way == way:
+                nbytes, ms = found.get(one.device, (0, 0.0))
+                found[one.device] = nbytes + one.nbytes, ms + one.ms()
+        return found
+
+    def carried(self) -> tuple[int, float]:
+        """Bytes that porters passed on as they were, and the ms of processor time that this took them."""
+        direct = [one for one in self._moved if one.is_direct]
+        return sum(one.nbytes for one in direct), sum(one.processor_ms for one in direct)
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A transfer under way; end it on the thread that began it."""
+
+    _owner: Transfers
+    _device: str
+    _stream: Stream
+    _first: Event
+    _wall_s: float
+    _processor_s: float
+
+    def end(self, way: Way, nbytes: int, *, is_staged: bool = False) -> None:
+        """All of it is queued, or done if the host took part: `is_staged`, or it was added."""
+        processor_ms = (self._owner.processor() - self._processor_s) * 1e3
+        wall_ms = (self._owner.wall() - self._wall_s) * 1e3 if way == "add" else None
+        is_direct = way != "add" and not is_staged
+        events = self._first, self._stream.record(timed=True)
+        self._owner.add(_Moved(way, self._device, nbytes, events, wall_ms, processor_ms, is_direct))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    way: Way
+    device: str
+    nbytes: int
+    events: tuple[Event, Event]
+    wall_ms: float | None
+    processor_ms: float
+    is_direct: bool
+
+    def ms(self) -> float:
+        """How long it took: on the device's clock, or on the host's if the host took part at its end."""
+        first, last = self.events
+        return max(last.seconds_since(first), 0.0) * 1e3 if self.wall_ms is None else self.wall_ms
