@@ -34,7 +34,8 @@ Step = Callable[[Tensor], float]
 Engine = tuple[Step, Callable[[], dict[str, float]], int]
 
 
-def _loss(workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of a workload: a mean over its tokens."""
     tokens = workload.batch * (workload.sequence - 1)
 
     def found(loss: Tensor, labels: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
     options = {"compile_layers": True} if workload.compile else {}
     wrapped = roundpipe.RoundPipe(model, torch.float32, "bench", config, runtime=runtime, **options)
     optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5)
-    loss_fn = _loss(workload)
+    loss_fn = loss_of(workload)
 
     def update() -> None:
         optimizer.step()
@@ -86,8 +87,13 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
             print(found.summary, file=sys.stderr)
         wrapped.synchronize()
         report = wrapped.memory_report(optimizer)
-        print(report, file=sys.stderr)
-        return {} if report.predicted_bytes is None else {"foreseen_device_gb": report.predicted_bytes / 1e9}
+        print(report, *wrapped.call_times(), sep="\n", file=sys.stderr)
+        found = {} if report.predicted_bytes is None else {"foreseen_device_gb": report.predicted_bytes / 1e9}
+        for one in wrapped.call_times():
+            if one.promised_ms is not None and one.measured_ms is not None:
+                found |= {"promised_ms": one.promised_ms, "measured_ms": one.measured_ms}
+                found["promise_error_percent"] = 100 * one.promised_ms / one.measured_ms - 100
+        return found
 
     return step, finish, len(runtime.lanes)
 
@@ -115,7 +121,7 @@ def resident(workload: Workload, model: nn.Sequential) -> Engine:
     weights = list(model.parameters())
     masters = [nn.Parameter(weight.detach().float()) for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
-    loss_fn = _loss(workload)
+    loss_fn = loss_of(workload)
 
     def step(tokens: Tensor) -> float:
         total = torch.zeros((), device="cuda")
@@ -160,7 +166,7 @@ def fsdp2(workload: Workload, model: nn.Sequential) -> Engine:
     fully_shard(model, mp_policy=policy, offload_policy=CPUOffloadPolicy())
     _compile(workload, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    loss_fn = _loss(workload)
+    loss_fn = loss_of(workload)
 
     def step(tokens: Tensor) -> float:
         total = torch.zeros((), device="cuda")
@@ -203,7 +209,7 @@ def deepspeed_engine(workload: Workload, model: nn.Sequential) -> Engine:
         },
     }
     engine, *_ = deepspeed.initialize(model=_untied(model), config=config)
-    loss_fn = _loss(workload)
+    loss_fn = loss_of(workload)
 
     def step(tokens: Tensor) -> float:
         total = 0.0

@@ -13,7 +13,8 @@ The last two keep a second embedding for the head, since they cannot share one.
 
 The line has tokens/s (from the median step after warm-up), model TFLOP/s a GPU (6 FLOPs a parameter and token, and
 attention; recomputation does not count), the peaks of device and host memory, and the losses of all steps, by
-which runs are compared. `--cap-gb` limits what torch and we take on each GPU, as a smaller card would.
+which runs are compared. `roundpipe` adds what its plan promised that a step takes and what steps took; for many
+plans `promises.py` does that. `--cap-gb` limits what torch and we take on each GPU, as a smaller card would.
 """
 
 from __future__ import annotations

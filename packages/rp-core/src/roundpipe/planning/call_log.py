@@ -61,8 +61,8 @@ def as_table(times: Sequence[CallTime]) -> str:
     """These as one table.
 
     >>> print(as_table([CallTime("m", Plan(fused=range(4)), 98.0, 100.0, 8, "device")]))
-    calls  plan          promised   measured  error  bound by
-    m      Plan(FB[0:4])  98.000 ms  100.000 ms  -2.0%  device
+    calls  |          plan |  promised |   measured | error | bound by
+    m      | Plan(FB[0:4]) | 98.000 ms | 100.000 ms | -2.0% |   device
     """
     rows = [
         [

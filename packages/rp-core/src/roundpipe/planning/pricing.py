@@ -36,6 +36,8 @@ class Pricing:
         self._footprint = footprint
         self._on_host = runtime.lanes[0].device.torch_device.type == "cpu"
         self._devices = [lane.device.name for lane in runtime.lanes]
+        self._memory_bytes = tuple(use.total_bytes for use in runtime.memory())
+        self._host = host_of(state)
 
     def limits(self, costs: Sequence[LayerCost]) -> Limits:
         """The limits of plans from guessed costs: device memory, and a guessed link. The first call probes."""
@@ -51,10 +53,12 @@ class Pricing:
 
     def priced(self, timer: ModelTimer, limits: Limits) -> Limits:
         """These limits with what was measured, for plans from measured times."""
+        # The first step may make second blocks.
+        is_double = any(block.back is not None for block in self._state.trainable)
         machinery = Machinery(
-            tuple(use.total_bytes for use in self._runtime.memory()),
+            self._memory_bytes,
             timer.speeds.of(self._devices),
-            None if self._on_host else host_of(self._state),
+            None if self._on_host else replace(self._host, double_buffer=is_double),
         )
         return priced(limits, self._runtime.machine.rates(), machinery)
 
@@ -99,7 +103,7 @@ class Machinery:
 
 
 def host_of(state: ModelState) -> Host:
-    """How a model's gradients and weights lie on the host, and what a step of it moves.
+    """How a model's gradients lie on the host, and what a step of it moves.
 
     Two tasks' gradients in 16 bits stay two blocks, which the optimizer reads both; in 32 bits a second one is
     added. A step of an optimizer other than Adam moves other bytes; its rate is measured in those of Adam.
@@ -110,7 +114,6 @@ def host_of(state: ModelState) -> Host:
     return Host(
         gradient_buffers=2 if in_pairs else 1,
         optimizer_bytes=Host().optimizer_bytes * numel * _WEIGHT_BYTES / nbytes if nbytes else 0.0,
-        double_buffer=any(block.back is not None for block in state.trainable),
     )
 
 
