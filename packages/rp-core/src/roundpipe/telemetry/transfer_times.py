@@ -18,17 +18,16 @@ Way = Literal["up", "down", "add"]
 class Transfers:
     """The transfers of blocks in one launch. Times may be read once the transfers are over.
 
-    `wall`, `processor`: clocks in seconds, the latter of the calling thread. All threads of a launch add to it.
+    `processor`: the calling thread's processor time, in seconds. All threads of a launch add to it.
     """
 
-    wall: Callable[[], float] = time.perf_counter
     processor: Callable[[], float] = time.thread_time
     _moved: list[_Moved] = field(default_factory=list["_Moved"])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, device: str, stream: Stream) -> Moving:
         """A transfer that the calling thread, a porter, now queues on `stream`."""
-        return Moving(self, device, stream, stream.record(timed=True), self.wall(), self.processor())
+        return Moving(self, device, stream, stream.record(timed=True), self.processor())
 
     def add(self, moved: _Moved) -> None:
         """Record a transfer that has ended."""
@@ -58,16 +57,14 @@ class Moving:
     _device: str
     _stream: Stream
     _first: Event
-    _wall_s: float
     _processor_s: float
 
     def end(self, way: Way, nbytes: int, *, is_staged: bool = False) -> None:
         """All of it is queued, or done if the host took part: `is_staged`, or it was added."""
         processor_ms = (self._owner.processor() - self._processor_s) * 1e3
-        wall_ms = (self._owner.wall() - self._wall_s) * 1e3 if way == "add" else None
         is_direct = way != "add" and not is_staged
         events = self._first, self._stream.record(timed=True)
-        self._owner.add(_Moved(way, self._device, nbytes, events, wall_ms, processor_ms, is_direct))
+        self._owner.add(_Moved(way, self._device, nbytes, events, processor_ms, is_direct))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +73,10 @@ class _Moved:
     device: str
     nbytes: int
     events: tuple[Event, Event]
-    wall_ms: float | None
     processor_ms: float
     is_direct: bool
 
     def ms(self) -> float:
-        """How long it took: on the device's clock, or on the host's if the host took part at its end."""
+        """How long it took, on the device's clock: the last event is recorded after what the host does."""
         first, last = self.events
-        return max(last.seconds_since(first), 0.0) * 1e3 if self.wall_ms is None else self.wall_ms
+        return max(last.seconds_since(first), 0.0) * 1e3
