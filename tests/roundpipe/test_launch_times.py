@@ -105,6 +105,16 @@ def test_backward_is_what_the_autograd_thread_does_and_the_loss_what_the_lane_do
     assert launches.ms("backward") == pytest.approx({layer: ms + rest for layer, ms in wanted.items()}, abs=1e-6)
 
 
+def test_a_layer_that_gets_another_gradient_later_has_begun_already():
+    clocks = Clocks()
+    launches = Launches(clocks)
+    for layer, ms in ((1, 3), (0, 5), (1, 7)):
+        launches.enter_backward(layer, "cuda:0/compute")
+        clocks.work(ms)
+    launches.leave_backward("cuda:0/compute")
+    assert launches.ms("backward") == pytest.approx({1: 3.0, 0: 12.0})
+
+
 def test_devices_do_not_mix():
     clocks = Clocks()
     launches = Launches(clocks)

@@ -124,6 +124,43 @@ def test_each_layer_of_a_launch_is_timed_once_a_microbatch(
     assert all(ms >= 0 for ms in backward.backward_ms().values())
 
 
+def test_the_last_layers_backward_begins_before_the_loss_function(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    enter = LayerTimes.enter_backward
+    monkeypatch.setattr(
+        LayerTimes,
+        "enter_backward",
+        lambda times, layer, stream: (seen.append(layer), enter(times, layer, stream)),
+    )
+    model = wrapped(two)
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append("loss")
+        return square_error(outputs, labels)
+
+    x, y = batch(1)
+    model.forward_backward(input_args=(x,), label=y, loss_fn=loss, run_config=RoundPipeRunConfig(num_microbatch=1))
+    finish(model)
+    assert seen[:3] == [4, "loss", 4]
+
+
+def test_a_step_is_measured_by_what_it_changed(two: Runtime) -> None:
+    model = wrapped(two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=1e-2)
+    noted: list[tuple[float, float]] = []
+    two.machine.note_step = lambda nbytes, seconds: noted.append((nbytes, seconds))
+    for body in (lambda: None, optimizer.step):
+        x, y = batch(9)
+        model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+        model.step(body, is_async=False)
+    unchanged, changed = noted
+    numel = sum(block.layout.numel for block in model._engine.host.state.trainable)
+    assert [nbytes for nbytes, _ in (unchanged, changed)] == [0, 28 * numel]
+    assert changed[1] > 0
+
+
 def test_frozen_bottom_layers_have_no_backward_time(two: Runtime) -> None:
     layers = mlp()
     layers[0].requires_grad_(False)
