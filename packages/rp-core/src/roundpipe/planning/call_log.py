@@ -27,8 +27,8 @@ _NEWS = 0.1
 class CallTime:
     """What a plan promises and what calls under it took, in milliseconds a call that follows another one.
 
-    >>> CallTime("model 'm', fused calls of 8 microbatches", Plan(fused=range(4)), 98.0, 100.0, 8, "device").error
-    -0.02
+    >>> CallTime("model 'm', fused calls of 8 microbatches", Plan(fused=range(4)), 75.0, 100.0, 8, "device").error
+    -0.25
 
     `what`: the model and the kind of call. `promised_ms`: simulated with what was measured of layers, links and
     host; None while calls of this kind are not measured. `measured_ms`: the median of the last `calls` calls; None
