@@ -5,6 +5,7 @@
 Engines, one after another on the same weights and tokens, bf16 weights, AdamW on fp32 masters:
 
     roundpipe   `wrap_model_to_roundpipe(model)`, layers compiled; `--eager` leaves them as they are
+    by-hand     the same row written by hand from the model's submodules, the loss outside over all logits
     resident    the model on one GPU with gradient checkpointing, gradients of M microbatches added up
 
 `--lora` trains PEFT's adapters of rank 16 on all linear layers. The line has tokens/s from the median step after
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-1.7b": lambda: transformers.Qwen3Config(
@@ -57,7 +59,7 @@ def main() -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     for engine in args.engines:
-        step, finish = {"roundpipe": roundpipe_engine, "resident": resident}[engine](_model(args), args)
+        step, finish = ENGINES[engine](_model(args), args)
         losses, seconds = _measure(step, args)
         finish()
         rate = args.batch * args.sequence / statistics.median(seconds)
@@ -109,20 +111,91 @@ def _fill(model: nn.Module) -> None:
                 part.copy_(pattern[: len(part)])
 
 
-def roundpipe_engine(
-    model: nn.Module, args: argparse.Namespace
-) -> tuple[Callable[[Tensor], float], Callable[[], None]]:
+def roundpipe_engine(model: nn.Module, args: argparse.Namespace) -> Engine:
+    """The model as users wrap it."""
     import roundpipe
 
     runtime = roundpipe.Runtime(args.devices)
     wrapped = roundpipe.wrap_model_to_roundpipe(
-        model,
-        use_sequential_preset=True,
-        optim_dtype=torch.float32,
-        model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=args.microbatches),
-        runtime=runtime,
-        compile_layers=not args.eager,
+        model, use_sequential_preset=True, runtime=runtime, **_settings(args)
     ).train()
+    return _training(
+        wrapped,
+        runtime,
+        lambda tokens: wrapped.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}),
+    )
+
+
+def by_hand(model: nn.Module, args: argparse.Namespace) -> Engine:
+    """The row that its user would write: modules around the model's own, and a loss outside."""
+    import roundpipe
+
+    base = model.model
+    layers = [_First(base.embed_tokens, base.rotary_emb), *map(_Layer, base.layers)]
+    row = nn.Sequential(*layers, _Last(base.norm, model.lm_head))
+    runtime = roundpipe.Runtime(args.devices)
+    wrapped = roundpipe.RoundPipe(row, runtime=runtime, **_settings(args)).train()
+    counted = args.batch * (args.sequence - 1)
+
+    def whole(logits: Tensor, labels: Tensor) -> Tensor:
+        rows = logits[:, :-1].float().flatten(0, 1)
+        return functional.cross_entropy(rows, labels[:, 1:].flatten(), reduction="sum") / counted
+
+    loss_fn = whole if args.eager else torch.compile(whole)
+    return _training(
+        wrapped, runtime, lambda tokens: wrapped.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
+    )
+
+
+class _First(nn.Module):
+    """Tokens to hidden states and rotary tables."""
+
+    def __init__(self, embedding: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.rotary = embedding, rotary
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.embedding(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return (hidden, *self.rotary(hidden, positions))
+
+
+class _Layer(nn.Module):
+    """A decoder layer of transformers, with causal attention."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, carry: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, *tables = carry
+        return (self.layer(hidden, attention_mask=None, position_embeddings=tuple(tables)), *tables)
+
+
+class _Last(nn.Module):
+    """The last norm, and logits."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = norm, head
+
+    def forward(self, carry: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return self.head(self.norm(carry[0]))
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    import roundpipe
+
+    return {
+        "optim_dtype": torch.float32,
+        "model_run_config": roundpipe.RoundPipeRunConfig(num_microbatch=args.microbatches),
+        "compile_layers": not args.eager,
+    }
+
+
+def _training(wrapped: Any, runtime: Any, forward_backward: Callable[[Tensor], Any]) -> Engine:
+    import roundpipe
+
     optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5)
 
     def update() -> None:
@@ -130,9 +203,9 @@ def roundpipe_engine(
         optimizer.zero_grad()
 
     def step(tokens: Tensor) -> float:
-        loss = wrapped.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens})
+        loss = forward_backward(tokens)
         wrapped.step(update)
-        return loss.item()
+        return float(loss)
 
     def finish() -> None:
         wrapped.synchronize()
@@ -167,6 +240,13 @@ def resident(model: nn.Module, args: argparse.Namespace) -> Engine:
     return step, torch.cuda.synchronize
 
 
+ENGINES: dict[str, Callable[[nn.Module, argparse.Namespace], Engine]] = {
+    "roundpipe": roundpipe_engine,
+    "by-hand": by_hand,
+    "resident": resident,
+}
+
+
 def _measure(step: Callable[[Tensor], float], args: argparse.Namespace) -> tuple[list[float], list[float]]:
     generator = torch.Generator().manual_seed(1)
     losses, ends = [], []
@@ -178,7 +258,7 @@ def _measure(step: Callable[[Tensor], float], args: argparse.Namespace) -> tuple
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engines", choices=["roundpipe", "resident"], nargs="+")
+    parser.add_argument("engines", choices=list(ENGINES), nargs="+")
     parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-1.7b")
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens a sequence")
@@ -188,7 +268,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="do not compile layers; roundpipe only")
     parser.add_argument("--steps", type=int, default=6, help="steps that count")
     parser.add_argument("--warmup", type=int, default=3, help="steps before, at least 1")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.lora and "by-hand" in args.engines:
+        parser.error("by-hand has no adapters: leave out --lora")
+    return args
 
 
 if __name__ == "__main__":

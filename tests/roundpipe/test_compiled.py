@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +16,8 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, square_error, twin
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.device import compiling
+from roundpipe.device.compiling import options_of
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -110,6 +114,80 @@ def test_the_numbers_are_those_of_layers_that_are_not_compiled(runtime: Runtime,
     model.synchronize()
     assert_near(loss, wanted, 1e-4)
     assert_near(gradients(layers), gradients(truth), 1e-4)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """For each graph that inductor is given, whether it is to make C++ code that launches the kernels."""
+    asked: list[bool] = []
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    inner = compile_fx.compile_fx_inner
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.get("cpp_wrapper", False))
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", watched)
+    # What an earlier process compiled is not compiled again.
+    with compile_fx.config.patch(force_disable_caches=True):
+        yield asked
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_kernels_are_launched_from_cpp(graphs: list[bool], caplog: pytest.LogCaptureFixture) -> None:
+    with Runtime("cuda") as runtime:
+        layers = row(2)
+        truth = twin(layers)
+        model = RoundPipe(layers, runtime=runtime, compile_layers=True)
+        loss = model.forward_backward((torch.ones(6, 6),), None, torch.zeros(6, 6), square_error)
+        model.synchronize()
+    wanted = square_error(truth(torch.ones(6, 6)), torch.zeros(6, 6))
+    wanted.backward()
+    assert_near(loss, wanted, 1e-4)
+    assert_near(gradients(layers), gradients(truth), 1e-4)
+    assert graphs
+    assert all(graphs)
+    assert not _warnings(caplog)
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == compiling.__name__]
+
+
+def test_without_cpp_code_layers_are_compiled_as_usual_with_one_warning(
+    graphs: list[bool], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    inner = compile_fx.compile_fx_inner
+
+    def has_none(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cpp_wrapper"):
+            raise NotImplementedError("no such code")
+        return inner(*args, **kwargs)
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return compile_fx.compile_fx(graph, inputs, inner_compile=compiling._with_cpp)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", has_none)
+    compiling._warn_of_python.cache_clear()
+    layer = Layer()
+    truth = twin(layer)
+    layer.compile(backend=backend)
+    layer(torch.ones(2, 6)).sum().backward()
+    truth(torch.ones(2, 6)).sum().backward()
+    assert_near(gradients(layer), gradients(truth), 1e-5)
+    # Forward and backward, one warning.
+    assert graphs == [False, False]
+    assert [record.args for record in _warnings(caplog)] == [("NotImplementedError: no such code",)]
+
+
+def test_on_the_cpu_layers_are_compiled_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(compiling, "_with_cpp")
+    layer = Layer()
+    truth = twin(layer)
+    layer.compile(**options_of(True))
+    with torch.no_grad():
+        assert_near(layer(torch.ones(2, 6)), truth(torch.ones(2, 6)), 1e-5)
 
 
 def test_layers_are_compiled_after_the_threads_of_another_runtime_have_ended() -> None:

@@ -6,13 +6,19 @@ for each device and each mode, such as training and evaluation.
 
 from __future__ import annotations
 
+import copy
+import logging
+import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import _symbolic_trace as symbolic_trace
+
+_LOG = logging.getLogger(__name__)
 
 CompileOptions = Mapping[str, Any]
 
@@ -51,18 +57,69 @@ class Compiler:
 def options_of(compile_layers: object) -> CompileOptions | None:
     """Arguments of `torch.compile` for a `compile_layers` setting; None if layers are not compiled.
 
-    >>> options_of(True), options_of(False), options_of({"dynamic": False})
-    ({}, None, {'dynamic': False})
+    >>> options_of(False), options_of({"dynamic": False})
+    (None, {'dynamic': False})
 
-    Raises `TypeError` for anything but a bool or a dict.
+    `True` stands for `launched_from_cpp` as the backend. Raises `TypeError` for anything but a bool or a dict.
     """
     if isinstance(compile_layers, bool):
-        return {} if compile_layers else None
+        return {"backend": launched_from_cpp} if compile_layers else None
     if not isinstance(compile_layers, Mapping):
         raise TypeError(
             f"compile_layers must be a bool or a dict of arguments of torch.compile, but is {compile_layers!r}"
         )
     return cast(CompileOptions, compile_layers)
+
+
+def launched_from_cpp(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """A backend of `torch.compile`: inductor, whose kernels are launched by C++ code that releases the GIL.
+
+    With Python code each kernel takes the GIL, for which the threads of all devices compete. Graphs on the CPU are
+    compiled as usual. So are graphs for which inductor has no C++ code, with a warning.
+    """
+    inductor = _inductor()
+    if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs):
+        return inductor.compile_fx(graph, inputs)
+    with _COMPILING, inductor.config.patch(cpp_wrapper=True):
+        return inductor.compile_fx(graph, inputs, inner_compile=_with_cpp)
+
+
+def _with_cpp(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Compile a forward or a backward graph."""
+    inductor = _inductor()
+    # Compiling changes the graph.
+    untouched = copy.deepcopy(graph)
+    with _COMPILING:
+        try:
+            # Torch 2.11 and 2.12 compile backward when it first runs, by then without these settings.
+            with inductor.config.patch(cpp_wrapper=True), inductor.config.patch(inductor.get_cpp_wrapper_config()):
+                return inductor.compile_fx_inner(graph, inputs, **{**options, "cpp_wrapper": True})
+        except Exception as error:
+            _warn_of_python(f"{type(error).__name__}: {error}".splitlines()[0])
+            with inductor.config.patch(cpp_wrapper=False):
+                return inductor.compile_fx_inner(untouched, inputs, **{**options, "cpp_wrapper": False})
+
+
+@cache
+def _warn_of_python(reason: str) -> None:
+    # Once for each reason: every kind of layer has several graphs.
+    _LOG.warning(
+        "torch.compile made no C++ code that launches a layer's kernels, so threads of several devices wait for "
+        "each other more often; compile_layers={} compiles as usual and says nothing. The reason: %s",
+        reason,
+    )
+
+
+# Settings that are patched belong to the whole process before torch 2.12, and backward graphs are compiled on the
+# threads of their devices.
+_COMPILING = threading.RLock()
+
+
+def _inductor() -> Any:
+    # Any: torch leaves the types of its compiler open. Imported late, since it takes a second.
+    from torch._inductor import compile_fx
+
+    return compile_fx
 
 
 def _keep_device_guard() -> None:

@@ -39,7 +39,9 @@ class RoundPipe(RoundPipeBase):
             ``"off"`` leaves them as they are (for weights mapped from a file).
         runtime: the devices to run on; default: one shared by all models, see ``ROUNDPIPE_DEVICES``.
         compile_layers: compile the layers with `torch.compile`; a dict gives its arguments. Layers of one kind
-            share a compilation on each device. The first call of each kind compiles, which takes a while.
+            share a compilation on each device. The first call of each kind compiles, which takes a while. With
+            `True`, C++ code launches the kernels, so that threads of several devices do not wait for the GIL; this
+            takes longer to compile than an empty dict.
         double_buffer: keep a second copy of the weights, if `pin_model` is ``"alloc"``. Steps then write their
             result while calls still read the old weights, so small batches are faster. Default: if the copy takes
             no more than a sixteenth of the machine's memory. Tensors that share memory with a parameter, such as

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -17,8 +19,10 @@ from rp_presets.losses.elementwise import Cast, Step, apply, differentiate, trac
 Reduction = Literal["none", "sum", "mean"]
 
 # Rows of a chunk. The gradient of the weight is read and written once a chunk, so a chunk should have about half
-# as many rows as features. With 2048 features, as below: 256 rows 79 ms and 1.8 GiB, 512 rows 56 ms and 2.4 GiB,
-# 1024 rows 46 ms and 3.5 GiB, 2048 rows 42 ms and 5.9 GiB.
+# as many rows as features, or as many with the kernel, which needs a quarter of the memory. With 2048 features, as
+# below: 256 rows 79 ms and 1.8 GiB, 512 rows 56 ms and 2.4 GiB, 1024 rows 46 ms and 3.5 GiB, 2048 rows 42 ms and
+# 5.9 GiB on an H100. With the kernel on an H200: 512 rows 33 ms and 1.8 GiB, 1024 rows 28 ms and 1.8 GiB, 2048
+# rows 26 ms and 2.4 GiB, 4096 rows 25 ms and 3.5 GiB; 1024 rows without it 40 ms and 3.0 GiB.
 _FEWEST_ROWS, _MOST_ROWS = 256, 2048
 
 
@@ -203,9 +207,12 @@ class _Reduced(torch.autograd.Function):
         counts, weights = work.factors(dtype)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
         for chunk in _chunks(hidden, weight, bias, work, counts, weights):
-            total += chunk.losses().sum()
             if any(needs):
-                sums.add(chunk, chunk.gradient())
+                losses, grad = chunk.differentiated()
+                sums.add(chunk, grad)
+            else:
+                losses = chunk.losses(chunk.log_p())
+            total += losses.sum()
         divisor = weights.sum() if work.options.reduction == "mean" else None
         scale = None if divisor is None else torch.where(divisor == 0, 0, 1 / divisor)
         ctx.save_for_backward(*sums.all(), scale)
@@ -235,7 +242,7 @@ class _PerRow(torch.autograd.Function):
         ctx.work = work
         losses = hidden.new_empty(len(hidden), dtype=work.options.dtype)
         for chunk in _chunks(hidden, weight, bias, work, *work.factors(_wide(hidden.dtype))):
-            losses[chunk.rows] = chunk.losses().to(losses.dtype)
+            losses[chunk.rows] = chunk.losses(chunk.log_p()).to(losses.dtype)
         return losses
 
     @staticmethod
@@ -248,8 +255,9 @@ class _PerRow(torch.autograd.Function):
         assert weight is not None
         sums = _Sums.of(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in _chunks(hidden, weight, bias, ctx.work, *ctx.work.factors(_wide(hidden.dtype))):
-                sums.add(chunk, chunk.gradient(grad[chunk.rows]))
+            counts, weights = (factor * grad for factor in ctx.work.factors(_wide(hidden.dtype)))
+            for chunk in _chunks(hidden, weight, bias, ctx.work, counts, weights):
+                sums.add(chunk, chunk.differentiated()[1])
         pairs = zip(sums.all(), (hidden, weight, bias), strict=True)
         of_hidden, of_weight, of_bias = (
             None if total is None or tensor is None else total.to(tensor.dtype) for total, tensor in pairs
@@ -259,56 +267,83 @@ class _PerRow(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Chunk:
-    """Some rows. `trace`: their logits as projected, and after each step; `log_p` their logarithmic softmax."""
+    """Some rows. `trace`: their logits as projected, and after each step.
+
+    `counts` and `weights`: `_Work.factors`, times the gradient of each row's loss where that is not one.
+    """
 
     rows: slice
     work: _Work
     hidden: Tensor
     weight: Tensor
     trace: Sequence[Tensor]
-    log_p: Tensor
     targets: Tensor
     counts: Tensor
     weights: Tensor
 
-    def losses(self) -> Tensor:
+    def log_p(self) -> Tensor:
+        """The logarithmic softmax of the logits, in the wide dtype."""
+        return self.trace[-1].log_softmax(-1, dtype=_wide(self.trace[-1].dtype))
+
+    def losses(self, log_p: Tensor) -> Tensor:
         """The rows' losses, 0 where the target is ignored."""
         smooth = self.work.options.label_smoothing
         # `where`, not times zero: the log-probability of class 0 may be infinite in an ignored row.
-        losses = -self.log_p.gather(-1, self.targets).squeeze(-1).where(self.counts != 0, 0) * self.weights
+        losses = -log_p.gather(-1, self.targets).squeeze(-1).where(self.counts != 0, 0) * self.weights
         if not smooth:
             return losses
-        spread = self.log_p if self.work.class_weight is None else self.log_p * self.work.class_weight
+        spread = log_p if self.work.class_weight is None else log_p * self.work.class_weight
         spread = spread.sum(-1).where(self.counts != 0, 0)
-        return (1 - smooth) * losses - smooth / self.log_p.shape[-1] * spread
+        return (1 - smooth) * losses - smooth / log_p.shape[-1] * spread
 
-    def gradient(self, grads: Tensor | None = None) -> Tensor:
-        """Of the projected logits, in their dtype, from those of the losses, or from ones; consumes `log_p`."""
-        smooth, classes = self.work.options.label_smoothing, self.log_p.shape[-1]
-        grad = self.log_p.exp_()
-        counts, weights = self.counts, self.weights
-        if grads is not None:
-            counts, weights = counts * grads, weights * grads
-        hit = weights * (1 - smooth)
+    def differentiated(self) -> tuple[Tensor, Tensor]:
+        """The rows' losses, and the gradient of the projected logits; may write over the logits."""
+        losses, grad = self._by_kernel() if _has_kernel(self.trace[-1], self.work) else self._by_torch()
+        return losses, differentiate(self.work.steps, self.trace, grad.to(self.trace[-1].dtype))
+
+    def _by_kernel(self) -> tuple[Tensor, Tensor]:
+        # The steps' derivatives may read what they returned.
+        grad = self.trace[-1].clone() if self.work.steps else self.trace[-1]
+        kernel = importlib.import_module("rp_presets.losses.softmax_kernel")
+        losses = kernel.differentiate_in_place(grad, self.targets.squeeze(-1), self.counts, self.weights)
+        return losses, grad
+
+    def _by_torch(self) -> tuple[Tensor, Tensor]:
+        log_p = self.log_p()
+        losses = self.losses(log_p)
+        smooth, classes = self.work.options.label_smoothing, log_p.shape[-1]
+        grad = log_p.exp_()
+        hit = self.weights * (1 - smooth)
         whole = classes if self.work.class_weight is None else self.work.class_weight.to(grad.dtype).sum()
-        grad.mul_((hit + counts * (smooth / classes * whole))[:, None])
+        grad.mul_((hit + self.counts * (smooth / classes * whole))[:, None])
         grad.scatter_add_(-1, self.targets, -hit[:, None])
         if smooth:
             each = 1 if self.work.class_weight is None else self.work.class_weight.to(grad.dtype)
-            grad.sub_(counts[:, None] * (smooth / classes) * each)
-        return differentiate(self.work.steps, self.trace, grad.to(self.trace[-1].dtype))
+            grad.sub_(self.counts[:, None] * (smooth / classes) * each)
+        return losses, grad
+
+
+def _has_kernel(logits: Tensor, work: _Work) -> bool:
+    """Whether `softmax_kernel` can do it: on a GPU, of up to 32 bits, where Triton is installed."""
+    fits = logits.is_cuda and logits.element_size() <= 4 and not work.options.label_smoothing
+    return fits and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    # Torch brings it along on Linux alone.
+    return find_spec("triton") is not None
 
 
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work, counts: Tensor, weights: Tensor
 ) -> Iterator[_Chunk]:
-    size = chunk_rows(hidden.shape[-1])
+    size = chunk_rows(hidden.shape[-1]) * (2 if _has_kernel(hidden, work) else 1)
     targets = work.safe_targets()[:, None]
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
         trace = traced(work.steps, functional.linear(hidden[rows], weight, bias))
-        log_p = trace[-1].log_softmax(-1, dtype=_wide(trace[-1].dtype))
-        yield _Chunk(rows, work, hidden[rows], weight, trace, log_p, targets[rows], counts[rows], weights[rows])
+        yield _Chunk(rows, work, hidden[rows], weight, trace, targets[rows], counts[rows], weights[rows])
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rp_presets.rows.trees import leaves, mapped
+from rp_presets.truths import writes
 
 
 class Spec:
@@ -52,14 +53,9 @@ class StandIn(torch.Tensor):
         """Run the operation; mark the tensor that it writes."""
         # Torch leaves the types of this method open.
         result = super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
-        if _writes(func) and type(args[0]) is Tensor:
+        if writes(func) and type(args[0]) is Tensor:
             args[0].__class__ = StandIn
         return cast(Any, result)
-
-
-def _writes(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 class Absent(torch.Tensor):

@@ -49,8 +49,9 @@ class Program:
     """The calls of one row of layers, for one set of arguments. Not changed once made.
 
     `empty`: each container without items, by key. `past`: what parts returned, and earlier layers, with `Spec` for
-    tensors. `specs`: shapes and dtypes of what layers return, by key, where known. It travels in the
-    carry as one object, so it is no dataclass: trees of tensors end here.
+    tensors. `specs`: shapes and dtypes of what layers return, by key, where known. `truths`: the answers of the
+    truth tests before the layers, in order. It travels in the carry as one object, so it is no dataclass: trees of
+    tensors end here.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class Program:
         empty: Mapping[int, Box],
         past: Mapping[Origin, Any],
         specs: Mapping[int, Spec | None],
+        truths: Sequence[bool],
     ) -> None:
         self.calls = tuple(calls)
         self.empty = dict(empty)
         self.past = dict(past)
         self.specs = dict(specs)
+        self.truths = tuple(truths)
 
     def __deepcopy__(self, memo: object) -> Program:
         del memo

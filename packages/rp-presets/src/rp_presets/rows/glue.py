@@ -52,7 +52,7 @@ class Glue(SharesConfigs):
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Carry | None, travelling: Any) -> Carry:
         """Run up to the layers of this stage; return what they are handed."""
         run = self.run(args, kwargs, _device((args, kwargs, before)), before)
-        with in_session(run):
+        with in_session(run), run.truths:
             try:
                 held = self.model(*args, **kwargs)
             except (Reached, Exception) as error:
@@ -108,7 +108,7 @@ class Epilogue(Glue):
         device = _device(carry)
         args, kwargs = standing_in(carry.arguments, device)
         run = self.run(args, kwargs, device, carry)
-        with in_session(run):
+        with in_session(run), run.truths:
             output = run.with_handed(self.model(*args, **kwargs))
             run.check()
         if any(isinstance(leaf, Absent | StandIn) for leaf in leaves(output)):

@@ -24,6 +24,7 @@ from rp_presets.rows.layout import Layout
 from rp_presets.rows.recorder import Recorder, boxes_of, direct_tensors
 from rp_presets.rows.skeleton import Method, Part, Stub
 from rp_presets.rows.trees import Box, leaves, mapped, refill
+from rp_presets.truths import Truths
 
 
 class Reached(BaseException):
@@ -65,6 +66,9 @@ class Run:
         self._collected: dict[str, Any] = {}
         self._boxes: dict[int, Box] = {}
         self._refusal: NotARow | None = None
+        # Another context than the session's: torch operations look for it.
+        self.truths = Truths(() if before is None else before.program.truths)
+        self._truths_before_layers: list[bool] = []
         if stage == 0:
             at_its_code()
 
@@ -93,7 +97,8 @@ class Run:
         origin = self._origin(part.path)
         if self._phase < self._stage:
             return self._again(origin)
-        result = self._run(part, args, kwargs)
+        with self.truths.paused():
+            result = self._run(part, args, kwargs)
         self._past[origin] = mapped(Spec.of, result)
         if self._is_needed(origin):
             self._parts[origin] = mapped(_cloned, result)
@@ -127,7 +132,13 @@ class Run:
                 f"the model called {self._position} of its {count} layers; in a row each runs once, and none "
                 "is skipped at random (layerdrop) or by arguments"
             )
-        program = Program(self._recorder.calls(), self._recorder.empty(), self._past, self._recorder.specs)
+        program = Program(
+            self._recorder.calls(),
+            self._recorder.empty(),
+            self._past,
+            self._recorder.specs,
+            self._truths_before_layers,
+        )
         return Carry(
             self._recorder.values,
             self._recorder.contents(),
@@ -180,6 +191,8 @@ class Run:
             self._refuse(f"layer {stub.index} is called out of turn; in a row every layer runs once, in order")
 
     def _end_of_segment(self, segment: int) -> None:
+        if segment == self._stage:
+            self._truths_before_layers = list(self.truths.given)
         self._phase, self._position = self._phase + 1, 0
         if self._phase == self._stage:
             self._at_its_code()
