@@ -128,8 +128,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         return inner(*args, **kwargs)
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", watched)
-    # What an earlier process compiled is not compiled again.
-    with compile_fx.config.patch(force_disable_caches=True):
+    # Otherwise what an earlier process compiled would not be compiled again.
+    functorch: Any = importlib.import_module("torch._functorch.config")
+    with compile_fx.config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         yield asked
 
 
