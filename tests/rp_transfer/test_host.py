@@ -23,7 +23,7 @@ from rp_transfer.memory.regions import Regions
 class Driver:
     """What a driver does with pins: it counts them, and refuses those that overlap or go over a limit.
 
-    `most_bytes`: the most that it pins in one call. It refuses copies that cross from one pinned range to the next.
+    `most_bytes`: the most that it pins in one call. A copy that crosses from one range to the next is refused.
     """
 
     def __init__(self, limit_bytes: int = 1 << 40, most_bytes: int = 1 << 40) -> None:
