@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +36,7 @@ class Block:
         memory: torch.Tensor | None = None,
         registration: object = None,
     ) -> None:
-        self.kind = found.kind
+        self.kind: Kind = found.kind
         self.users = found.users
         self.tensors = found.tensors
         self.layout = found.layout
@@ -146,7 +146,7 @@ class LayerState:
 
 Signature = tuple[object, ...]
 
-# Share of the machine's memory up to which weights get a second block by default.
+# Share of the host's memory up to which weights get a second block by default.
 _LITTLE = 1 / 16
 
 
@@ -200,19 +200,32 @@ def _has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode) -> tuple[LayerState, ...]:
+def by_default(blocks: Iterable[Block | Group], host_bytes: int) -> bool:
+    """Whether weights get second blocks if the user has not said: if these take little of the host's memory."""
+    return sum(block.layout.nbytes for block in blocks if block.kind == "trainable") <= host_bytes * _LITTLE
+
+
+# Called with the groups of a model's tensors before their blocks are allocated; may raise to prevent that.
+Foresee = Callable[[Sequence[Group]], None]
+
+
+def build_layers(
+    backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode, foresee: Foresee
+) -> tuple[LayerState, ...]:
     """Group the layers' tensors into blocks.
 
     The tensors of a block are used by exactly the same layers. So a tied parameter gets a block of its own, and a
     module that occurs twice in the sequence has one block for both.
 
-    Raises `ValueError` for tensors that are not on the host, sparse tensors, parameters with hooks, and buffers
-    that require grad.
+    Raises what `foresee` raises, and `ValueError` for tensors that are not on the host, sparse tensors, parameters
+    with hooks, and buffers that require grad.
     """
     for index, module in enumerate(modules):
         for kind, tensor in tensors_of(module):
             _check_tensor(index, module, kind, tensor)
-    blocks = _build_blocks(backend, group(modules), pin)
+    groups = group(modules)
+    foresee(groups)
+    blocks = _build_blocks(backend, groups, pin)
     return tuple(
         LayerState(index, module, tuple(block for block in blocks if index in block.users))
         for index, module in enumerate(modules)
@@ -220,7 +233,7 @@ def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinM
 
 
 def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> list[Block]:
-    moving = [found for found in groups if _moves(found, pin)]
+    moving = [found for found in groups if moves(found, pin)]
     memories = backend.host_blocks([found.layout for found in moving])
     files = MappedFiles.now()
     for tensor in (tensor for found in moving for tensor in found.tensors):
@@ -236,7 +249,8 @@ def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> li
     return [moved.get(found) or Block(backend, found, files, registration=registration) for found in groups]
 
 
-def _moves(found: Group, pin: PinMode) -> bool:
+def moves(found: Group, pin: PinMode) -> bool:
+    """Whether these tensors move into a block, rather than stay in the memory where they are."""
     return pin == "alloc" or found.kind == "buffer" or not all(tensor.is_contiguous() for tensor in found.tensors)
 
 
@@ -280,8 +294,10 @@ class ModelState:
         pin: PinMode,
         optim_dtype: torch.dtype | None,
         double_buffer: bool | None = False,
+        foresee: Foresee = lambda _: None,
     ) -> None:
-        self._double_buffer = double_buffer
+        self.double_buffer = double_buffer
+        self._foresee = foresee
         self.backend = backend
         self.modules = tuple(modules)
         self.pin: PinMode = pin
@@ -301,7 +317,7 @@ class ModelState:
     @torch.inference_mode(False)
     def build(self) -> None:
         """Build all blocks from the current layers; nothing may be running."""
-        self.layers = build_layers(self.backend, self.modules, self.pin)
+        self.layers = build_layers(self.backend, self.modules, self.pin, self._foresee)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         self._places: dict[int, int] = {}
@@ -404,12 +420,14 @@ class ModelState:
                     self.masters[parameter] = Master(value.to(dtype, copy=True).contiguous())
 
     @torch.inference_mode(False)
-    def make_backs(self) -> None:
-        """Create missing second blocks for trainable blocks, if `double_buffer`; its default is decided here."""
-        if self._double_buffer is None:
-            nbytes = sum(block.nbytes for block in self.trainable)
-            self._double_buffer = nbytes <= self.backend.host_memory().total_bytes * _LITTLE
-        for block in self.trainable if self._double_buffer else ():
+    def make_backs(self, host_bytes: Callable[[], int]) -> None:
+        """Create missing second blocks for trainable blocks, if `double_buffer`; its default is decided here.
+
+        `host_bytes`: returns the size of the host's memory.
+        """
+        if self.double_buffer is None:
+            self.double_buffer = by_default(self.blocks, host_bytes())
+        for block in self.trainable if self.double_buffer else ():
             if block.memory is not None and block.back is None:
                 block.make_back(self.backend)
                 for value, back in zip(block.values, block.back_values, strict=True):
