@@ -22,12 +22,14 @@ from roundpipe import (
     RoundPipe,
     RoundPipeRunConfig,
     Runtime,
+    from_pretrained,
     wrap_model_to_roundpipe,
 )
 from roundpipe.runtime.host_limit import VARIABLE, current_limit, parse_bytes
 from rp_transfer import HostLimit
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 WIDTH = 64
 PARAMETERS = 2 * WIDTH * WIDTH
@@ -276,6 +278,25 @@ def test_weights_in_files_are_not_in_memory_yet(one: Runtime, machine: Machine, 
         wrapped(one, model, optim_dtype=None)
     machine.has(2 * PARAMETERS)
     wrapped(one, model, optim_dtype=None)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(None, 1.0), ("bfloat16", 0.5), (torch.bfloat16, 0.5)])
+def test_a_checkpoint_that_does_not_fit_is_told_before_it_is_loaded(
+    one: Runtime, machine: Machine, tmp_path: Path, dtype: Any, share: float
+) -> None:
+    sizes = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    options = {"dtype": dtype, "runtime": one, "optim_dtype": None}
+    machine.has(share * nbytes - 1)
+    # A warning, since a model class may use a part of the files; here it is an error, so nothing is loaded.
+    with pytest.raises(HostMemoryWarning, match="for its weights"):
+        from_pretrained(tmp_path, **options)
+    machine.has(share * nbytes)
+    assert isinstance(from_pretrained(tmp_path, **options), RoundPipe)
+    machine.has(0)
+    assert isinstance(from_pretrained(tmp_path, **{**options, "dtype": torch.float32}, pin_model="off"), RoundPipe)
 
 
 def test_memory_that_other_tensors_hold_on_to_is_not_freed(one: Runtime, machine: Machine) -> None:
