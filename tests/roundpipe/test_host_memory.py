@@ -398,3 +398,17 @@ def test_ten_models_take_what_was_foreseen() -> None:
     assert len(found) == 10
     wrong = {name: (told, took) for name, (told, took) in found.items() if abs(took - told) > 0.05 * told}
     assert wrong == {}
+
+
+def test_blocks_are_made_anew_only_where_both_fit(one: Runtime, machine: Machine) -> None:
+    model = wrapped(one)
+    list(model.optim_parameters())
+    call(model)
+    model.synchronize()
+    machine.has(2 * PARAMETERS - 1)
+    model.model[0].requires_grad_(False)
+    with pytest.raises(HostMemoryShort, match="to rebuild its blocks"):
+        call(model)
+    machine.has(2 * PARAMETERS)
+    call(model)
+    assert len(list(model.optim_parameters())) == 1

@@ -15,7 +15,7 @@ from rp_transfer import Group, MappedFiles
 from torch.optim import Optimizer
 
 from roundpipe.engine.forecast import MemoryForecast, likely
-from roundpipe.engine.host_bytes import HostBytes, added, given_to, groups_of, held_by, needed_by
+from roundpipe.engine.host_bytes import HostBytes, added, given_to, held_by, needed_by
 from roundpipe.engine.memory_report import state_bytes_now
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.gradient import sum_dtype
@@ -40,10 +40,10 @@ class Foresight:
     def check_wrapping(
         self,
         groups: Sequence[Group],
+        *,
         pin: PinMode,
         optim_dtype: torch.dtype | None,
         double_buffer: bool | None,
-        *,
         in_training_mode: bool,
     ) -> None:
         """Check a model that is about to move into its blocks.
@@ -64,6 +64,12 @@ class Foresight:
         replace(certain, passing_bytes=max(peak - certain.to_come.total, 0)).check()
         if whole.masters and (in_training_mode or optim_dtype is not None):
             self._warn(likely(trained))
+
+    def check_rebuilding(self, state: ModelState, groups: Sequence[Group]) -> None:
+        """Check a model whose blocks are about to be made anew: the old ones are freed when all are made."""
+        held = held_by([state])
+        moving = sum(found.layout.nbytes for found in groups if moves(found, state.pin))
+        replace(self._forecast("to rebuild its blocks", held, held, [state]), passing_bytes=moving).check()
 
     def check_training(self, states: Sequence[ModelState]) -> None:
         """Check a model that is about to get masters or second blocks."""
@@ -138,7 +144,7 @@ class Foresight:
     def _needed_by(self, states: Sequence[ModelState]) -> HostBytes:
         return added(
             needed_by(
-                groups_of(state),
+                state.blocks,
                 state.pin,
                 state.optim_dtype,
                 second_blocks=self._wants_second(state.double_buffer, state.blocks),

@@ -84,18 +84,14 @@ def given_to(states: Sequence[ModelState]) -> int:
 
 
 def needed_by(
-    groups: Iterable[Group], pin: PinMode, optim_dtype: torch.dtype | None, *, second_blocks: bool
+    blocks: Iterable[Group | Block], pin: PinMode, optim_dtype: torch.dtype | None, *, second_blocks: bool
 ) -> HostBytes:
     """What a model will hold once it is trained, without the optimizer's state and activations.
 
-    One task between steps adds to each gradient; more tasks may take a second block.
+    `blocks`: the model's, or the groups that they will be made from. One task between steps adds to each gradient;
+    more tasks may take a second block.
     """
-    return added(_needed(found, pin, optim_dtype, second_blocks) for found in groups)
-
-
-def groups_of(state: ModelState) -> list[Group]:
-    """The groups that the model's blocks were made from."""
-    return [Group(block.kind, tuple(block.users), block.tensors) for block in state.blocks]
+    return added(_needed(block, pin, optim_dtype, second_blocks) for block in blocks)
 
 
 def _held(block: Block) -> HostBytes:
@@ -111,15 +107,16 @@ def _beside_weights(block: Block) -> HostBytes:
     )
 
 
-def _needed(found: Group, pin: PinMode, optim_dtype: torch.dtype | None, second_blocks: bool) -> HostBytes:
-    block = found.layout.nbytes
-    is_moved = moves(found, pin)
-    nbytes = block if is_moved else sum(tensor.nbytes for tensor in found.tensors)
-    if found.kind != "trainable":
-        return HostBytes(buffers=nbytes) if found.kind == "buffer" else HostBytes(weights=nbytes)
+def _needed(block: Group | Block, pin: PinMode, optim_dtype: torch.dtype | None, second_blocks: bool) -> HostBytes:
+    is_moved = moves(block, pin) if isinstance(block, Group) else block.memory is not None
+    nbytes = layout_bytes = block.layout.nbytes
+    if not is_moved:
+        nbytes = sum(tensor.nbytes for tensor in block.tensors)
+    if block.kind != "trainable":
+        return HostBytes(buffers=nbytes) if block.kind == "buffer" else HostBytes(weights=nbytes)
     return HostBytes(
         weights=nbytes,
-        second_blocks=block if is_moved and second_blocks else 0,
-        gradients=block,
-        masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in found.tensors),
+        second_blocks=layout_bytes if is_moved and second_blocks else 0,
+        gradients=layout_bytes,
+        masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in block.tensors),
     )

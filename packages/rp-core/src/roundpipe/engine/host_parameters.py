@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from rp_optim.jobs import Outcome
 from rp_sched import Task
-from rp_transfer import Group
 from torch import nn
 
 from roundpipe.engine.foresight import Foresight
@@ -78,24 +77,20 @@ class HostParameters:
         self._claim = Claim(name)
         self._claim.take(modules())
         self.foresight = Foresight(name, runtime)
-        foresee = partial(self._foresee, pin, optim_dtype, double_buffer)
-        self.state = ModelState(runtime.backend, modules(), pin, optim_dtype, double_buffer, foresee)
+        check_wrapping = partial(
+            self.foresight.check_wrapping,
+            pin=pin,
+            optim_dtype=optim_dtype,
+            double_buffer=double_buffer,
+            in_training_mode=any(module.training for module in modules()),
+        )
+        self.state = ModelState(runtime.backend, modules(), pin, optim_dtype, double_buffer, check_wrapping)
         runtime.states.add(self.state)
         self._updates = Updates(name, self.state, runtime)
         self._exposure = Exposure()
         # How many tasks launched since the last step add to a block's gradients.
         self._additions: Counter[Block] = Counter()
         self._launched: list[Launched] = []
-
-    def _foresee(
-        self,
-        pin: PinMode,
-        optim_dtype: torch.dtype | None,
-        double_buffer: bool | None,
-        groups: Sequence[Group],
-    ) -> None:
-        in_training_mode = any(module.training for module in self._modules())
-        self.foresight.check_wrapping(groups, pin, optim_dtype, double_buffer, in_training_mode=in_training_mode)
 
     def check_call(self, tasks: Sequence[Task], activations: int, *, is_measured: bool) -> None:
         """Raise `HostMemoryShort` if what these tasks leave on the host does not fit."""
@@ -275,7 +270,7 @@ class HostParameters:
             self._updates.publish()
             self._updates.wait()
             self._claim.take(self.state.modules)
-            self.state.rebuild()
+            self.state.rebuild(partial(self.foresight.check_rebuilding, self.state))
             self._additions.clear()
             if self._observer is not None:
                 self._observer.note_rebuilt()

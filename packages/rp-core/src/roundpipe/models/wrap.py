@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import rp_presets
@@ -105,9 +105,9 @@ def _whole(
 def _taken_apart(
     model: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]
 ) -> RoundPipe | AutoRoundPipe:
-    _check_memory(model, name, roundpipe_kwargs)
     register_lazy_hooks(model)
     splitter = Splitter(model, name, rules, roundpipe_kwargs)
+    _check_memory(splitter.wrapped, name, roundpipe_kwargs)
     try:
         splitter.split()
         if not splitter.wrapped and not any(module in rules.skip for module in model.modules()):
@@ -119,14 +119,14 @@ def _taken_apart(
         raise
 
 
-def _check_memory(model: nn.Module, name: str, roundpipe_kwargs: Mapping[str, Any]) -> None:
+def _check_memory(parts: Sequence[nn.Module], name: str, roundpipe_kwargs: Mapping[str, Any]) -> None:
     """Check that the weights of all parts fit together, and their training: each part checks only its own."""
     Foresight(name, _runtime(roundpipe_kwargs)).check_wrapping(
-        group([model]),
-        roundpipe_kwargs.get("pin_model", "alloc"),
-        roundpipe_kwargs.get("optim_dtype"),
-        roundpipe_kwargs.get("double_buffer"),
-        in_training_mode=model.training,
+        group(parts),
+        pin=roundpipe_kwargs.get("pin_model", "alloc"),
+        optim_dtype=roundpipe_kwargs.get("optim_dtype"),
+        double_buffer=roundpipe_kwargs.get("double_buffer"),
+        in_training_mode=any(part.training for part in parts),
     )
 
 

@@ -297,7 +297,6 @@ class ModelState:
         foresee: Foresee = lambda _: None,
     ) -> None:
         self.double_buffer = double_buffer
-        self._foresee = foresee
         self.backend = backend
         self.modules = tuple(modules)
         self.pin: PinMode = pin
@@ -312,12 +311,12 @@ class ModelState:
         self.failed: str | None = None
         self.is_stepping = False
         self.is_part = False
-        self.build()
+        self.build(foresee)
 
     @torch.inference_mode(False)
-    def build(self) -> None:
+    def build(self, foresee: Foresee) -> None:
         """Build all blocks from the current layers; nothing may be running."""
-        self.layers = build_layers(self.backend, self.modules, self.pin, self._foresee)
+        self.layers = build_layers(self.backend, self.modules, self.pin, foresee)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         self._places: dict[int, int] = {}
@@ -347,7 +346,7 @@ class ModelState:
             if tensor.data_ptr() != value.data_ptr()
         ]
 
-    def rebuild(self) -> None:
+    def rebuild(self, foresee: Foresee) -> None:
         """`build` again, and keep the gradients of the parameters that are still trained."""
         held = {
             tensor: block.gradient.view(index).clone()
@@ -356,7 +355,7 @@ class ModelState:
             for index, tensor in enumerate(block.tensors)
             if index in block.gradient.written
         }
-        self.build()
+        self.build(foresee)
         for block in self.trainable:
             for index, tensor in enumerate(block.tensors):
                 if block.gradient is not None and tensor in held:
