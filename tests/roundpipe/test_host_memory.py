@@ -25,7 +25,11 @@ from roundpipe import (
     from_pretrained,
     wrap_model_to_roundpipe,
 )
+from roundpipe.engine.boundaries import Boundaries
+from roundpipe.engine.engine import Engine
+from roundpipe.engine.foresight import Foresight
 from roundpipe.runtime.host_limit import VARIABLE, current_limit, parse_bytes
+from rp_sched import Task
 from rp_transfer import HostLimit
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -33,6 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 WIDTH = 64
 PARAMETERS = 2 * WIDTH * WIDTH
+HALVES = RoundPipeRunConfig(num_microbatch=2)
 
 
 class Machine:
@@ -78,9 +83,13 @@ def layers(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     return made.to(dtype).eval()
 
 
-def wrapped(runtime: Runtime, model: nn.Module | None = None, **given: Any) -> RoundPipe:
+def wrapped(
+    runtime: Runtime,
+    model: nn.Module | None = None,
+    config: RoundPipeRunConfig = HALVES,
+    **given: Any,
+) -> RoundPipe:
     given = {"optim_dtype": torch.float32, "double_buffer": False, "name": "m"} | given
-    config = RoundPipeRunConfig(num_microbatch=2)
     return RoundPipe(layers() if model is None else model, runtime=runtime, model_run_config=config, **given)
 
 
@@ -412,3 +421,40 @@ def test_blocks_are_made_anew_only_where_both_fit(one: Runtime, machine: Machine
     machine.has(2 * PARAMETERS)
     call(model)
     assert len(list(model.optim_parameters())) == 1
+
+
+STAGES = roundpipe.ModelExecutePlan([range(0, 1)], [range(1, 2), range(0, 1)])
+
+
+def test_activations_between_stages_are_guessed_by_rows_and_then_known(one: Runtime) -> None:
+    boundaries = Boundaries(wrapped(one).engine.host.state.layers)
+    microbatches = [(torch.zeros(8, WIDTH),)] * 3
+    tasks = [Task.parse(text) for text in ("F[0:1] m0:3 @0", "FB[1:2] m0:3 @0", "B[0:1] m0:3 @0")]
+    row = WIDTH * 2
+    # The second stage's inputs wait for its backward, and one boundary's worth is on its way.
+    assert boundaries.expect(tasks, microbatches, keeps_outputs=False) == 24 * 2 * row
+    assert boundaries.expect(tasks, microbatches, keeps_outputs=True) == 24 * 3 * row
+    assert boundaries.expect(tasks[:1], microbatches, keeps_outputs=False) == 0
+    assert not boundaries.is_measured
+    boundaries.expect(tasks, microbatches, keeps_outputs=True)
+    boundaries.note(24 * 6 * row)
+    assert boundaries.is_measured
+    assert boundaries.expect(tasks, microbatches * 2, keeps_outputs=True) == 48 * 6 * row
+
+
+def test_activations_that_are_known_not_to_fit_are_refused(
+    one: Runtime, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on devices with a pool of pinned buffers, which keeps what a call had at once.
+    monkeypatch.setattr(Engine, "_has_pool", True)
+    monkeypatch.setattr(Foresight, "pool_bytes", lambda _: 1 << 12)
+    model = wrapped(one, config=RoundPipeRunConfig(num_microbatch=2, execute_plan=STAGES))
+    call(model, 4)
+    model.zero_grad()
+    machine.has(2 << 12)
+    call(model, 8)
+    model.zero_grad()
+    with pytest.raises(HostMemoryShort, match=r"for this call(.*\n)*- a smaller batch"):
+        call(model, 64)
+    machine.has(15 << 12)
+    call(model, 64)
