@@ -427,9 +427,9 @@ def test_pieces_of_registered_storages_share_no_page() -> None:
 def test_no_part_of_a_copy_crosses_from_one_piece_to_the_next(data: st.DataObject) -> None:
     driver = Driver(most_bytes=FEW_PAGES)
     host = HostMemory(Pinned(driver, FEW_PAGES), 1 << 40)
-    sizes = st.integers(1, 5 * FEW_PAGES)
+    sizes = st.integers(2 * FEW_PAGES, 5 * FEW_PAGES)
     one, other = (host.empty((data.draw(sizes),), torch.uint8, short_lived=False) for _ in range(2))
-    nbytes = data.draw(st.integers(1, min(one.nbytes, other.nbytes)))
+    nbytes = data.draw(st.integers(1, 2) | st.integers(FEW_PAGES, min(one.nbytes, other.nbytes)))
     start = one.data_ptr() + data.draw(st.integers(0, one.nbytes - nbytes))
     there = other.data_ptr() + data.draw(st.integers(0, other.nbytes - nbytes))
     parts = host._pinned.parts(nbytes, start, there)
