@@ -458,3 +458,18 @@ def test_activations_that_are_known_not_to_fit_are_refused(
         call(model, 64)
     machine.has(15 << 12)
     call(model, 64)
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_second_blocks_that_nobody_asked_for_are_made_only_where_they_fit(
+    one: Runtime, machine: Machine, fits: bool
+) -> None:
+    machine.has(CERTAIN + ADAM)
+    model = wrapped(one, double_buffer=None)
+    # Little enough by default; gradients and Adam's state must fit, too.
+    machine.total_bytes = 16 * 2 * PARAMETERS
+    machine.free_bytes = CERTAIN + ADAM + 2 * PARAMETERS - 1 + (machine.total_bytes // 64 + 1) * fits
+    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.1)
+    call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    assert model.memory_report().second_blocks_bytes == 2 * PARAMETERS * fits

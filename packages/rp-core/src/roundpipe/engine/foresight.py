@@ -19,7 +19,10 @@ from roundpipe.engine.host_bytes import HostBytes, added, given_to, held_by, nee
 from roundpipe.engine.memory_report import state_bytes_now
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.gradient import sum_dtype
-from roundpipe.state.model_state import Block, ModelState, PinMode, by_default, moves
+from roundpipe.state.model_state import Block, ModelState, PinMode, moves
+
+# Share of the host's memory up to which weights get second blocks by default.
+_LITTLE = 1 / 16
 
 
 class Foresight:
@@ -51,8 +54,8 @@ class Foresight:
         Its weights are certain. Who gives an `optim_dtype` will train: gradients and masters are certain, too, and
         Adam's state is likely. A model in training mode is likely to be trained.
         """
-        second = self._wants_second(double_buffer, groups)
-        whole = needed_by(groups, pin, optim_dtype, second_blocks=second)
+        # Second blocks that nobody has asked for are left out where they do not fit.
+        whole = needed_by(groups, pin, optim_dtype, second_blocks=double_buffer is True)
         final, peak = _growth([found for found in groups if moves(found, pin)])
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
         held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
@@ -72,11 +75,20 @@ class Foresight:
         replace(self._forecast("to rebuild its blocks", held, held, [state]), passing_bytes=moving).check()
 
     def check_training(self, states: Sequence[ModelState]) -> None:
-        """Check a model that is about to get masters or second blocks."""
+        """Check a model that is about to get masters or second blocks; decide about the latter by default."""
         if all(map(_is_complete, states)):
             return
-        whole = self._needed_by(states)
-        self._forecast("to train", whole, held_by(states), states).check()
+        self._forecast("to train", _needed_by(states), held_by(states), states).check()
+        for state in states:
+            if state.double_buffer is None:
+                state.double_buffer = self._has_room_for_second(state, states)
+
+    def _has_room_for_second(self, state: ModelState, states: Sequence[ModelState]) -> bool:
+        """Whether second blocks take little of the host's memory, and fit beside all that is likely to come."""
+        nbytes = sum(block.nbytes for block in state.trainable)
+        whole = _needed_by(states) + HostBytes(second_blocks=nbytes)
+        trained = likely(self._forecast("to train", whole, held_by(states), states))
+        return nbytes <= trained.limit.total_bytes * _LITTLE and trained.fits
 
     def check_call(
         self, state: ModelState, additions: Mapping[Block, int], activations: int, *, is_measured: bool
@@ -124,7 +136,7 @@ class Foresight:
         state_now = sum(map(state_bytes_now, optimizers))
         held = held_by(states) + HostBytes(optimizer_state=state_now, activations=self.pool_bytes())
         more = [_all_gradients(block, additions) - block.nbytes for state in states for block in state.trainable]
-        whole = self._needed_by(states) + HostBytes(gradients=sum(more), activations=held.activations)
+        whole = _needed_by(states) + HostBytes(gradients=sum(more), activations=held.activations)
         found = self._forecast("to train", whole, held, states)
         if not optimizers:
             return likely(found)
@@ -141,22 +153,6 @@ class Foresight:
             self._runtime.memory_warnings.add(forecast.purpose)
             warnings.warn(forecast.warning(), stacklevel=2)
 
-    def _needed_by(self, states: Sequence[ModelState]) -> HostBytes:
-        return added(
-            needed_by(
-                state.blocks,
-                state.pin,
-                state.optim_dtype,
-                second_blocks=self._wants_second(state.double_buffer, state.blocks),
-            )
-            for state in states
-        )
-
-    def _wants_second(self, double_buffer: bool | None, blocks: Sequence[Group] | Sequence[Block]) -> bool:
-        if double_buffer is None:
-            return by_default(blocks, self._runtime.host_limit().total_bytes)
-        return double_buffer
-
     def _forecast(
         self, purpose: str, whole: HostBytes, held: HostBytes, own: Sequence[ModelState]
     ) -> MemoryForecast:
@@ -167,8 +163,16 @@ class Foresight:
             whole=whole,
             held=held,
             limit=self._runtime.host_limit(),
-            others_bytes=sum(self._needed_by([state]).beyond(held_by([state])).total for state in others),
+            others_bytes=sum(_needed_by([state]).beyond(held_by([state])).total for state in others),
         )
+
+
+def _needed_by(states: Sequence[ModelState]) -> HostBytes:
+    """What training takes, with the second blocks that were decided for."""
+    return added(
+        needed_by(state.blocks, state.pin, state.optim_dtype, second_blocks=state.double_buffer is True)
+        for state in states
+    )
 
 
 def _growth(moving: Sequence[Group]) -> tuple[int, int]:
@@ -193,7 +197,7 @@ def _is_complete(state: ModelState) -> bool:
     """Whether the model has all masters and second blocks that training takes."""
     has_masters = all(parameter in state.masters for parameter in state.trainable_tensors())
     has_second = all(block.back is not None for block in state.trainable if block.memory is not None)
-    return has_masters and (state.double_buffer is False or has_second)
+    return has_masters and state.double_buffer is not None and (has_second or not state.double_buffer)
 
 
 def _will_train(state: ModelState) -> bool:

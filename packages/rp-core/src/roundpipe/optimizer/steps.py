@@ -46,7 +46,7 @@ class Updates:
         """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own."""
         state = self._state
         state.make_masters()
-        state.make_backs(lambda: self._runtime.host_limit().total_bytes)
+        state.make_backs()
         before = self._publication(take) if state.unpublished else {}
         gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient}
         after = {} if is_async else self._publication(take)

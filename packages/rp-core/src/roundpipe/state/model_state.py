@@ -146,9 +146,6 @@ class LayerState:
 
 Signature = tuple[object, ...]
 
-# Share of the host's memory up to which weights get a second block by default.
-_LITTLE = 1 / 16
-
 
 # All modules of each layer, in the order of ``modules()``. Kept since torch's walk is slow and calls need several.
 Walk = tuple[tuple[torch.nn.Module, ...], ...]
@@ -198,11 +195,6 @@ def training_flags(walked: Walk) -> tuple[tuple[bool, ...], ...]:
 
 def _has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def by_default(blocks: Iterable[Block | Group], host_bytes: int) -> bool:
-    """Whether weights get second blocks if the user has not said: if these take little of the host's memory."""
-    return sum(block.layout.nbytes for block in blocks if block.kind == "trainable") <= host_bytes * _LITTLE
 
 
 # Called with the groups of a model's tensors before their blocks are allocated; may raise to prevent that.
@@ -285,6 +277,7 @@ class ModelState:
     the first of them that failed and left part of its gradients. `failed`: the error of a step that left part of
     its update. Both store text: an error object would keep its frames alive. `is_stepping`: a step function is
     running; only the optimizer's thread uses it. `is_part`: another model is stepped together with this one.
+    `double_buffer`: whether trained weights have second blocks; None until that is decided.
     """
 
     def __init__(
@@ -419,13 +412,9 @@ class ModelState:
                     self.masters[parameter] = Master(value.to(dtype, copy=True).contiguous())
 
     @torch.inference_mode(False)
-    def make_backs(self, host_bytes: Callable[[], int]) -> None:
-        """Create missing second blocks for trainable blocks, if `double_buffer`; its default is decided here.
-
-        `host_bytes`: returns the size of the host's memory.
-        """
-        if self.double_buffer is None:
-            self.double_buffer = by_default(self.blocks, host_bytes())
+    def make_backs(self) -> None:
+        """Create missing second blocks for trainable blocks, if `double_buffer`, which must have been decided."""
+        assert self.double_buffer is not None
         for block in self.trainable if self.double_buffer else ():
             if block.memory is not None and block.back is None:
                 block.make_back(self.backend)
