@@ -112,21 +112,23 @@ def test_training_that_does_not_fit_is_refused_when_the_model_is_wrapped(one: Ru
     assert one.host_memory().peak_bytes == 0
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
     assert str(refused.value).splitlines() == [
-        "model 'm' needs 64.0 KiB of host memory to train, 48.0 KiB of it still to be allocated, but 49.0 KiB of "
-        "the machine's 64.0 KiB are free",
+        "model 'm' needs 128.0 KiB of host memory to train; 112.0 KiB must still be allocated, but only 49.0 KiB "
+        "of the machine's 64.0 KiB are free",
         "",
-        "host memory                     |   in all |  to come",
-        "weights                         | 16.0 KiB |    0.0 B",
-        "gradients                       | 16.0 KiB | 16.0 KiB",
-        "masters                         | 32.0 KiB | 32.0 KiB",
-        "total                           | 64.0 KiB | 48.0 KiB",
-        "free of the machine's 64.0 KiB  |          | 49.0 KiB",
-        "kept free for the system        |          |  1.0 KiB",
-        "short by                        |          |    1.0 B",
+        "host memory                     |    in all |   to come",
+        "weights                         |  16.0 KiB |     0.0 B",
+        "gradients                       |  16.0 KiB |  16.0 KiB",
+        "masters                         |  32.0 KiB |  32.0 KiB",
+        "optimizer state, if Adam's      |  64.0 KiB |  64.0 KiB",
+        "total                           | 128.0 KiB | 112.0 KiB",
+        "free of the machine's 64.0 KiB  |           |  49.0 KiB",
+        "kept free for the system        |           |   1.0 KiB",
+        "short by                        |           |  64.0 KiB",
         "",
         "What would help:",
-        "- train fewer parameters, such as adapters (LoRA): gradients, masters and optimizer state take 48.0 KiB; "
-        "frozen parameters have none. For inference call requires_grad_(False)",
+        "- train fewer parameters, such as adapters (LoRA): gradients, masters and optimizer state take "
+        "112.0 KiB; frozen parameters have none. For inference call requires_grad_(False)",
+        "- an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none",
         "- optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost",
         "- more RAM, or end other programs that use it",
         "- ROUNDPIPE_HOST_MEMORY=64GB, or Runtime(host_memory_bytes=...), if more may be used than the system "
@@ -247,7 +249,7 @@ def test_second_blocks_count_and_their_setting_would_help(one: Runtime, machine:
 def test_memory_that_other_models_will_take_is_not_free(one: Runtime, machine: Machine) -> None:
     first = wrapped(one)
     machine.has(2 * CERTAIN - 1)
-    with pytest.raises(HostMemoryShort, match=r"the runtime's other models +\| +\| 48\.0 KiB"):
+    with pytest.raises(HostMemoryShort, match=r"the runtime's other models +\| +\| +48\.0 KiB"):
         wrapped(one, name="another")
     list(first.optim_parameters())
     machine.has(CERTAIN + 2 * PARAMETERS)

@@ -15,6 +15,7 @@ from torch import nn
 
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.host_bytes import HostBytes
+from roundpipe.errors import HostMemoryWarning
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller
 from roundpipe.models.roundpipe import RoundPipe
@@ -89,7 +90,7 @@ def _warn_if_short(
     whole = HostBytes(weights=0 if wrapping.get("pin_model") == "off" else nbytes)
     forecast = MemoryForecast(wrapping["name"], "for its weights", whole, HostBytes(), limit)
     if not forecast.fits:
-        warnings.warn(forecast.warning(), stacklevel=3)
+        warnings.warn(forecast.explained("is likely to need"), HostMemoryWarning, stacklevel=3)
 
 
 _WRAPPING = frozenset(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rp_transfer import HostLimit
 
 from roundpipe.engine.host_bytes import HostBytes
-from roundpipe.errors import HostMemoryShort, HostMemoryWarning
+from roundpipe.errors import HostMemoryShort
 from roundpipe.telemetry.tables import readable_bytes, table
 
 # What stays free, since the system stalls, and kills processes, before all memory is in use: a share of the limit,
@@ -73,14 +73,16 @@ class MemoryForecast:
         """Whether free memory suffices; so it does if nothing is missing."""
         return self.missing_bytes == 0 or self.short_bytes == 0
 
-    def check(self) -> None:
-        """Raise `HostMemoryShort` unless it fits."""
+    def check(self, told: MemoryForecast | None = None) -> None:
+        """Raise `HostMemoryShort` unless it fits; its message has the table of `told`, default this one."""
         if not self.fits:
-            raise HostMemoryShort(f"{self._headline('needs')}\n\n{self}\n\n{self._help()}")
+            raise HostMemoryShort((told or self).explained("needs"))
 
-    def warning(self) -> HostMemoryWarning:
-        """The warning that it will not fit."""
-        return HostMemoryWarning(f"{self._headline('is likely to need')}\n\n{self}\n\n{self._help()}")
+    def explained(self, verb: str) -> str:
+        """In words, the table, and what would help."""
+        return f"{self._headline(verb)}\n\n{self}\n\nWhat would help:\n" + "\n".join(
+            f"- {line}" for line in self._remedies()
+        )
 
     def __str__(self) -> str:
         """Bytes by kind, in all and those still to be allocated, then what is free."""
@@ -107,13 +109,10 @@ class MemoryForecast:
 
     def _headline(self, verb: str) -> str:
         return (
-            f"model {self.name!r} {verb} {readable_bytes(self.whole.total)} of host memory {self.purpose}, "
-            f"{readable_bytes(self.missing_bytes)} of it still to be allocated, but {self._free()} of "
+            f"model {self.name!r} {verb} {readable_bytes(self.whole.total)} of host memory {self.purpose}; "
+            f"{readable_bytes(self.missing_bytes)} must still be allocated, but only {self._free()} of "
             f"{self.limit.name}'s {readable_bytes(self.limit.total_bytes)} are free"
         )
-
-    def _help(self) -> str:
-        return "What would help:\n" + "\n".join(f"- {line}" for line in self._remedies())
 
     def _remedies(self) -> Iterator[str]:
         whole = self.whole
@@ -135,12 +134,14 @@ class MemoryForecast:
 
 
 def likely(certain: MemoryForecast) -> MemoryForecast:
-    """The same forecast with Adam's state, two numbers for each master, instead of none.
+    """The same forecast with Adam's state: two numbers for each master.
 
     >>> limit = HostLimit("the machine", 100, 100)
     >>> likely(MemoryForecast("m", "to train", HostBytes(masters=4), HostBytes(), limit)).whole.optimizer_state
     8
     """
+    if not certain.whole.masters:
+        return certain
     return replace(
         certain, whole=replace(certain.whole, optimizer_state=2 * certain.whole.masters), assumed="Adam's"
     )

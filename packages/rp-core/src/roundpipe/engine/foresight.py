@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from roundpipe.engine.forecast import MemoryForecast, likely
 from roundpipe.engine.host_bytes import HostBytes, added, given_to, held_by, needed_by
 from roundpipe.engine.memory_report import state_bytes_now
+from roundpipe.errors import HostMemoryWarning
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, ModelState, PinMode, moves
@@ -64,7 +65,8 @@ class Foresight:
             trained, purpose="for its weights", whole=HostBytes(weights=whole.weights, buffers=whole.buffers)
         )
         certain = resting if optim_dtype is None else trained
-        replace(certain, passing_bytes=max(peak - certain.to_come.total, 0)).check()
+        certain = replace(certain, passing_bytes=max(peak - certain.to_come.total, 0))
+        certain.check(likely(certain))
         if whole.masters and (in_training_mode or optim_dtype is not None):
             self._warn(likely(trained))
 
@@ -78,7 +80,8 @@ class Foresight:
         """Check a model that is about to get masters or second blocks; decide about the latter by default."""
         if all(map(_is_complete, states)):
             return
-        self._forecast("to train", _needed_by(states), held_by(states), states).check()
+        certain = self._forecast("to train", _needed_by(states), held_by(states), states)
+        certain.check(likely(certain))
         for state in states:
             if state.double_buffer is None:
                 state.double_buffer = self._has_room_for_second(state, states)
@@ -151,7 +154,7 @@ class Foresight:
         # Once for each purpose: a model may have many parts, and a training run has many calls.
         if not forecast.fits and forecast.purpose not in self._runtime.memory_warnings:
             self._runtime.memory_warnings.add(forecast.purpose)
-            warnings.warn(forecast.warning(), stacklevel=2)
+            warnings.warn(forecast.explained("is likely to need"), HostMemoryWarning, stacklevel=2)
 
     def _forecast(
         self, purpose: str, whole: HostBytes, held: HostBytes, own: Sequence[ModelState]
