@@ -114,6 +114,7 @@ def test_it_prints_as_a_table() -> None:
     assert str(report).splitlines() == [
         "host                  |      bytes",
         "weights               |    2.0 KiB",
+        "second blocks         |      0.0 B",
         "buffers               |      0.0 B",
         "gradients             |    1.0 KiB",
         "masters               |    4.0 KiB",

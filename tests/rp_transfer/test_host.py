@@ -21,20 +21,30 @@ from rp_transfer.memory.regions import Regions
 
 
 class Driver:
-    """What a driver does with pins: it counts them, and refuses those that overlap or go over a limit."""
+    """What a driver does with pins: it counts them, and refuses those that overlap or go over a limit.
 
-    def __init__(self, limit_bytes: int = 1 << 40) -> None:
+    `most_bytes`: the most that it pins in one call. A copy that crosses from one range to the next is refused.
+    """
+
+    def __init__(self, limit_bytes: int = 1 << 40, most_bytes: int = 1 << 40) -> None:
         self.limit_bytes = limit_bytes
+        self.most_bytes = most_bytes
         self.pinned: dict[int, int] = {}
 
     def pin(self, address: int, nbytes: int) -> None:
         overlapping = any(start < address + nbytes and address < start + n for start, n in self.pinned.items())
-        if overlapping or sum(self.pinned.values()) + nbytes > self.limit_bytes:
+        too_much = nbytes > self.most_bytes or sum(self.pinned.values()) + nbytes > self.limit_bytes
+        if overlapping or too_much:
             raise PinningRefused(f"{nbytes} bytes")
         self.pinned[address] = nbytes
 
     def unpin(self, address: int) -> None:
         del self.pinned[address]
+
+    def takes(self, address: int, nbytes: int) -> bool:
+        """Whether a copy from or to these bytes stays in one range, or outside all of them."""
+        touched = [start for start, n in self.pinned.items() if start < address + nbytes and address < start + n]
+        return len(touched) < 2
 
 
 @pytest.fixture
@@ -362,3 +372,97 @@ def test_regions_follow_whoever_holds_them(data: st.DataObject) -> None:
         assert pinned.nbytes == sum(whole_pages(start, nbytes) for start, nbytes in driver.pinned.items())
     held.clear()
     assert driver.pinned == {}
+
+
+# Enough for a slab of its own.
+FEW_PAGES = 32 * PAGE_BYTES
+
+
+def test_much_memory_is_pinned_in_pieces_and_unpinned_together() -> None:
+    driver = Driver(most_bytes=FEW_PAGES)
+    pinned = Pinned(driver, FEW_PAGES)
+    tensor = HostMemory(pinned, 1 << 40).empty((2 * FEW_PAGES + PAGE_BYTES + 5,), torch.uint8, short_lived=False)
+    start = tensor.data_ptr()
+    last = start + 2 * FEW_PAGES
+    assert driver.pinned == {start: FEW_PAGES, start + FEW_PAGES: FEW_PAGES, last: PAGE_BYTES + 5}
+    assert pinned.covers(start, tensor.nbytes)
+    assert pinned.nbytes == 66 * PAGE_BYTES
+    assert [pinned.parts(n, start) for n in (FEW_PAGES, FEW_PAGES + 1)] == [
+        [(0, FEW_PAGES)],
+        [(0, FEW_PAGES), (FEW_PAGES, 1)],
+    ]
+    del tensor
+    assert driver.pinned == {}
+    assert pinned.nbytes == 0
+    assert list(pinned.parts(3 * FEW_PAGES, start)) == [(0, 3 * FEW_PAGES)]
+
+
+def test_what_is_refused_in_part_is_not_pinned_at_all() -> None:
+    driver = Driver(limit_bytes=2 * FEW_PAGES)
+    host = HostMemory(Pinned(driver, FEW_PAGES), 1 << 40)
+    with pytest.warns(PinningWarning):
+        tensor = host.empty((3 * FEW_PAGES,), torch.uint8, short_lived=False)
+    assert driver.pinned == {}
+    assert not host._pinned.covers(tensor.data_ptr(), 1)
+    kept = host.empty((2 * FEW_PAGES,), torch.uint8, short_lived=False)
+    assert list(driver.pinned.values()) == [FEW_PAGES, FEW_PAGES]
+    del kept
+
+
+def test_pieces_of_registered_storages_share_no_page() -> None:
+    memory = torch.zeros(5 * FEW_PAGES, dtype=torch.uint8)
+    tensor = own(memory, 100, 4 * FEW_PAGES + PAGE_BYTES)
+    driver = Driver(most_bytes=FEW_PAGES)
+    held = Regions(Pinned(driver, FEW_PAGES)).register([tensor])
+    assert sum(driver.pinned.values()) == tensor.nbytes
+    assert len(driver.pinned) == 5
+    ends = sorted((start // PAGE_BYTES, (start + n - 1) // PAGE_BYTES) for start, n in driver.pinned.items())
+    assert all(last < first for (_, last), (first, _) in pairwise(ends))
+    del held
+    assert driver.pinned == {}
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_no_part_of_a_copy_crosses_from_one_piece_to_the_next(data: st.DataObject) -> None:
+    driver = Driver(most_bytes=FEW_PAGES)
+    host = HostMemory(Pinned(driver, FEW_PAGES), 1 << 40)
+    sizes = st.integers(2 * FEW_PAGES, 5 * FEW_PAGES)
+    one, other = (host.empty((data.draw(sizes),), torch.uint8, short_lived=False) for _ in range(2))
+    nbytes = data.draw(st.integers(1, 2) | st.integers(FEW_PAGES, min(one.nbytes, other.nbytes)))
+    start = one.data_ptr() + data.draw(st.integers(0, one.nbytes - nbytes))
+    there = other.data_ptr() + data.draw(st.integers(0, other.nbytes - nbytes))
+    parts = host._pinned.parts(nbytes, start, there)
+    assert [offset for offset, _ in parts] == [
+        sum(size for _, size in parts[:index]) for index in range(len(parts))
+    ]
+    assert sum(size for _, size in parts) == nbytes
+    assert all(driver.takes(address + offset, size) for offset, size in parts for address in (start, there))
+    # No more cuts than there are ends of pieces.
+    assert len(parts) <= 2 * (nbytes // FEW_PAGES + 1) + 1
+
+
+@pytest.mark.parametrize("most_bytes", [0, PAGE_BYTES + 1, PAGE_BYTES // 2])
+def test_pieces_must_be_whole_pages(driver: Driver, most_bytes: int) -> None:
+    with pytest.raises(ValueError, match="whole pages"):
+        Pinned(driver, most_bytes)
+
+
+@pytest.mark.cuda
+def test_a_gpu_copies_across_the_pieces_of_a_block() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from rp_transfer.cuda.backend import CudaBackend
+
+    backend = CudaBackend([0], most_pinned_bytes=FEW_PAGES)
+    device = backend.devices[0]
+    source = backend.host_empty((50 * FEW_PAGES + 3,), torch.uint8).random_(256)
+    back = backend.host_empty(source.shape, torch.uint8).zero_()
+    assert backend.is_pinned(source)
+    there = device.empty(source.shape, torch.uint8, stream=device.weights_in)
+    device.weights_in.copy(there[1:], source[1:])
+    device.results_out.wait(device.weights_in.record())
+    device.results_out.copy(back[1:], there[1:])
+    device.results_out.record().synchronize()
+    assert torch.equal(back[1:], source[1:])
+    backend.close()

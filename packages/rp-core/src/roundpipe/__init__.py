@@ -11,8 +11,17 @@ from roundpipe.context import (
     get_recompute_data,
     save_for_recompute,
 )
+from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.memory_report import MemoryReport
-from roundpipe.errors import Busy, GradientsIncomplete, RoundPipeError, Stale, StepFailed
+from roundpipe.errors import (
+    Busy,
+    GradientsIncomplete,
+    HostMemoryShort,
+    HostMemoryWarning,
+    RoundPipeError,
+    Stale,
+    StepFailed,
+)
 from roundpipe.execution.packed_data import RoundPipePackedData
 from roundpipe.loading import from_pretrained
 from roundpipe.models.auto import AutoRoundPipe
@@ -35,6 +44,9 @@ __all__ = [
     "CallTime",
     "GradScaler",
     "GradientsIncomplete",
+    "HostMemoryShort",
+    "HostMemoryWarning",
+    "MemoryForecast",
     "MemoryReport",
     "ModelExecutePlan",
     "OptimizerCtx",

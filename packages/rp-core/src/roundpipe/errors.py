@@ -6,7 +6,9 @@
     ├── Busy                  a call while another one is being launched, or from a worker's thread
     ├── Stale                 backward through weights that were replaced since forward
     ├── GradientsIncomplete   a call failed and left part of its gradients
-    └── StepFailed            a step function failed and left part of its update
+    ├── StepFailed            a step function failed and left part of its update
+    └── HostMemoryShort       what a model, call or step needs does not fit into host memory
+    HostMemoryWarning (RuntimeWarning)  what a model is likely to need does not fit
 """
 
 from __future__ import annotations
@@ -34,6 +36,14 @@ class GradientsIncomplete(RoundPipeError):
 
 class StepFailed(RoundPipeError):
     """A step failed part-way; reset or load the optimizer's parameters before training on."""
+
+
+class HostMemoryShort(RoundPipeError):
+    """Host memory does not suffice; nothing was allocated. The message has the sum by kind and what would help."""
+
+
+class HostMemoryWarning(RuntimeWarning):
+    """Host memory will not suffice, if the model is used as is likely; the message has the sum by kind."""
 
 
 # User code may raise any class, whose `__repr__` or `add_note` may itself raise. These helpers never raise: their

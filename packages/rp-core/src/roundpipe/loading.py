@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import rp_presets
+import torch
 from rp_transfer import GivingBack
 from torch import nn
 
+from roundpipe.engine.forecast import MemoryForecast
+from roundpipe.engine.host_bytes import HostBytes
+from roundpipe.errors import HostMemoryWarning
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.wrap import wrap_model_to_roundpipe
+from roundpipe.runtime.host_limit import current_limit
+from roundpipe.runtime.runtime import Runtime
 
 
 def from_pretrained(
@@ -52,6 +59,8 @@ def from_pretrained(
     >>> [type(layer).__name__ for layer in model.model]
     ['Prologue', 'Layer', 'Layer', 'Epilogue']
 
+    A `HostMemoryWarning` tells, before anything is loaded, if the checkpoint's weights do not fit into memory.
+
     Raises what `rp_presets.load_pretrained` and `wrap_model_to_roundpipe` raise, and `TypeError` if `adapt` is not
     callable or does not return a module.
     """
@@ -59,10 +68,29 @@ def from_pretrained(
         raise TypeError(f"adapt must be a function of the loaded model, but is {adapt!r} instead")
     wrapping = {name: options.pop(name) for name in _WRAPPING & options.keys()}
     wrapping.setdefault("name", caller())
+    _warn_if_short(directory, options, wrapping)
     with GivingBack():
         model = rp_presets.load_pretrained(directory, model_class, **options)
         model = model if adapt is None else adapt(model)
     return wrap_model_to_roundpipe(model, **wrapping)
+
+
+def _warn_if_short(
+    directory: str | os.PathLike[str], options: Mapping[str, Any], wrapping: Mapping[str, Any]
+) -> None:
+    """Issue a `HostMemoryWarning` if the files hold more than fits; the model class may not use all of them."""
+    dtype: Any = options.get("dtype", options.get("torch_dtype"))
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    try:
+        nbytes = rp_presets.checkpoint_bytes(directory, dtype, subfolder=options.get("subfolder") or "")
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # loading then says what is wrong with the files
+    runtime: Runtime | None = wrapping.get("runtime")
+    limit = current_limit() if runtime is None else runtime.host_limit()
+    whole = HostBytes(weights=0 if wrapping.get("pin_model") == "off" else nbytes)
+    forecast = MemoryForecast(wrapping["name"], "for its weights", whole, HostBytes(), limit)
+    if not forecast.fits:
+        warnings.warn(forecast.explained("is likely to need"), HostMemoryWarning, stacklevel=3)
 
 
 _WRAPPING = frozenset(

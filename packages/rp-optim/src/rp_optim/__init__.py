@@ -18,6 +18,7 @@ from rp_optim.optimizers.adafactor import Adafactor
 from rp_optim.optimizers.adam import Adam, AdamW
 from rp_optim.optimizers.lion import Lion
 from rp_optim.optimizers.sgd import SGD
+from rp_optim.optimizers.state_size import state_bytes
 from rp_optim.pair import GradientPair
 from rp_optim.publish import write_weights
 from rp_optim.scaler import GradScaler
@@ -50,6 +51,7 @@ __all__ = [
     "clip_grad_norm_",
     "kernel_in_use",
     "link",
+    "state_bytes",
     "unlink",
     "use_kernel",
     "write_weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -102,6 +103,14 @@ class HostOptimizer(torch.optim.Optimizer):
             if (tensor := state.get(name)) is not None:
                 check_state(name, tensor, shape, parameter)
 
+    def state_bytes(self) -> int:
+        """Bytes of the state once every parameter has been stepped."""
+        counter = _counter_dtype().itemsize if self._counts_steps else 0
+        return sum(
+            counter + sum(map(math.prod, self._state_shapes(*member).values())) * member[1].element_size()
+            for member in self._members()
+        )
+
     def _members(self) -> Iterator[Member]:
         return ((group, parameter) for group in self.param_groups for parameter in group["params"])
 
@@ -163,12 +172,24 @@ def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tens
     return state[name]
 
 
+def nbytes_of_state(state: State) -> int:
+    """Bytes of the tensors in one parameter's state.
+
+    >>> nbytes_of_state({"step": torch.zeros(()), "exp_avg": torch.zeros(3), "other": None})
+    16
+    """
+    return sum(value.nbytes for value in list(state.values()) if isinstance(value, torch.Tensor))
+
+
+def _counter_dtype() -> torch.dtype:
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
 def count_steps(states: Sequence[State]) -> list[int]:
     """Increment "step" in each state, a tensor as in torch; returns the new numbers, from 1 on."""
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     for state in states:
         if state.get("step") is None:
-            state["step"] = torch.zeros((), dtype=dtype, device="cpu")
+            state["step"] = torch.zeros((), dtype=_counter_dtype(), device="cpu")
     steps: list[torch.Tensor] = [state["step"] for state in states]
     if len(set(map(id, steps))) < len(steps):
         # Several states loaded with one shared tensor: each increments it.

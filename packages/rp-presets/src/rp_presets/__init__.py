@@ -2,7 +2,7 @@
 
 from rp_presets.convert import to_sequential
 from rp_presets.errors import NotARow, UnknownLoss, UnsupportedModel
-from rp_presets.loading import load_pretrained
+from rp_presets.loading import checkpoint_bytes, load_pretrained
 from rp_presets.losses import LazyLogits, OwnLoss, OwnLosses, Share, causal_lm_loss, lazy_logits, observe_loss
 
 __version__ = "0.1.0"
@@ -17,6 +17,7 @@ __all__ = [
     "UnsupportedModel",
     "__version__",
     "causal_lm_loss",
+    "checkpoint_bytes",
     "lazy_logits",
     "load_pretrained",
     "observe_loss",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 _LATER = "load the model with transformers' own from_pretrained, then call wrap_model_to_roundpipe"
@@ -62,6 +64,52 @@ def load_pretrained(
         return loader.from_pretrained(
             os.fspath(directory), **{**options, "use_safetensors": True, "local_files_only": True}
         )
+
+
+def checkpoint_bytes(
+    directory: str | os.PathLike[str], dtype: torch.dtype | None = None, *, subfolder: str = ""
+) -> int:
+    """Bytes of a checkpoint's tensors, read from the headers of its safetensors files.
+
+    Args:
+        dtype: of the floating-point tensors once they are loaded; None: as they are saved.
+        subfolder: of the directory, where the files are.
+
+    A model class may use only some of them.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from safetensors.torch import save_file
+    >>> with TemporaryDirectory() as folder:
+    ...     tensors = {"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.int8)}
+    ...     save_file(tensors, f"{folder}/model.safetensors")
+    ...     checkpoint_bytes(folder), checkpoint_bytes(folder, torch.bfloat16)
+    (29, 17)
+    """
+    folder = Path(directory) / subfolder
+    return sum(_nbytes(tensor, dtype) for file in _weight_files(folder) for tensor in _tensors_in(file))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads. Others beside them may hold the same weights under other names."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({folder / name for name in names.values()})
+    whole = folder / "model.safetensors"
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def _tensors_in(file: Path) -> list[Mapping[str, Any]]:
+    # The format: the header's length in 8 bytes, little-endian, then the header in JSON.
+    with file.open("rb") as opened:
+        header: Mapping[str, Mapping[str, Any]] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return [tensor for name, tensor in header.items() if name != "__metadata__"]
+
+
+def _nbytes(tensor: Mapping[str, Any], dtype: torch.dtype | None) -> int:
+    start, end = tensor["data_offsets"]
+    is_floating = tensor["dtype"].startswith(("F", "BF"))
+    return end - start if dtype is None or not is_floating else math.prod(tensor["shape"]) * dtype.itemsize
 
 
 def _checked_class(model_class: Any) -> Any:

@@ -21,6 +21,7 @@ from rp_transfer.errors import (
 )
 from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, tensors_of
 from rp_transfer.memory.files import GivingBack, MappedFiles
+from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
 from rp_transfer.memory.pages import give_back_freed
 from rp_transfer.order.conveyor import Conveyor
 from rp_transfer.order.retain import Retainer
@@ -40,6 +41,7 @@ __all__ = [
     "Event",
     "GivingBack",
     "Group",
+    "HostLimit",
     "HostUse",
     "Kind",
     "Layout",
@@ -56,7 +58,10 @@ __all__ = [
     "Unordered",
     "give_back_freed",
     "group",
+    "host_limits",
     "open_backend",
     "parse_devices",
+    "resident_bytes",
     "tensors_of",
+    "tightest",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.errors import Diverged, Refused, Unwritable
 from roundpipe.cli.interrupt import Interrupted
-from roundpipe.cli.options import read_options
+from roundpipe.cli.options import Given, read_options
 
 FAILED = 1
 REFUSED = 2
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     _show_anything(sys.stdout)
     try:
-        _train(sys.argv[1:] if arguments is None else arguments)
+        _run(parse(sys.argv[1:] if arguments is None else arguments))
     except Refused as refusal:
         return _complain(str(refusal), REFUSED)
     except (Diverged, Unwritable) as failure:
@@ -41,9 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train(arguments: Sequence[str]) -> None:
-    options = read_options(parse(arguments))
+def _run(given: Given) -> None:
     # Imported late, so that help and a mistyped option need not wait for torch.
+    if given.command == "env":
+        from roundpipe.cli.env import env
+
+        env(given.devices, json=given.json)
+        return
+    options = read_options(given)
     from roundpipe.cli.train import train
 
     train(options)

@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="roundpipe", description="Train large models on the devices you have.")
     parser.add_argument("--version", action="version", version=f"roundpipe {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     _add_options(
         commands.add_parser(
             "train",
@@ -50,7 +50,24 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
     )
+    _add_env_options(
+        commands.add_parser(
+            "env",
+            help="tell of this machine and installation, for a report of a problem",
+            description=(
+                "Print versions, host memory and its limits, devices, measured rates, kernels in use, and what is "
+                "missing with the command that mends it. It takes some seconds."
+            ),
+            allow_abbrev=False,
+        )
+    )
     return parser
+
+
+def _add_env_options(env: argparse.ArgumentParser) -> None:
+    flag, metavar, text = next(value for value in _VALUES if value[0] == "--devices")
+    env.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("cpu:2", "cpu"))
+    env.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one line of JSON")
 
 
 def _add_options(train: argparse.ArgumentParser) -> None:

@@ -22,6 +22,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Given(argparse.Namespace):
     """The text given for each option, or its default; None if the default depends on the machine or is absent."""
 
+    command: str = "train"
+    json: bool = False
     data: list[str] | None = None
     steps: str = "250"
     batch_size: str = "16"

@@ -8,13 +8,14 @@ from typing import Any
 
 import rp_batch
 import torch
-from rp_sched import LayerCost, Mode
+from rp_sched import LayerCost, Mode, Task
 from torch import nn
 
 from roundpipe.device.compiling import CompileOptions, Compiler
 from roundpipe.device.packet import Packet
 from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
+from roundpipe.engine.boundaries import Boundaries
 from roundpipe.engine.host_parameters import HostParameters, Launched
 from roundpipe.errors import RoundPipeError
 from roundpipe.execution.autograd import Gradients, connect
@@ -48,6 +49,7 @@ class Engine:
         self._runtime = runtime
         self.host = HostParameters(name, modules, runtime, pin, optim_dtype, double_buffer, self)
         self._planner = Planner(name, self.host.state, runtime)
+        self._boundaries = Boundaries(self.host.state.layers)
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()
 
@@ -165,11 +167,23 @@ class Engine:
     ) -> Run:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes
+        self._check_host_memory(tasks, batch, keeps_outputs=keep)
         call = self._call(mode, batch, config, loss_fn, keep=keep)
         run = Run(call, tasks, batch, self._runtime, self._twins)
         self.host.follow(run)
         run.start(self._planner.watch(config, mode, batch.parts, run.first_tasks))
         return run
+
+    def _check_host_memory(self, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
+        # CPU devices have no pool. That of several models tells of none of them.
+        if self._has_pool and len(self._runtime.states) == 1:
+            self._boundaries.note(self.host.foresight.pool_bytes())
+        activations = self._boundaries.expect(tasks, batch.parts, keeps_outputs=keeps_outputs)
+        self.host.check_call(tasks, activations, is_measured=self._boundaries.is_measured)
+
+    @property
+    def _has_pool(self) -> bool:
+        return self._runtime.lanes[0].device.torch_device.type != "cpu"
 
     def _call(
         self, mode: Mode, batch: Batch, config: RoundPipeRunConfig, loss_fn: LossFn | None, *, keep: bool
@@ -212,6 +226,7 @@ class Engine:
         """Replace the device copies of the layers, and discard plans made for the old layers."""
         self._twins = self._new_twins()
         self._planner.forget()
+        self._boundaries = Boundaries(self.host.state.layers)
 
     def _new_twins(self) -> list[Twins]:
         layers, compiler = self.host.state.layers, self._compiler

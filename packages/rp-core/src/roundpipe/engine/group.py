@@ -7,13 +7,17 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from roundpipe.engine.forecast import MemoryForecast
+from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.optimizer.steps import run_step
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import in_call
 
 
@@ -27,10 +31,15 @@ class Joint:
         self._name = name
         self._hosts = tuple(hosts)
         self._runtime = runtime
+        self._foresight = Foresight(name, runtime)
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The master weight of each trainable parameter."""
+        self._foresight.check_training(self._states())
         return {parameter: master for host in self._hosts for parameter, master in host.masters().items()}
+
+    def _states(self) -> list[ModelState]:
+        return [host.state for host in self._hosts]
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function on the gradients of all calls so far. `is_async`: return before it has ended."""
@@ -40,14 +49,29 @@ class Joint:
         with in_call("step", self._name):
             for host in self._hosts:
                 host.get_ready(training=True)
+            self._foresight.check_training(self._states())
             with taking() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self._hosts]
-                outcome = self._hosts[0].submit_step(partial(run_step, self._name, parts, step_fn))
+                checked = partial(self._checked, step_fn)
+                outcome = self._hosts[0].submit_step(partial(run_step, self._name, parts, checked))
             for part in parts:
                 part.note_launched()
             if not is_async:
                 wait_until(outcome.wait)
                 self._raise_late_errors()
+
+    def _checked(self, step_fn: Callable[[], object]) -> None:
+        """Run a step function; before an optimizer makes its state, check that it fits."""
+
+        def check(optimizer: Optimizer, *_: object) -> None:
+            self._foresight.check_step(self._states(), optimizer)
+
+        # Torch calls it for all optimizers of the process, on any thread: `check_step` looks whose they are.
+        handle = register_optimizer_step_pre_hook(check)
+        try:
+            step_fn()
+        finally:
+            handle.remove()
 
     def synchronize(self) -> None:
         """Wait for all work, publish the last step's result, and set ``.grad`` on the parameters."""
@@ -89,7 +113,12 @@ class Joint:
         self._runtime.refuse_forked()
         foreseen = [host.predicted_bytes for host in self._hosts]
         predicted = max((nbytes for nbytes in foreseen if nbytes is not None), default=None)
-        return memory_report(self._runtime, [host.state for host in self._hosts], optimizers, predicted)
+        return memory_report(self._runtime, self._states(), optimizers, predicted)
+
+    def memory_forecast(self, optimizers: Sequence[Optimizer], additions: int) -> MemoryForecast:
+        """Foresee the host memory that training the model takes."""
+        self._runtime.refuse_forked()
+        return self._foresight.forecast(self._states(), optimizers, additions=additions)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 from rp_optim.jobs import Outcome
+from rp_sched import Task
 from torch import nn
 
+from roundpipe.engine.foresight import Foresight
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed, add_note, in_words
 from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.grad_attribute import Exposure
-from roundpipe.state.model_state import ModelState, PinMode
+from roundpipe.state.model_state import Block, ModelState, PinMode
 from roundpipe.state.ownership import Claim
 from roundpipe.telemetry.tracing import Tracer
 
@@ -73,11 +76,32 @@ class HostParameters:
         runtime.refuse_forked()
         self._claim = Claim(name)
         self._claim.take(modules())
-        self.state = ModelState(runtime.backend, modules(), pin, optim_dtype, double_buffer)
+        self.foresight = Foresight(name, runtime)
+        check_wrapping = partial(
+            self.foresight.check_wrapping,
+            pin=pin,
+            optim_dtype=optim_dtype,
+            double_buffer=double_buffer,
+            in_training_mode=any(module.training for module in modules()),
+        )
+        self.state = ModelState(runtime.backend, modules(), pin, optim_dtype, double_buffer, check_wrapping)
         runtime.states.add(self.state)
         self._updates = Updates(name, self.state, runtime)
         self._exposure = Exposure()
+        # How many tasks launched since the last step add to a block's gradients.
+        self._additions: Counter[Block] = Counter()
         self._launched: list[Launched] = []
+
+    def check_call(self, tasks: Sequence[Task], activations: int, *, is_measured: bool) -> None:
+        """Raise `HostMemoryShort` if what these tasks leave on the host does not fit."""
+        additions = self._additions + Counter(
+            block
+            for block in self.state.trainable
+            for task in tasks
+            if task.adds_gradients and any(layer in task.layers for layer in block.users)
+        )
+        self.foresight.check_call(self.state, additions, activations, is_measured=is_measured)
+        self._additions = additions
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The master weight of each trainable parameter."""
@@ -91,6 +115,7 @@ class HostParameters:
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
         """Take a step's turns."""
+        self._additions.clear()
         return self._updates.prepare(take, is_async=is_async)
 
     def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
@@ -245,7 +270,8 @@ class HostParameters:
             self._updates.publish()
             self._updates.wait()
             self._claim.take(self.state.modules)
-            self.state.rebuild()
+            self.state.rebuild(partial(self.foresight.check_rebuilding, self.state))
+            self._additions.clear()
             if self._observer is not None:
                 self._observer.note_rebuilt()
         # An earlier forward read other weights than its backward would.
@@ -267,6 +293,7 @@ class HostParameters:
             lane.settle()
 
     def _drop_gradients(self) -> None:
+        self._additions.clear()
         self._exposure.take_back()
         self.state.broken = None
         for block in self.state.trainable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from rp_transfer import MemoryUse
 from torch.optim import Optimizer
 
+from roundpipe.engine.host_bytes import HostBytes, given_to, held_by
 from roundpipe.runtime.runtime import Runtime
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tables import readable_bytes, table
 
 
@@ -26,6 +27,7 @@ class MemoryReport:
     `pinned_bytes`: all pinned memory of the runtime. `host_total_bytes`: the machine's memory. `devices`: used and
     peak bytes of each device, all models together. `predicted_bytes`: device memory that this model's last call
     was expected to use, from measurements of earlier calls; None if there are none, and on CPU devices.
+    `second_blocks_bytes`: the second copies among the weights.
 
     >>> MemoryReport(2, 0, 2, 4, 8, 100, 4096, 1 << 30, ()).host_bytes
     116
@@ -41,22 +43,30 @@ class MemoryReport:
     host_total_bytes: int
     devices: tuple[MemoryUse, ...]
     predicted_bytes: int | None = None
+    second_blocks_bytes: int = 0
+
+    @property
+    def host(self) -> HostBytes:
+        """The host's kinds; without optimizer state if that is unknown."""
+        return HostBytes(
+            self.weights_bytes - self.second_blocks_bytes,
+            self.second_blocks_bytes,
+            self.buffers_bytes,
+            self.gradients_bytes,
+            self.masters_bytes,
+            self.optimizer_bytes or 0,
+            self.activations_bytes,
+        )
 
     @property
     def host_bytes(self) -> int:
         """The sum of the host's kinds; without optimizer state if that is unknown."""
-        kinds = (self.weights_bytes, self.buffers_bytes, self.gradients_bytes, self.masters_bytes)
-        return sum(kinds) + (self.optimizer_bytes or 0) + self.activations_bytes
+        return self.host.total
 
     def __str__(self) -> str:
-        unknown = "not given" if self.optimizer_bytes is None else readable_bytes(self.optimizer_bytes)
-        host = [
-            ["weights", readable_bytes(self.weights_bytes)],
-            ["buffers", readable_bytes(self.buffers_bytes)],
-            ["gradients", readable_bytes(self.gradients_bytes)],
-            ["masters", readable_bytes(self.masters_bytes)],
-            ["optimizer state", unknown],
-            ["activations and pool", readable_bytes(self.activations_bytes)],
+        unknown = {"optimizer state": "not given"} if self.optimizer_bytes is None else {}
+        kinds = [[name, unknown.get(name, readable_bytes(nbytes))] for name, nbytes in self.host.by_kind()]
+        sums = [
             ["total", readable_bytes(self.host_bytes)],
             ["pinned", readable_bytes(self.pinned_bytes)],
             ["machine total", readable_bytes(self.host_total_bytes)],
@@ -71,7 +81,7 @@ class MemoryReport:
             for use in self.devices
         ]
         foreseen = [] if self.predicted_bytes is None else [f"predicted: {readable_bytes(self.predicted_bytes)}"]
-        tables = [table(["host", "bytes"], host), "", table(["device", "used", "peak", "total"], devices)]
+        tables = [table(["host", "bytes"], kinds + sums), "", table(["device", "used", "peak", "total"], devices)]
         return "\n".join(tables + foreseen)
 
 
@@ -85,43 +95,25 @@ def memory_report(
 
     Raises `TypeError` if an item of `optimizers` is not a ``torch.optim.Optimizer``.
     """
-    host = runtime.host_memory()
-    blocks = [block for state in states for block in state.blocks]
-    own = [block for other in list(runtime.states) for block in other.blocks]
-    given = sum(_given_bytes(block) + _gradient_bytes(block) for block in own)
+    host, held = runtime.host_memory(), held_by(states)
     return MemoryReport(
-        weights_bytes=_bytes(block for block in blocks if block.kind != "buffer") + sum(map(_back_bytes, blocks)),
-        buffers_bytes=_bytes(block for block in blocks if block.kind == "buffer"),
-        gradients_bytes=sum(map(_gradient_bytes, blocks)),
-        masters_bytes=sum(master.nbytes for state in states for master in list(state.masters.values())),
-        optimizer_bytes=sum(map(_state_bytes, optimizers)) if optimizers else None,
+        weights_bytes=held.weights + held.second_blocks,
+        buffers_bytes=held.buffers,
+        gradients_bytes=held.gradients,
+        masters_bytes=held.masters,
+        optimizer_bytes=sum(map(state_bytes_now, optimizers)) if optimizers else None,
         # Blocks may be allocated or released between the two measurements.
-        activations_bytes=max(host.used_bytes - given, 0),
+        activations_bytes=max(host.used_bytes - given_to(list(runtime.states)), 0),
         pinned_bytes=host.pinned_bytes,
         host_total_bytes=host.total_bytes,
         devices=runtime.memory(),
         predicted_bytes=predicted_bytes,
+        second_blocks_bytes=held.second_blocks,
     )
 
 
-def _bytes(blocks: Iterable[Block]) -> int:
-    return sum(tensor.nbytes for block in blocks for tensor in block.host_tensors())
-
-
-def _given_bytes(block: Block) -> int:
-    # Tensors left in their original memory are not the runtime's.
-    return 0 if block.memory is None else block.memory.nbytes + _back_bytes(block)
-
-
-def _back_bytes(block: Block) -> int:
-    return 0 if block.back is None else block.back.nbytes
-
-
-def _gradient_bytes(block: Block) -> int:
-    return 0 if block.gradient is None else block.gradient.nbytes
-
-
-def _state_bytes(optimizer: object) -> int:
+def state_bytes_now(optimizer: object) -> int:
+    """Bytes of an optimizer's state now. Raises `TypeError` if it is no ``torch.optim.Optimizer``."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"memory_report takes optimizers, but got a {type(optimizer).__name__} instead; give it the "

@@ -13,6 +13,7 @@ from torch import nn
 
 from roundpipe.context import doing_optimizer
 from roundpipe.device.entrance import entrance_of
+from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.group import Joint
 from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import RoundPipeError
@@ -132,6 +133,27 @@ class RoundPipeBase(nn.Module):
         Raises `TypeError` for an argument that is not an optimizer.
         """
         return self._joint.memory_report(optimizers)
+
+    def memory_forecast(self, *optimizers: torch.optim.Optimizer, additions: int = 1) -> MemoryForecast:
+        """Foresee the host memory that training this model takes, by kind, beside what is free.
+
+        Args:
+            optimizers: optimizers whose state to include; without any, Adam's is assumed.
+            additions: how many tasks add to a layer's gradients between two steps: more than one if calls are
+                accumulated, or if devices divide the microbatches of a call.
+
+        >>> from roundpipe import RoundPipe
+        >>> with Runtime("cpu:1") as runtime:
+        ...     forecast = RoundPipe(nn.Linear(4, 4, bias=False), runtime=runtime).memory_forecast()
+        >>> forecast.whole.masters, forecast.whole.optimizer_state, forecast.fits
+        (64, 128, True)
+
+        Activations are those that are there now: they depend on the calls. Raises `TypeError` for an argument that
+        is not an optimizer, `ValueError` for less than one addition.
+        """
+        if additions < 1:
+            raise ValueError(f"additions must be at least 1, but is {additions!r}")
+        return self._joint.memory_forecast(optimizers, additions)
 
     # Parameters
 

@@ -44,9 +44,9 @@ class RoundPipe(RoundPipeBase):
             takes longer to compile than an empty dict.
         double_buffer: keep a second copy of the weights, if `pin_model` is ``"alloc"``. Steps then write their
             result while calls still read the old weights, so small batches are faster. Default: if the copy takes
-            no more than a sixteenth of the machine's memory. Tensors that share memory with a parameter, such as
-            those of a `state_dict()`, are then valid until the next step only: clone them to keep the values, get
-            them again to read current ones.
+            no more than a sixteenth of the host's memory, and all fits. Tensors that share memory with a
+            parameter, such as those of a `state_dict()`, are then valid until the next step only: clone them to
+            keep the values, get them again to read current ones.
 
     >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> with Runtime("cpu:2") as runtime:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import rp_presets
+from rp_transfer import group
 from torch import nn
 
 from roundpipe.device.lazy_hooks import register_lazy_hooks
+from roundpipe.engine.foresight import Foresight
 from roundpipe.models.adapters import PER_CALL, base_of
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller, wrappers
 from roundpipe.models.partition import Rules, Splitter, config_for, flat_row, module_bytes
 from roundpipe.models.roundpipe import RoundPipe
-from roundpipe.runtime.runtime import default_runtime
+from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 
 
@@ -105,6 +107,7 @@ def _taken_apart(
 ) -> RoundPipe | AutoRoundPipe:
     register_lazy_hooks(model)
     splitter = Splitter(model, name, rules, roundpipe_kwargs)
+    _check_memory(splitter.wrapped, name, roundpipe_kwargs)
     try:
         splitter.split()
         if not splitter.wrapped and not any(module in rules.skip for module in model.modules()):
@@ -116,11 +119,25 @@ def _taken_apart(
         raise
 
 
+def _check_memory(parts: Sequence[nn.Module], name: str, roundpipe_kwargs: Mapping[str, Any]) -> None:
+    """Check that the weights of all parts fit together, and their training: each part checks only its own."""
+    Foresight(name, _runtime(roundpipe_kwargs)).check_wrapping(
+        group(parts),
+        pin=roundpipe_kwargs.get("pin_model", "alloc"),
+        optim_dtype=roundpipe_kwargs.get("optim_dtype"),
+        double_buffer=roundpipe_kwargs.get("double_buffer"),
+        in_training_mode=any(part.training for part in parts),
+    )
+
+
+def _runtime(roundpipe_kwargs: Mapping[str, Any]) -> Runtime:
+    return roundpipe_kwargs.get("runtime") or default_runtime()
+
+
 def _upper(model: nn.Module, upper_threshold: int | None, roundpipe_kwargs: Mapping[str, Any]) -> int:
     if upper_threshold is not None:
         return upper_threshold
-    runtime = roundpipe_kwargs.get("runtime") or default_runtime()
-    return module_bytes(model) // (len(runtime.lanes) + 1)
+    return module_bytes(model) // (len(_runtime(roundpipe_kwargs).lanes) + 1)
 
 
 def _configs(override: Mapping[nn.Module, RoundPipeRunConfig] | None) -> dict[nn.Module, RoundPipeRunConfig]:

@@ -17,9 +17,10 @@ import torch
 from rp_optim import OptimizerThread
 from rp_optim.jobs import Outcome, Worker, finish_all
 from rp_sched import Dealer
-from rp_transfer import Backend, Closed, Device, Event, HostUse, MemoryUse, Retainer, open_backend
+from rp_transfer import Backend, Closed, Device, Event, HostLimit, HostUse, MemoryUse, Retainer, open_backend
 
 from roundpipe.errors import Busy, RoundPipeError
+from roundpipe.runtime.host_limit import current_limit
 from roundpipe.runtime.launcher import Launcher, wait_until
 from roundpipe.runtime.porter import Porter
 from roundpipe.runtime.switch_interval import quick_switching
@@ -136,6 +137,8 @@ class Runtime:
         devices: ``"cuda"``, ``"cuda:0,2"``, ``"cpu"``, ``"cpu:4"``; None takes those of ``ROUNDPIPE_DEVICES`` if
             it is set, else all CUDA devices, else one CPU device.
         strict: whether CPU devices check the order of every memory access; False for benchmarks.
+        host_memory_bytes: host memory that the process may use; None takes ``ROUNDPIPE_HOST_MEMORY``, such as
+            ``48GB``, if it is set, else what the machine and the container have.
 
     >>> with Runtime("cpu:2") as runtime:
     ...     [use.name for use in runtime.memory()]
@@ -143,10 +146,17 @@ class Runtime:
 
     It is closed when the process exits, if not before.
 
-    Raises `rp_transfer.DeviceStringError` and `rp_transfer.BackendUnavailable`.
+    Raises `rp_transfer.DeviceStringError` and `rp_transfer.BackendUnavailable`; `ValueError` if the memory that is
+    given is no size.
     """
 
-    def __init__(self, devices: str | None = None, *, strict: bool = True) -> None:
+    def __init__(
+        self, devices: str | None = None, *, strict: bool = True, host_memory_bytes: int | None = None
+    ) -> None:
+        _check_size(host_memory_bytes)
+        self._host_memory_bytes = host_memory_bytes
+        # A variable that cannot be read is refused here.
+        self.host_limit()
         if _AT_EXIT.has_begun:
             raise Closed("the process is ending: no runtime can be opened any more")
         threads = torch.get_num_threads()
@@ -162,6 +172,8 @@ class Runtime:
         self.num_calls = 0
         # The models whose host memory this backend allocated.
         self.states: weakref.WeakSet[ModelState] = weakref.WeakSet()
+        # For what memory of the host was told to be too small; each is told once.
+        self.memory_warnings: set[str] = set()
         self._launch = threading.Lock()
         self.closed = False
         self._has_ended = False
@@ -226,6 +238,10 @@ class Runtime:
         """Bytes that blocks and activations take on the host."""
         return self.backend.host_memory()
 
+    def host_limit(self) -> HostLimit:
+        """The limit on the process's host memory that leaves least free at this moment."""
+        return current_limit(self._host_memory_bytes)
+
     def close(self) -> None:
         """Finish launched work, end the threads, release the devices. May be called again."""
         self.closed = True
@@ -259,6 +275,11 @@ class Runtime:
 
 def _nothing() -> None:
     pass
+
+
+def _check_size(nbytes: object) -> None:
+    if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0):
+        raise ValueError(f"host_memory_bytes must be a number of bytes or None, but is {nbytes!r} instead")
 
 
 def lasting() -> AbstractContextManager[object]:

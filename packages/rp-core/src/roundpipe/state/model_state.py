@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +36,7 @@ class Block:
         memory: torch.Tensor | None = None,
         registration: object = None,
     ) -> None:
-        self.kind = found.kind
+        self.kind: Kind = found.kind
         self.users = found.users
         self.tensors = found.tensors
         self.layout = found.layout
@@ -146,9 +146,6 @@ class LayerState:
 
 Signature = tuple[object, ...]
 
-# Share of the machine's memory up to which weights get a second block by default.
-_LITTLE = 1 / 16
-
 
 # All modules of each layer, in the order of ``modules()``. Kept since torch's walk is slow and calls need several.
 Walk = tuple[tuple[torch.nn.Module, ...], ...]
@@ -200,19 +197,27 @@ def _has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode) -> tuple[LayerState, ...]:
+# Called with the groups of a model's tensors before their blocks are allocated; may raise to prevent that.
+Foresee = Callable[[Sequence[Group]], None]
+
+
+def build_layers(
+    backend: Backend, modules: Sequence[torch.nn.Module], pin: PinMode, foresee: Foresee
+) -> tuple[LayerState, ...]:
     """Group the layers' tensors into blocks.
 
     The tensors of a block are used by exactly the same layers. So a tied parameter gets a block of its own, and a
     module that occurs twice in the sequence has one block for both.
 
-    Raises `ValueError` for tensors that are not on the host, sparse tensors, parameters with hooks, and buffers
-    that require grad.
+    Raises what `foresee` raises, and `ValueError` for tensors that are not on the host, sparse tensors, parameters
+    with hooks, and buffers that require grad.
     """
     for index, module in enumerate(modules):
         for kind, tensor in tensors_of(module):
             _check_tensor(index, module, kind, tensor)
-    blocks = _build_blocks(backend, group(modules), pin)
+    groups = group(modules)
+    foresee(groups)
+    blocks = _build_blocks(backend, groups, pin)
     return tuple(
         LayerState(index, module, tuple(block for block in blocks if index in block.users))
         for index, module in enumerate(modules)
@@ -220,7 +225,7 @@ def build_layers(backend: Backend, modules: Sequence[torch.nn.Module], pin: PinM
 
 
 def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> list[Block]:
-    moving = [found for found in groups if _moves(found, pin)]
+    moving = [found for found in groups if moves(found, pin)]
     memories = backend.host_blocks([found.layout for found in moving])
     files = MappedFiles.now()
     for tensor in (tensor for found in moving for tensor in found.tensors):
@@ -236,7 +241,8 @@ def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> li
     return [moved.get(found) or Block(backend, found, files, registration=registration) for found in groups]
 
 
-def _moves(found: Group, pin: PinMode) -> bool:
+def moves(found: Group, pin: PinMode) -> bool:
+    """Whether these tensors move into a block, rather than stay in the memory where they are."""
     return pin == "alloc" or found.kind == "buffer" or not all(tensor.is_contiguous() for tensor in found.tensors)
 
 
@@ -271,6 +277,7 @@ class ModelState:
     the first of them that failed and left part of its gradients. `failed`: the error of a step that left part of
     its update. Both store text: an error object would keep its frames alive. `is_stepping`: a step function is
     running; only the optimizer's thread uses it. `is_part`: another model is stepped together with this one.
+    `double_buffer`: whether trained weights have second blocks; None until that is decided.
     """
 
     def __init__(
@@ -280,8 +287,9 @@ class ModelState:
         pin: PinMode,
         optim_dtype: torch.dtype | None,
         double_buffer: bool | None = False,
+        foresee: Foresee = lambda _: None,
     ) -> None:
-        self._double_buffer = double_buffer
+        self.double_buffer = double_buffer
         self.backend = backend
         self.modules = tuple(modules)
         self.pin: PinMode = pin
@@ -296,12 +304,12 @@ class ModelState:
         self.failed: str | None = None
         self.is_stepping = False
         self.is_part = False
-        self.build()
+        self.build(foresee)
 
     @torch.inference_mode(False)
-    def build(self) -> None:
+    def build(self, foresee: Foresee) -> None:
         """Build all blocks from the current layers; nothing may be running."""
-        self.layers = build_layers(self.backend, self.modules, self.pin)
+        self.layers = build_layers(self.backend, self.modules, self.pin, foresee)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         self._places: dict[int, int] = {}
@@ -331,7 +339,7 @@ class ModelState:
             if tensor.data_ptr() != value.data_ptr()
         ]
 
-    def rebuild(self) -> None:
+    def rebuild(self, foresee: Foresee) -> None:
         """`build` again, and keep the gradients of the parameters that are still trained."""
         held = {
             tensor: block.gradient.view(index).clone()
@@ -340,7 +348,7 @@ class ModelState:
             for index, tensor in enumerate(block.tensors)
             if index in block.gradient.written
         }
-        self.build()
+        self.build(foresee)
         for block in self.trainable:
             for index, tensor in enumerate(block.tensors):
                 if block.gradient is not None and tensor in held:
@@ -405,11 +413,9 @@ class ModelState:
 
     @torch.inference_mode(False)
     def make_backs(self) -> None:
-        """Create missing second blocks for trainable blocks, if `double_buffer`; its default is decided here."""
-        if self._double_buffer is None:
-            nbytes = sum(block.nbytes for block in self.trainable)
-            self._double_buffer = nbytes <= self.backend.host_memory().total_bytes * _LITTLE
-        for block in self.trainable if self._double_buffer else ():
+        """Create missing second blocks for trainable blocks, if `double_buffer`, which must have been decided."""
+        assert self.double_buffer is not None
+        for block in self.trainable if self.double_buffer else ():
             if block.memory is not None and block.back is None:
                 block.make_back(self.backend)
                 for value, back in zip(block.values, block.back_values, strict=True):

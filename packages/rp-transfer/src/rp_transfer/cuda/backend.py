@@ -22,7 +22,7 @@ from rp_transfer.checks import check_cast, check_copy
 from rp_transfer.cuda.pinned_pool import HostMemory
 from rp_transfer.errors import BackendUnavailable, Closed, PinningRefused
 from rp_transfer.memory.blocks import Layout
-from rp_transfer.memory.pages import Pinned
+from rp_transfer.memory.pages import MOST_PINNED_BYTES, Pinned
 from rp_transfer.memory.regions import Regions
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
@@ -57,8 +57,9 @@ class CudaEvent:
 class CudaStream:
     """One CUDA stream, shared by CuPy and torch. Threads that use it have called `CudaDevice.attach_thread`."""
 
-    def __init__(self, name: str, native: Any, torch_device: torch.device) -> None:
+    def __init__(self, name: str, native: Any, torch_device: torch.device, pinned: Pinned) -> None:
         self._name = name
+        self._pinned = pinned
         self.native = native
         self.torch_stream = torch.cuda.ExternalStream(native.ptr, device=torch_device)
 
@@ -82,11 +83,10 @@ class CudaStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue an asynchronous copy of raw bytes."""
         check_copy(destination, source)
+        into, out_of = destination.data_ptr(), source.data_ptr()
         nbytes = source.numel() * source.element_size()
-        if nbytes:
-            cupy.cuda.runtime.memcpyAsync(
-                destination.data_ptr(), source.data_ptr(), nbytes, _ANY_DIRECTION, self.native.ptr
-            )
+        for start, size in self._pinned.parts(nbytes, into, out_of) if nbytes else ():
+            cupy.cuda.runtime.memcpyAsync(into + start, out_of + start, size, _ANY_DIRECTION, self.native.ptr)
 
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue torch's conversion."""
@@ -101,16 +101,16 @@ class CudaStream:
 
 
 class CudaDevice:
-    """One GPU and its five streams."""
+    """One GPU and its five streams. `pinned`: the host memory that they copy from and to."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, pinned: Pinned) -> None:
         self._index = index
         self._name = f"cuda:{index}"
         self._torch_device = torch.device("cuda", index)
         # CuPy creates streams on the current device only.
         with cupy.cuda.Device(index), torch.cuda.device(index):
             streams = [
-                CudaStream(f"{self._name}/{name}", cupy.cuda.Stream(non_blocking=True), self._torch_device)
+                CudaStream(f"{self._name}/{name}", cupy.cuda.Stream(non_blocking=True), self._torch_device, pinned)
                 for name in _STREAMS
             ]
         self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = streams
@@ -189,17 +189,17 @@ class _CudaPins:
 
 
 class CudaBackend:
-    """The GPUs of the given indices.
+    """The GPUs of the given indices. `most_pinned_bytes`: the most host memory that is registered in one call.
 
     Raises `BackendUnavailable` if CuPy cannot use the driver, if CuPy and torch are built for different major
     versions of CUDA, or if a GPU cannot be opened.
     """
 
-    def __init__(self, indices: Sequence[int]) -> None:
+    def __init__(self, indices: Sequence[int], *, most_pinned_bytes: int = MOST_PINNED_BYTES) -> None:
         _check_versions()
-        self._devices = tuple(map(_open_device, indices))
+        self._pinned = Pinned(_CudaPins(indices[0]), most_pinned_bytes)
+        self._devices = tuple(_open_device(index, self._pinned) for index in indices)
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._pinned = Pinned(_CudaPins(indices[0]))
         self._host = HostMemory(self._pinned, total)
         self._regions = Regions(self._pinned)
         self._closed = False
@@ -254,9 +254,9 @@ class CudaBackend:
             self._host.clear()
 
 
-def _open_device(index: int) -> CudaDevice:
+def _open_device(index: int, pinned: Pinned) -> CudaDevice:
     try:
-        return CudaDevice(index)
+        return CudaDevice(index, pinned)
     except (cupy.cuda.runtime.CUDARuntimeError, torch.AcceleratorError) as error:
         raise BackendUnavailable(
             f"cuda:{index} cannot be opened: {error}; check with nvidia-smi that it has free memory and that no "

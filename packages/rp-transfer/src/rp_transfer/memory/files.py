@@ -45,7 +45,7 @@ class MappedFiles:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether all bytes of a contiguous host tensor are in a mapped file."""
-        return tensor.nbytes > 0 and self._hold(tensor.data_ptr(), tensor.nbytes)
+        return tensor.nbytes > 0 and self.covers(tensor.data_ptr(), tensor.nbytes)
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """Give back the pages of a host tensor's storage if that is in a mapped file; the values stay."""
@@ -54,7 +54,7 @@ class MappedFiles:
 
     def give_back_range(self, address: int, nbytes: int) -> None:
         """Give back the whole pages in ``[address, address + nbytes)`` if that is in a mapped file."""
-        if self._hold(address, nbytes):
+        if self.covers(address, nbytes):
             for start in range(address, address + nbytes, PIECE_BYTES):
                 _give_back(start, min(start + PIECE_BYTES, address + nbytes))
 
@@ -71,7 +71,8 @@ class MappedFiles:
             into[start : start + step].copy_(piece)
             self.give_back_range(piece.data_ptr(), piece.nbytes)
 
-    def _hold(self, address: int, nbytes: int) -> bool:
+    def covers(self, address: int, nbytes: int) -> bool:
+        """Whether ``[address, address + nbytes)`` is in one mapped file."""
         start, end = self._ranges[bisect_right(self._ranges, address, key=itemgetter(0)) - 1]
         return start <= address and address + nbytes <= end
 

@@ -7,7 +7,9 @@ import mmap
 import warnings
 import weakref
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -16,6 +18,11 @@ from rp_transfer.errors import PinningRefused, PinningWarning
 from rp_transfer.memory.guard import Guard
 
 PAGE_BYTES = mmap.PAGESIZE
+# In bytes: the most that is pinned at once. CUDA refuses to register 512 GiB and more in one call.
+MOST_PINNED_BYTES = 64 << 30
+
+# The address and size of a range of bytes.
+Range = tuple[int, int]
 
 
 class Pins(Protocol):
@@ -52,14 +59,22 @@ def give_back_freed() -> None:
 class Pinned:
     """The pinned address ranges of one backend. Warns once if pinning is refused.
 
+    Ranges of more than `most_bytes` are pinned in pieces of that size. A driver refuses copies that cross from one
+    piece to the next, so whoever copies asks `parts` where to cut.
+
     Finalizers remove ranges at any time, so a `Guard` protects the record.
     """
 
-    def __init__(self, pins: Pins) -> None:
+    def __init__(self, pins: Pins, most_bytes: int = MOST_PINNED_BYTES) -> None:
+        if most_bytes < PAGE_BYTES or most_bytes % PAGE_BYTES:
+            raise ValueError(f"most_bytes must be whole pages of {PAGE_BYTES} bytes, but is {most_bytes}")
         self._pins = pins
+        self._most_bytes = most_bytes
         self._guard = Guard()
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
+        # The addresses inside ranges at which a piece ends and the next one begins.
+        self._cuts: list[int] = []
         self._warned = False
         self._nbytes = 0
 
@@ -71,8 +86,9 @@ class Pinned:
 
     def hold(self, owner: object, address: int, nbytes: int) -> bool:
         """Pin the bytes until `owner` is garbage-collected; returns False if pinning was refused."""
+        pieces = _pieces(address, nbytes, self._most_bytes)
         try:
-            self._pins.pin(address, nbytes)
+            self._pin(pieces)
         except PinningRefused as refusal:
             self._warn(refusal)
             return False
@@ -81,7 +97,9 @@ class Pinned:
             insort(self._starts, address)
             self._ends[address] = address + nbytes
             self._nbytes += whole_pages(address, nbytes)
-        weakref.finalize(owner, self._release, address, nbytes).atexit = False
+            for start, _ in pieces[1:]:
+                insort(self._cuts, start)
+        weakref.finalize(owner, self._release, pieces).atexit = False
         return True
 
     def covers(self, address: int, nbytes: int) -> bool:
@@ -91,14 +109,38 @@ class Pinned:
             index = bisect_right(self._starts, address) - 1
             return nbytes == 0 or (index >= 0 and address + nbytes <= self._ends.get(self._starts[index], 0))
 
-    def _release(self, address: int, nbytes: int) -> None:
-        self._guard.afterwards(partial(self._forget, address, nbytes))
-        self._pins.unpin(address)
+    def parts(self, nbytes: int, *addresses: int) -> Sequence[Range]:
+        """Cut a copy between these addresses, pinned or not, so that no part crosses from one piece to the next.
 
-    def _forget(self, address: int, nbytes: int) -> None:
-        del self._ends[address]
+        Returns each part's offset and size. The memory must stay pinned meanwhile.
+        """
+        # Nearly always there is no cut. Those of memory in use stay where they are, so this needs no lock.
+        if not self._cuts:
+            return ((0, nbytes),)
+        with self._guard:
+            inside = {cut - start for start in addresses for cut in self._cuts if start < cut < start + nbytes}
+        return [(start, stop - start) for start, stop in pairwise(sorted({0, nbytes} | inside))]
+
+    def _pin(self, pieces: Sequence[Range]) -> None:
+        for index, piece in enumerate(pieces):
+            try:
+                self._pins.pin(*piece)
+            except BaseException:
+                for start, _ in pieces[:index]:
+                    self._pins.unpin(start)
+                raise
+
+    def _release(self, pieces: Sequence[Range]) -> None:
+        self._guard.afterwards(partial(self._forget, pieces))
+        for start, _ in pieces:
+            self._pins.unpin(start)
+
+    def _forget(self, pieces: Sequence[Range]) -> None:
+        address = pieces[0][0]
+        self._nbytes -= whole_pages(address, self._ends.pop(address) - address)
         del self._starts[bisect_left(self._starts, address)]
-        self._nbytes -= whole_pages(address, nbytes)
+        for start, _ in pieces[1:]:
+            del self._cuts[bisect_left(self._cuts, start)]
 
     def _warn(self, refusal: PinningRefused) -> None:
         with self._guard:
@@ -111,6 +153,13 @@ class Pinned:
                 PinningWarning,
                 stacklevel=2,
             )
+
+
+def _pieces(address: int, nbytes: int, most_bytes: int) -> list[Range]:
+    """Cut a range at pages, into pieces of at most `most_bytes`: no page is part of two."""
+    first = address // PAGE_BYTES * PAGE_BYTES
+    cuts = range(first + most_bytes, address + nbytes, most_bytes)
+    return [(start, stop - start) for start, stop in pairwise([address, *cuts, address + nbytes])]
 
 
 class Slab:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from rp_presets import causal_lm_loss
+from rp_transfer import resident_bytes
 from torch import Tensor
 
 from roundpipe import RoundPipeRunConfig, Runtime, optim, wrap_model_to_roundpipe
 from roundpipe.cli.options import Options
 from roundpipe.cli.output import finished_files, writing
-from roundpipe.cli.report import StepFigures, resident_bytes
+from roundpipe.cli.report import StepFigures
 from roundpipe.cli.training import data
 from roundpipe.cli.training.model import ModelSize, make_model, save_model
 from roundpipe.cli.training.windows import Windows

@@ -1,0 +1,1 @@
+"""What `roundpipe env` tells: versions, memory, devices, rates, and what is missing."""

@@ -1,0 +1,70 @@
+"""Facts in sections: printed as text for people, or as JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A name such as ``host_copy``, a value for scripts, and the words for it, if they differ from the value."""
+
+    name: str
+    value: object
+    words: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name for people; an environment variable's stays as it is."""
+        return self.name if self.name.isupper() else self.name.replace("_", " ")
+
+    @property
+    def text(self) -> str:
+        """The value in words."""
+        return str(self.value) if self.words is None else self.words
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Facts under a title."""
+
+    title: str
+    facts: tuple[Fact, ...]
+
+
+def as_text(sections: Sequence[Section], missing: Sequence[str]) -> str:
+    """Lines of plain text, the names of a section aligned; then what is missing. Empty sections are left out.
+
+    >>> print(as_text([Section("host", (Fact("cores", 2), Fact("memory", 1024, "1.0 KiB")))], []))
+    host
+      cores   2
+      memory  1.0 KiB
+    missing
+      nothing
+    """
+    lines = [line for section in sections if section.facts for line in _lines(section)]
+    return _without_home("\n".join([*lines, "missing", *(f"  {words}" for words in missing or ["nothing"])]))
+
+
+def as_json(sections: Sequence[Section], missing: Sequence[str]) -> str:
+    """One object: a section is an object of its facts, what is missing a list.
+
+    >>> as_json([Section("host", (Fact("cores", 2),))], [])
+    '{"host": {"cores": 2}, "missing": []}'
+    """
+    found = {section.title: {fact.name: fact.value for fact in section.facts} for section in sections}
+    return _without_home(json.dumps({**found, "missing": list(missing)}))
+
+
+def _lines(section: Section) -> list[str]:
+    width = max((len(fact.name) for fact in section.facts), default=0)
+    return [section.title, *(f"  {fact.label.ljust(width)}  {fact.text}" for fact in section.facts)]
+
+
+def _without_home(text: str) -> str:
+    # It is pasted into issues, where nobody needs the user's name.
+    home = str(Path.home())
+    return text.replace(home, "~") if len(home) > 1 else text

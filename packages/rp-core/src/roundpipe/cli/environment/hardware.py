@@ -1,0 +1,105 @@
+"""The machine: processor, host memory and its limits, devices, and their measured rates."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rp_transfer import (
+    BackendUnavailable,
+    DeviceStringError,
+    HostLimit,
+    MemoryUse,
+    PinningWarning,
+    host_limits,
+    open_backend,
+)
+
+from roundpipe.cli.environment.facts import Fact, Section
+from roundpipe.cli.environment.rates import Link, Rates, measured_rates
+from roundpipe.cli.errors import Refused
+from roundpipe.telemetry.tables import readable_bytes
+
+
+def hardware(devices: str | None) -> tuple[list[Section], list[str]]:
+    """Open the devices and measure. Returns the sections of the host and of the devices, and what went wrong.
+
+    Raises `Refused` for a devices string that cannot be parsed.
+    """
+    problems: list[str] = []
+    uses, rates = (), None
+    try:
+        uses, rates = _measured(devices, problems)
+    except BackendUnavailable as error:
+        problems.append(f"devices cannot be opened: {error}")
+    except DeviceStringError as error:
+        raise Refused(str(error)) from error
+    return [Section("host", tuple(_host(rates))), Section("devices", tuple(_devices(uses, rates)))], problems
+
+
+def _measured(devices: str | None, problems: list[str]) -> tuple[tuple[MemoryUse, ...], Rates]:
+    backend = open_backend(devices, strict=False)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PinningWarning)
+            rates = measured_rates(backend)
+        problems += [str(found.message) for found in caught if issubclass(found.category, PinningWarning)]
+        return tuple(device.memory() for device in backend.devices), rates
+    finally:
+        backend.close()
+
+
+def _host(rates: Rates | None) -> Iterator[Fact]:
+    yield Fact("processor", _processor())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Fact("cores", cores)
+    yield Fact("torch_threads", torch.get_num_threads())
+    for limit in host_limits():
+        yield _memory(limit)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = locked == resource.RLIM_INFINITY
+    words = f"{'unlimited' if unlimited else readable_bytes(locked)} (ulimit -l)"
+    yield Fact("locked_memory", {"limit_bytes": None if unlimited else locked}, words)
+    if rates is not None:
+        yield Fact("host_copy", {"gb_s": rates.host_gb_s}, f"{rates.host_gb_s:.1f} GB/s, reading and writing")
+
+
+def _memory(limit: HostLimit) -> Fact:
+    found = {"total_bytes": limit.total_bytes, "free_bytes": limit.free_bytes}
+    words = f"{readable_bytes(limit.total_bytes)}, {readable_bytes(limit.free_bytes)} free"
+    return Fact(f"{limit.name.removeprefix('the ')}_memory", found, words)
+
+
+def _devices(uses: tuple[MemoryUse, ...], rates: Rates | None) -> Iterator[Fact]:
+    for index, use in enumerate(uses):
+        if use.name.startswith("cuda"):
+            yield _gpu(use, rates.links[index] if rates is not None else None)
+        else:
+            yield Fact(use.name, {"name": "virtual"}, "virtual, in host memory")
+
+
+def _gpu(use: MemoryUse, link: Link | None) -> Fact:
+    index = int(use.name.split(":")[1])
+    free, total = torch.cuda.mem_get_info(index)
+    name = torch.cuda.get_device_name(index)
+    found = {"name": name, "total_bytes": total, "free_bytes": free, "usable_bytes": use.total_bytes}
+    words = f"{name}, {readable_bytes(total)}, {readable_bytes(free)} free"
+    if link is None:
+        return Fact(use.name, found, words)
+    rates = f"{link.upload_gb_s:.1f} GB/s to it, {link.download_gb_s:.1f} GB/s back"
+    return Fact(use.name, found | asdict(link), f"{words}; {rates}")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,79 @@
+"""Versions of Python and of the packages that matter, and the variables that change what they do."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import rp_optim
+import torch
+from rp_optim import KernelUnavailable
+
+from roundpipe.cli.environment.facts import Fact, Section
+
+MEMBERS = ("rp-core", "rp-batch", "rp-transfer", "rp-sched", "rp-optim", "rp-presets")
+# CuPy is published under a name for each version of CUDA.
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+_OTHERS = ("transformers", "peft", "safetensors", "numpy")
+_VARIABLES = (
+    "ROUNDPIPE_DEVICES",
+    "ROUNDPIPE_HOST_MEMORY",
+    "RP_OPTIM_KERNEL",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "OMP_NUM_THREADS",
+)
+
+
+def software() -> Section:
+    """Versions; None, "not installed" in words, for a package that is not there."""
+    return Section("versions", tuple(_versions()))
+
+
+def settings() -> Section:
+    """The environment variables that are set, of those that matter."""
+    found = [Fact(name, os.environ[name]) for name in _VARIABLES if name in os.environ]
+    return Section("variables", tuple(found))
+
+
+def kernels() -> Section:
+    """The optimizers' kernel: its name is the instruction set that it was compiled for."""
+    available = rp_optim.available_kernels()
+    try:
+        in_use = rp_optim.kernel_in_use()
+    except KernelUnavailable as error:
+        return Section("kernels", (Fact("in_use", None, f"none: {error}"), Fact("available", list(available))))
+    words = "torch's operations, which are slower" if in_use == "torch" else f"compiled for {in_use}"
+    return Section(
+        "kernels", (Fact("in_use", in_use, words), Fact("available", list(available), ", ".join(available)))
+    )
+
+
+def installed(name: str) -> str | None:
+    """The version of a distribution, or None.
+
+    >>> installed("no-such-package") is None
+    True
+    """
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _versions() -> Iterator[Fact]:
+    yield Fact("python", platform.python_version())
+    yield Fact("system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    yield Fact("torch", torch.__version__)
+    yield Fact("torch_cuda", torch.version.cuda, torch.version.cuda or "none: a build without CUDA")
+    for name in CUPY:
+        if (found := installed(name)) is not None:
+            yield Fact("cupy", found, f"{found} ({name})")
+            break
+    else:
+        yield Fact("cupy", None, "not installed")
+    for name in (*_OTHERS, *MEMBERS):
+        found = installed(name)
+        yield Fact(name, found, found or "not installed")

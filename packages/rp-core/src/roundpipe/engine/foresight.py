@@ -1,0 +1,219 @@
+"""Checks before host memory is allocated: when a model is wrapped, gets masters, is called, and is stepped."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from rp_optim import state_bytes
+from rp_optim.host import HostOptimizer
+from rp_transfer import Group, MappedFiles
+from torch.optim import Optimizer
+
+from roundpipe.engine.forecast import MemoryForecast, likely
+from roundpipe.engine.host_bytes import HostBytes, added, given_to, held_by, needed_by
+from roundpipe.engine.memory_report import state_bytes_now
+from roundpipe.errors import HostMemoryWarning
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.state.gradient import sum_dtype
+from roundpipe.state.model_state import Block, ModelState, PinMode, moves
+
+# Share of the host's memory up to which weights get second blocks by default.
+_LITTLE = 1 / 16
+
+
+class Foresight:
+    """Foresees the host memory of one model, which may have several states, and refuses what does not fit.
+
+    What is certain and does not fit raises `HostMemoryShort`, before anything is allocated; what is only likely
+    issues a `HostMemoryWarning`.
+    """
+
+    def __init__(self, name: str, runtime: Runtime) -> None:
+        self._name = name
+        self._runtime = runtime
+        # The number of parameters of each optimizer when its step was last checked.
+        self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # Of the calls that were checked.
+        self._most_activations = 0
+
+    def check_wrapping(
+        self,
+        groups: Sequence[Group],
+        *,
+        pin: PinMode,
+        optim_dtype: torch.dtype | None,
+        double_buffer: bool | None,
+        in_training_mode: bool,
+    ) -> None:
+        """Check a model that is about to move into its blocks.
+
+        Its weights are certain. Who gives an `optim_dtype` will train: gradients and masters are certain, too, and
+        Adam's state is likely. A model in training mode is likely to be trained.
+        """
+        # Second blocks that nobody has asked for are left out where they do not fit.
+        whole = needed_by(groups, pin, optim_dtype, second_blocks=double_buffer is True)
+        final, peak = _growth([found for found in groups if moves(found, pin)])
+        inside = max(whole.weights + whole.buffers - max(final, 0), 0)
+        held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
+        trained = self._forecast("to train", whole, held, ())
+        resting = replace(
+            trained, purpose="for its weights", whole=HostBytes(weights=whole.weights, buffers=whole.buffers)
+        )
+        certain = resting if optim_dtype is None else trained
+        certain = replace(certain, passing_bytes=max(peak - certain.to_come.total, 0))
+        certain.check(likely(certain))
+        if whole.masters and (in_training_mode or optim_dtype is not None):
+            self._warn(likely(trained))
+
+    def check_rebuilding(self, state: ModelState, groups: Sequence[Group]) -> None:
+        """Check a model whose blocks are about to be made anew: the old ones are freed when all are made."""
+        held = held_by([state])
+        moving = sum(found.layout.nbytes for found in groups if moves(found, state.pin))
+        replace(self._forecast("to rebuild its blocks", held, held, [state]), passing_bytes=moving).check()
+
+    def check_training(self, states: Sequence[ModelState]) -> None:
+        """Check a model that is about to get masters or second blocks; decide about the latter by default."""
+        if all(map(_is_complete, states)):
+            return
+        certain = self._forecast("to train", _needed_by(states), held_by(states), states)
+        certain.check(likely(certain))
+        for state in states:
+            if state.double_buffer is None:
+                state.double_buffer = self._has_room_for_second(state, states)
+
+    def _has_room_for_second(self, state: ModelState, states: Sequence[ModelState]) -> bool:
+        """Whether second blocks take little of the host's memory, and fit beside all that is likely to come."""
+        nbytes = sum(block.nbytes for block in state.trainable)
+        whole = _needed_by(states) + HostBytes(second_blocks=nbytes)
+        trained = likely(self._forecast("to train", whole, held_by(states), states))
+        return nbytes <= trained.limit.total_bytes * _LITTLE and trained.fits
+
+    def check_call(
+        self, state: ModelState, additions: Mapping[Block, int], activations: int, *, is_measured: bool
+    ) -> None:
+        """Check a call.
+
+        Args:
+            additions: how many tasks, of this call and those before it, add to a block's gradients.
+            activations: bytes of activations that the call has on the host.
+            is_measured: the activations are known from earlier calls, not guessed.
+        """
+        missing = sum(_missing_gradients(block, count) for block, count in additions.items())
+        pool = self.pool_bytes()
+        if not missing and activations <= max(pool, self._most_activations):
+            return
+        held = held_by([state]) + HostBytes(activations=pool)
+        whole = held + HostBytes(gradients=missing)
+        called = replace(whole, activations=max(activations, pool))
+        self._forecast("for this call", called if is_measured else whole, held, [state]).check()
+        if not is_measured:
+            self._warn(self._forecast("for this call, as guessed", called, held, [state]))
+        self._most_activations = max(self._most_activations, activations)
+
+    def check_step(self, states: Sequence[ModelState], optimizer: Optimizer) -> None:
+        """Check an optimizer's step inside a step function of these states, unless it was checked before.
+
+        An optimizer of torch's reads all gradients in the masters' dtype, copies that it has meanwhile.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        masters = {master for state in states for master in state.masters.values()}
+        own = sum(parameter.nbytes for parameter in parameters if parameter in masters)
+        if not own or self._checked.get(optimizer) == len(parameters):
+            return
+        copies = 0 if isinstance(optimizer, HostOptimizer) else own
+        held = held_by(states) + HostBytes(optimizer_state=state_bytes_now(optimizer))
+        whole = replace(held, optimizer_state=state_bytes(optimizer) or held.optimizer_state)
+        purpose = f"for the step of {type(optimizer).__name__}"
+        replace(self._forecast(purpose, whole, held, states), passing_bytes=copies).check()
+        self._checked[optimizer] = len(parameters)
+
+    def forecast(
+        self, states: Sequence[ModelState], optimizers: Sequence[Optimizer], *, additions: int
+    ) -> MemoryForecast:
+        """What training the model takes in all; Adam's state is assumed if no optimizers are given."""
+        state_now = sum(map(state_bytes_now, optimizers))
+        held = held_by(states) + HostBytes(optimizer_state=state_now, activations=self.pool_bytes())
+        more = [_all_gradients(block, additions) - block.nbytes for state in states for block in state.trainable]
+        whole = _needed_by(states) + HostBytes(gradients=sum(more), activations=held.activations)
+        found = self._forecast("to train", whole, held, states)
+        if not optimizers:
+            return likely(found)
+        told = sum(state_bytes(optimizer) or state_bytes_now(optimizer) for optimizer in optimizers)
+        return replace(found, whole=replace(whole, optimizer_state=told))
+
+    def pool_bytes(self) -> int:
+        """Host memory of the runtime that belongs to no model's blocks: activations, idle buffers, staging."""
+        return max(self._runtime.host_memory().used_bytes - given_to(list(self._runtime.states)), 0)
+
+    def _warn(self, forecast: MemoryForecast) -> None:
+        # Once for each purpose: a model may have many parts, and a training run has many calls.
+        if not forecast.fits and forecast.purpose not in self._runtime.memory_warnings:
+            self._runtime.memory_warnings.add(forecast.purpose)
+            warnings.warn(forecast.explained("is likely to need"), HostMemoryWarning, stacklevel=2)
+
+    def _forecast(
+        self, purpose: str, whole: HostBytes, held: HostBytes, own: Sequence[ModelState]
+    ) -> MemoryForecast:
+        others = [state for state in list(self._runtime.states) if state not in own and _will_train(state)]
+        return MemoryForecast(
+            name=self._name,
+            purpose=purpose,
+            whole=whole,
+            held=held,
+            limit=self._runtime.host_limit(),
+            others_bytes=sum(_needed_by([state]).beyond(held_by([state])).total for state in others),
+        )
+
+
+def _needed_by(states: Sequence[ModelState]) -> HostBytes:
+    """What training takes, with the second blocks that were decided for."""
+    return added(
+        needed_by(state.blocks, state.pin, state.optim_dtype, second_blocks=state.double_buffer is True)
+        for state in states
+    )
+
+
+def _growth(moving: Sequence[Group]) -> tuple[int, int]:
+    """By how much memory grows while tensors move into blocks, one block at a time: at the end, and at most.
+
+    Memory that a tensor leaves is freed, unless it is a file's, which was not in memory.
+    """
+    files = MappedFiles.now()
+    left = Counter(tensor.untyped_storage().data_ptr() for found in moving for tensor in found.tensors)
+    grown = peak = 0
+    for found in moving:
+        grown += found.layout.nbytes
+        peak = max(peak, grown)
+        for storage in map(torch.Tensor.untyped_storage, found.tensors):
+            left[storage.data_ptr()] -= 1
+            if not left[storage.data_ptr()] and not files.covers(storage.data_ptr(), storage.nbytes()):
+                grown -= storage.nbytes()
+    return grown, peak
+
+
+def _is_complete(state: ModelState) -> bool:
+    """Whether the model has all masters and second blocks that training takes."""
+    has_masters = all(parameter in state.masters for parameter in state.trainable_tensors())
+    has_second = all(block.back is not None for block in state.trainable if block.memory is not None)
+    return has_masters and state.double_buffer is not None and (has_second or not state.double_buffer)
+
+
+def _will_train(state: ModelState) -> bool:
+    return bool(state.trainable) and (state.optim_dtype is not None or bool(state.masters))
+
+
+def _missing_gradients(block: Block, additions: int) -> int:
+    """Bytes of gradient blocks that are not allocated yet."""
+    assert block.gradient is not None
+    return max(_all_gradients(block, additions) - block.gradient.nbytes, 0)
+
+
+def _all_gradients(block: Block, additions: int) -> int:
+    """Bytes of gradients to which so many tasks add: in 16 bits two blocks at most, otherwise one."""
+    most = 1 if sum_dtype(block.layout.dtype) == block.layout.dtype else 2
+    return min(additions, most) * block.nbytes

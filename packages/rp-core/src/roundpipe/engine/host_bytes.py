@@ -1,0 +1,122 @@
+"""Host memory of models by kind: what they hold, and what they will hold when they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+
+import torch
+from rp_transfer import Group
+
+from roundpipe.state.model_state import Block, ModelState, PinMode, moves
+
+_NAMES = {
+    "weights": "weights",
+    "second_blocks": "second blocks",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "masters": "masters",
+    "optimizer_state": "optimizer state",
+    "activations": "activations and pool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """Bytes of host memory by kind.
+
+    `weights`: frozen and trained ones, without the second blocks of `double_buffer`. `activations`: with results,
+    idle buffers kept for later calls, and staging memory of copies.
+
+    >>> (HostBytes(weights=4, masters=2) + HostBytes(weights=1)).total
+    7
+    """
+
+    weights: int = 0
+    second_blocks: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    masters: int = 0
+    optimizer_state: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds."""
+        return sum(nbytes for _, nbytes in self.by_kind())
+
+    def by_kind(self) -> list[tuple[str, int]]:
+        """Each kind's name for people, and its bytes."""
+        return [(_NAMES[field.name], getattr(self, field.name)) for field in fields(self)]
+
+    def beyond(self, held: HostBytes) -> HostBytes:
+        """How much of each kind is still missing if these are held already.
+
+        >>> HostBytes(weights=4, masters=2).beyond(HostBytes(weights=5, masters=1))
+        HostBytes(weights=0, second_blocks=0, buffers=0, gradients=0, masters=1, optimizer_state=0, activations=0)
+        """
+        names = [field.name for field in fields(self)]
+        return HostBytes(*(max(getattr(self, name) - getattr(held, name), 0) for name in names))
+
+    def __add__(self, other: HostBytes) -> HostBytes:
+        names = [field.name for field in fields(self)]
+        return HostBytes(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+def added(parts: Iterable[HostBytes]) -> HostBytes:
+    """The sum by kind."""
+    return reduce(HostBytes.__add__, parts, HostBytes())
+
+
+def held_by(states: Sequence[ModelState]) -> HostBytes:
+    """What these models hold now, without the optimizers' state and activations."""
+    masters = sum(master.nbytes for state in states for master in list(state.masters.values()))
+    return added(_held(block) for state in states for block in state.blocks) + HostBytes(masters=masters)
+
+
+def given_to(states: Sequence[ModelState]) -> int:
+    """Bytes that the backend allocated for these models' blocks; tensors left in their own memory do not count."""
+    # Blocks may be allocated or released by other threads meanwhile.
+    blocks = [block for state in states for block in state.blocks]
+    memory = sum(block.memory.nbytes for block in blocks if block.memory is not None)
+    return memory + added(map(_beside_weights, blocks)).total
+
+
+def needed_by(
+    blocks: Iterable[Group | Block], pin: PinMode, optim_dtype: torch.dtype | None, *, second_blocks: bool
+) -> HostBytes:
+    """What a model will hold once it is trained, without the optimizer's state and activations.
+
+    `blocks`: the model's, or the groups that they will be made from. One task between steps adds to each gradient;
+    more tasks may take a second block.
+    """
+    return added(_needed(block, pin, optim_dtype, second_blocks) for block in blocks)
+
+
+def _held(block: Block) -> HostBytes:
+    nbytes = sum(tensor.nbytes for tensor in block.host_tensors())
+    own = HostBytes(buffers=nbytes) if block.kind == "buffer" else HostBytes(weights=nbytes)
+    return own + _beside_weights(block)
+
+
+def _beside_weights(block: Block) -> HostBytes:
+    return HostBytes(
+        second_blocks=0 if block.back is None else block.back.nbytes,
+        gradients=0 if block.gradient is None else block.gradient.nbytes,
+    )
+
+
+def _needed(block: Group | Block, pin: PinMode, optim_dtype: torch.dtype | None, second_blocks: bool) -> HostBytes:
+    is_moved = moves(block, pin) if isinstance(block, Group) else block.memory is not None
+    nbytes = layout_bytes = block.layout.nbytes
+    if not is_moved:
+        nbytes = sum(tensor.nbytes for tensor in block.tensors)
+    if block.kind != "trainable":
+        return HostBytes(buffers=nbytes) if block.kind == "buffer" else HostBytes(weights=nbytes)
+    return HostBytes(
+        weights=nbytes,
+        second_blocks=layout_bytes if is_moved and second_blocks else 0,
+        gradients=layout_bytes,
+        masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in block.tensors),
+    )

@@ -1,0 +1,65 @@
+"""The size of an optimizer's state, known before its first step: of this package's optimizers, and of torch's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter, defaultdict
+from typing import Any, cast
+
+import torch
+
+from rp_optim.host import Group, HostOptimizer, nbytes_of_state
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """Bytes of the optimizer's state once it has stepped all its parameters; None if that cannot be told.
+
+    Known for this package's optimizers, and for those in ``torch.optim`` whose step needs no closure: these step
+    once on the meta device, where tensors have no memory. The optimizer itself does not change.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(10, 10))
+    >>> state_bytes(torch.optim.SGD([weight], momentum=0.9))
+    400
+    >>> state_bytes(torch.optim.LBFGS([weight])) is None
+    True
+    """
+    if isinstance(optimizer, HostOptimizer):
+        return optimizer.state_bytes()
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return None
+    try:
+        return sum(_of_group(optimizer, group) for group in optimizer.param_groups)
+    except Exception:  # what an optimizer of torch's raises on the meta device is not documented
+        return None
+
+
+def _of_group(optimizer: torch.optim.Optimizer, group: Group) -> int:
+    # Parameters of one shape have states of one size: a model has thousands of parameters, but few shapes.
+    counts = Counter((parameter.shape, parameter.dtype) for parameter in group["params"])
+    tried = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in counts]
+    states = _step_once(optimizer, group, tried)
+    return sum(
+        count * nbytes_of_state(states[parameter]) for parameter, count in zip(tried, counts.values(), strict=True)
+    )
+
+
+def _step_once(
+    optimizer: torch.optim.Optimizer, group: Group, parameters: list[torch.nn.Parameter]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Step these parameters in a copy of the optimizer; return their states."""
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    plain = {name: False for name in ("foreach", "fused", "capturable") if name in group}
+    twin.param_groups = [{**group, **plain, "params": parameters}]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        # The class's own function, without hooks, and without what learning rate schedulers put in its place.
+        with torch.no_grad():
+            inspect.unwrap(type(twin).step)(twin)
+    except RuntimeError:
+        # Adafactor reads values, which there are none of, after it has made its state.
+        if not all(twin.state[parameter] for parameter in parameters):
+            raise
+    return cast("dict[torch.Tensor, dict[str, Any]]", twin.state)
