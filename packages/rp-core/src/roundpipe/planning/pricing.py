@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from rp_sched import Device, Host, LayerCost, Limits
+from rp_sched import Course, Device, Host, LayerCost, Limits
 
 from roundpipe.planning.footprint import Footprint
 from roundpipe.planning.probe import probed
@@ -58,9 +58,18 @@ class Pricing:
         machinery = Machinery(
             self._memory_bytes,
             timer.speeds.of(self._devices),
-            None if self._on_host else replace(self._host, double_buffer=is_double),
+            None
+            if self._on_host
+            else replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share),
         )
         return priced(limits, self._runtime.machine.rates(), machinery)
+
+    def note_call(self, timer: ModelTimer, course: Course, call_ms: float) -> None:
+        """Calls under this plan take so long; what that shows of the GIL counts from the next call on."""
+        if not self._on_host:
+            launch_ms = course.work.launch_ms
+            share = course.loads.limits.host.launch_gil_share
+            timer.note_gil(call_ms, launch_ms, course.loads_ms(self.devices)["GIL"] - share * launch_ms)
 
     @property
     def devices(self) -> int:

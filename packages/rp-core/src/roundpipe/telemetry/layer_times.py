@@ -160,6 +160,8 @@ class ModelTimer:
         self._taken = 0
         # How many samples are wanted before calls are measured seldom.
         self._wanted = YOUNG_CALLS
+        # The most of launching that can hold the GIL, from what calls have shown.
+        self.launch_gil_share = 1.0
         # Whether the latest measured call took another time than expected.
         self._is_suspect = False
 
@@ -198,7 +200,17 @@ class ModelTimer:
         if self.VERBOSE:
             _LOG.info("%s", _table(self.what, forward, backward))
 
+    def note_gil(self, call_ms: float, launch_ms: float, other_ms: float) -> None:
+        """A call takes so long; of that, launching holds the GIL for what the other holders leave at most.
+
+        `launch_ms`, `other_ms`: the processor time of all that a call launches, and of all else that holds the GIL.
+        """
+        if launch_ms:
+            share = max(call_ms - other_ms, 0.0) / launch_ms
+            self.launch_gil_share = min(share, self.launch_gil_share)
+
     def _measure_again(self) -> None:
+        self.launch_gil_share = 1.0
         self._is_suspect = False
         self.estimator.restart()
         self._wanted = self.estimator.samples + YOUNG_CALLS
