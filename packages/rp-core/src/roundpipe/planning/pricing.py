@@ -55,13 +55,9 @@ class Pricing:
         """These limits with what was measured, for plans from measured times."""
         # The first step may make second blocks.
         is_double = any(block.back is not None for block in self._state.trainable)
-        machinery = Machinery(
-            self._memory_bytes,
-            timer.speeds.of(self._devices),
-            None
-            if self._on_host
-            else replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share),
-        )
+        host = replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share)
+        speeds = timer.speeds.of(self._devices)
+        machinery = Machinery(self._memory_bytes, speeds, None if self._on_host else host)
         return priced(limits, self._runtime.machine.rates(), machinery)
 
     def note_call(self, timer: ModelTimer, course: Course, call_ms: float) -> None:

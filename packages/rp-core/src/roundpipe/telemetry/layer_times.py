@@ -25,6 +25,8 @@ SELDOM = 63
 # If all layers of that call and of the next one together took so much more or less, as a part of what they are
 # thought to take, it is no accident: the next ones are measured again.
 _DRIFT = 0.15
+# A part of launching that is less by so much is news.
+_NEWS = 0.05
 
 _Interval = tuple[Event, Event]
 
@@ -203,11 +205,12 @@ class ModelTimer:
     def note_gil(self, call_ms: float, launch_ms: float, other_ms: float) -> None:
         """A call takes so long; of that, launching holds the GIL for what the other holders leave at most.
 
-        `launch_ms`, `other_ms`: the processor time of all that a call launches, and of all else that holds the GIL.
+        `launch_ms`, `other_ms`: processor time of all that a call launches, and of all else that holds the GIL.
         """
-        if launch_ms:
-            share = max(call_ms - other_ms, 0.0) / launch_ms
-            self.launch_gil_share = min(share, self.launch_gil_share)
+        share = max(call_ms - other_ms, 0.0) / launch_ms if launch_ms else 1.0
+        # Not for every call that is a little faster: plans are searched again when it changes.
+        if share < (1 - _NEWS) * self.launch_gil_share:
+            self.launch_gil_share = share
 
     def _measure_again(self) -> None:
         self.launch_gil_share = 1.0
