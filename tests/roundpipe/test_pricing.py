@@ -234,11 +234,14 @@ def test_a_promise_is_that_of_the_plan_in_use():
 
 
 class Taken(LayerTimes):
-    """A launch of one layer that took so long."""
+    """A launch of one layer that took so long, and whose launching took so long."""
 
-    def __init__(self, timer: ModelTimer, ms: float) -> None:
+    def __init__(self, timer: ModelTimer, ms: float, launch_ms: float = 1.0) -> None:
         super().__init__(timer)
-        self._ms = ms
+        self._ms, self._launch_ms = ms, launch_ms
+
+    def launch_ms(self) -> dict[int, dict[str, float]]:
+        return {0: {"forward_launch_ms": self._launch_ms}}
 
     def forward_ms(self) -> dict[int, float]:
         return {0: self._ms}
@@ -272,6 +275,16 @@ def test_a_drift_is_measured_again_and_replaces_the_estimate():
     assert launched(timer, SELDOM, 13.0) == 1
     assert timer.estimator.moved(0.2)
     assert timer.costs([LayerCost(0.0)])[0].forward_ms == pytest.approx(13.0)
+
+
+def test_launching_that_drifts_is_measured_again_though_layers_take_as_long_as_before():
+    timer = ModelTimer("m", 1)
+    launched(timer, YOUNG_CALLS + 1, 10.0)
+    for _ in range(2):
+        timer.take(Taken(timer, 10.0, launch_ms=1.5))
+    assert timer.is_young()
+    timer.take(Taken(timer, 10.0, launch_ms=1.5))
+    assert timer.costs([LayerCost(0.0)])[0].forward_launch_ms == pytest.approx(1.5)
 
 
 def test_a_single_slow_call_changes_nothing():

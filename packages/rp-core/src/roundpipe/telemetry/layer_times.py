@@ -184,17 +184,15 @@ class ModelTimer:
         """Add the times of a launch that is over."""
         forward, backward, launches = times.forward_ms(), times.backward_ms(), times.launch_ms()
         was_suspect = self._is_suspect
-        self._is_suspect = not self.is_young() and self._has_drifted(forward, backward)
+        computing = {layer: {"forward_ms": ms} for layer, ms in forward.items()}
+        for layer, ms in backward.items():
+            computing.setdefault(layer, {})["backward_ms"] = ms
+        self._is_suspect = not self.is_young() and (self._has_drifted(computing) or self._has_drifted(launches))
         if self._is_suspect and was_suspect:
             self._measure_again()
         elif not self._is_suspect:
-            for layer in sorted({*forward, *backward}):
-                self.estimator.add(
-                    layer,
-                    forward_ms=forward.get(layer),
-                    backward_ms=backward.get(layer),
-                    **launches.get(layer, {}),
-                )
+            for layer, found in computing.items():
+                self.estimator.add(layer, **found, **launches.get(layer, {}))
         # The first call includes warm-up.
         if self._taken:
             self._note_devices(times)
@@ -224,11 +222,13 @@ class ModelTimer:
         if self._machine is not None:
             self._machine.note_call(times.transfers)
 
-    def _has_drifted(self, forward: dict[int, float], backward: dict[int, float]) -> bool:
-        estimate = self.estimator.estimate
-        found = [("forward_ms", layer, ms) for layer, ms in forward.items()]
-        found += [("backward_ms", layer, ms) for layer, ms in backward.items()]
-        pairs = [(ms, known) for name, layer, ms in found if (known := estimate(name, layer)) is not None]
+    def _has_drifted(self, found: dict[int, dict[str, float]]) -> bool:
+        pairs = [
+            (ms, known)
+            for layer, times in found.items()
+            for name, ms in times.items()
+            if (known := self.estimator.estimate(name, layer)) is not None
+        ]
         known_ms = sum(known for _, known in pairs)
         return abs(sum(ms for ms, _ in pairs) - known_ms) > _DRIFT * known_ms
 
