@@ -11,6 +11,7 @@ from plain import batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.planning.adaptive import PlanInUse
 from roundpipe.telemetry.layer_times import YOUNG_CALLS, LayerTimes, ModelTimer
+from roundpipe.telemetry.machine import Rates
 from rp_sched import LayerCost, Limits
 from torch import nn
 
@@ -144,6 +145,20 @@ def test_the_last_layers_backward_begins_before_the_loss_function(
     model.forward_backward(input_args=(x,), label=y, loss_fn=loss, run_config=RoundPipeRunConfig(num_microbatch=1))
     finish(model)
     assert seen[:3] == [4, "loss", 4]
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_on_devices_with_a_queue_launching_is_measured_layer_by_layer(two: Runtime, grain: Any) -> None:
+    model = wrapped(two, plan="one layer a stage", recompute_grain=grain)
+    # As on a GPU: these devices compute on the threads that launch, so the times are those of both.
+    model._engine._planner._on_host = False
+    two.machine.note_probe(Rates())
+    train(model, 3)
+    costs = timer_of(model).costs([LayerCost(0.0)] * 5)
+    assert all(0 < cost.forward_launch_ms < 60e3 for cost in costs[:-1])
+    assert all(0 < cost.recompute_launch_ms < 60e3 for cost in costs[:-1])
+    assert all(0 < cost.backward_launch_ms < 60e3 for cost in costs)
+    assert costs[0].recompute_launch_ms != costs[0].forward_launch_ms
 
 
 def test_a_step_is_measured_by_what_it_changed(two: Runtime) -> None:

@@ -191,6 +191,34 @@ def test_where_adding_on_the_host_is_slow_gradients_of_two_tasks_at_most_meet(sl
     assert _most_tasks(measured.settled().plan) <= 2
 
 
+@patient
+@given(st.lists(st.tuples(st.floats(1, 1000), st.floats(0, 1000), st.floats(0, 1000)), max_size=10))
+def test_launching_holds_the_gil_no_longer_than_calls_take(calls: list[tuple[float, float, float]]):
+    timer = ModelTimer("m", 1)
+    for call_ms, launch_ms, other_ms in calls:
+        timer.note_gil(call_ms, launch_ms, other_ms)
+    assert 0 <= timer.launch_gil_share <= 1
+    for call_ms, launch_ms, other_ms in calls:
+        assert 0.95 * timer.launch_gil_share * launch_ms <= max(call_ms - other_ms, 0.0) * (1 + 1e-9)
+    if all(launch_ms + other_ms <= call_ms for call_ms, launch_ms, other_ms in calls):
+        assert timer.launch_gil_share == 1
+
+
+def test_calls_that_are_shorter_than_their_launching_make_launching_cheaper(two: Runtime):
+    model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
+    as_measured(two, model, {"gil_ms_per_gb": 0.0}, 30.0, 40.0)
+    planner, (x, y) = model._engine._planner, batch(MICROBATCHES)
+    parts = [((x,), {})] * MICROBATCHES
+    planner.log.measured_ms = lambda *_: 100.0
+    for _ in range(2):
+        planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
+    model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
+    model.synchronize()
+    course = planner._plan("fused", parts).course()
+    assert course.loads_ms(2)["GIL"] == pytest.approx(100.0)
+    assert course.work.launch_ms > 1000
+
+
 def test_a_promise_is_that_of_the_plan_in_use():
     measured = Measured(12 * GB)
     assert measured.plan.promised_ms(measured.plan.course().plan) is None
@@ -206,11 +234,14 @@ def test_a_promise_is_that_of_the_plan_in_use():
 
 
 class Taken(LayerTimes):
-    """A launch of one layer that took so long."""
+    """A launch of one layer that took so long, and whose launching took so long."""
 
-    def __init__(self, timer: ModelTimer, ms: float) -> None:
+    def __init__(self, timer: ModelTimer, ms: float, launch_ms: float = 1.0) -> None:
         super().__init__(timer)
-        self._ms = ms
+        self._ms, self._launch_ms = ms, launch_ms
+
+    def launch_ms(self) -> dict[int, dict[str, float]]:
+        return {0: {"forward_launch_ms": self._launch_ms}}
 
     def forward_ms(self) -> dict[int, float]:
         return {0: self._ms}
@@ -244,6 +275,16 @@ def test_a_drift_is_measured_again_and_replaces_the_estimate():
     assert launched(timer, SELDOM, 13.0) == 1
     assert timer.estimator.moved(0.2)
     assert timer.costs([LayerCost(0.0)])[0].forward_ms == pytest.approx(13.0)
+
+
+def test_launching_that_drifts_is_measured_again_though_layers_take_as_long_as_before():
+    timer = ModelTimer("m", 1)
+    launched(timer, YOUNG_CALLS + 1, 10.0)
+    for _ in range(2):
+        timer.take(Taken(timer, 10.0, launch_ms=1.5))
+    assert timer.is_young()
+    timer.take(Taken(timer, 10.0, launch_ms=1.5))
+    assert timer.costs([LayerCost(0.0)])[0].forward_launch_ms == pytest.approx(1.5)
 
 
 def test_a_single_slow_call_changes_nothing():

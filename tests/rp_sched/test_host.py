@@ -489,3 +489,25 @@ def test_the_price_is_the_simulated_time_where_nothing_is_shared(
     dealt = [dealer.deal(course) for _ in range(4)]
     timeline = simulate(dealt, costs, devices=devices, **how)  # type: ignore[arg-type]
     assert timeline.launches == pytest.approx(launches)
+
+
+# The part of launching that holds the GIL
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_launching_slows_other_devices_by_the_part_that_holds_the_gil(share: float):
+    launched = [LayerCost(1.0, 1.0, forward_launch_ms=10.0, backward_launch_ms=10.0)]
+    whole = Plan(fused=range(1), groups=tuple(range(m, m + 1) for m in range(4)), in_turn=False)
+    limits = Limits(host=Host(launch_gil_share=share))
+    course = Course(whole, launched, mode="fused", microbatches=4, limits=limits)
+    assert course.loads_ms(4)["GIL"] == 4 * 20 * share
+    # Each device launches for 20 ms, however much of that holds the GIL.
+    wanted = max(20.0, 80 * share)
+    assert course.steady_ms(4) == pytest.approx(wanted)
+    assert simulated_ms(course, 4, calls=20) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_part_of_launching_is_from_0_to_1(share: float):
+    with pytest.raises(InvalidCost, match="launch_gil_share must be a number from 0 to 1"):
+        Host(launch_gil_share=share)

@@ -169,6 +169,11 @@ class CallLog:
         if (under := self._plans.get((mode, microbatches))) is not None:
             under.note(call)
 
+    def measured_ms(self, mode: Mode, microbatches: int, plan: Plan) -> float | None:
+        """What calls under this plan take; None until `CALLS` calls have shown it."""
+        under = self._plans.get((mode, microbatches))
+        return None if under is None or under.plan != plan or under.calls < CALLS else under.measured_ms
+
     def times(self) -> list[CallTime]:
         """What each plan promises, simulated now with all that was measured, and what its calls took."""
         return [self._time(mode, count, under) for (mode, count), under in self._plans.items()]

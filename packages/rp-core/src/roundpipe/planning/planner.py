@@ -153,6 +153,8 @@ class Planner:
             return self._turns(plan, mode, len(parts))
         in_use = self._plan(mode, parts)
         course = in_use.course()
+        if (call_ms := self.log.measured_ms(mode, len(parts), course.plan)) is not None:
+            self._pricing.note_call(timer, course, call_ms)
         self.log.follow(timer, mode, len(parts), course.plan, guesses, in_use.promised_ms)
         if course.plan.in_turn:
             return self._turns(course.plan, mode, len(parts))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from rp_sched import Device, Host, LayerCost, Limits
+from rp_sched import Course, Device, Host, LayerCost, Limits
 
 from roundpipe.planning.footprint import Footprint
 from roundpipe.planning.probe import probed
@@ -55,12 +55,17 @@ class Pricing:
         """These limits with what was measured, for plans from measured times."""
         # The first step may make second blocks.
         is_double = any(block.back is not None for block in self._state.trainable)
-        machinery = Machinery(
-            self._memory_bytes,
-            timer.speeds.of(self._devices),
-            None if self._on_host else replace(self._host, double_buffer=is_double),
-        )
+        host = replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share)
+        speeds = timer.speeds.of(self._devices)
+        machinery = Machinery(self._memory_bytes, speeds, None if self._on_host else host)
         return priced(limits, self._runtime.machine.rates(), machinery)
+
+    def note_call(self, timer: ModelTimer, course: Course, call_ms: float) -> None:
+        """Calls under this plan take so long; what that shows of the GIL counts from the next call on."""
+        if not self._on_host:
+            launch_ms = course.work.launch_ms
+            share = course.loads.limits.host.launch_gil_share
+            timer.note_gil(call_ms, launch_ms, course.loads_ms(self.devices)["GIL"] - share * launch_ms)
 
     @property
     def devices(self) -> int:

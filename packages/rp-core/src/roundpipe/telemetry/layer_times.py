@@ -25,6 +25,8 @@ SELDOM = 63
 # If all layers of that call and of the next one together took so much more or less, as a part of what they are
 # thought to take, it is no accident: the next ones are measured again.
 _DRIFT = 0.15
+# A part of launching that is less by so much is news.
+_NEWS = 0.05
 
 _Interval = tuple[Event, Event]
 
@@ -160,6 +162,8 @@ class ModelTimer:
         self._taken = 0
         # How many samples are wanted before calls are measured seldom.
         self._wanted = YOUNG_CALLS
+        # The most of launching that can hold the GIL, from what calls have shown.
+        self.launch_gil_share = 1.0
         # Whether the latest measured call took another time than expected.
         self._is_suspect = False
 
@@ -180,17 +184,15 @@ class ModelTimer:
         """Add the times of a launch that is over."""
         forward, backward, launches = times.forward_ms(), times.backward_ms(), times.launch_ms()
         was_suspect = self._is_suspect
-        self._is_suspect = not self.is_young() and self._has_drifted(forward, backward)
+        computing = {layer: {"forward_ms": ms} for layer, ms in forward.items()}
+        for layer, ms in backward.items():
+            computing.setdefault(layer, {})["backward_ms"] = ms
+        self._is_suspect = not self.is_young() and (self._has_drifted(computing) or self._has_drifted(launches))
         if self._is_suspect and was_suspect:
             self._measure_again()
         elif not self._is_suspect:
-            for layer in sorted({*forward, *backward}):
-                self.estimator.add(
-                    layer,
-                    forward_ms=forward.get(layer),
-                    backward_ms=backward.get(layer),
-                    **launches.get(layer, {}),
-                )
+            for layer, found in computing.items():
+                self.estimator.add(layer, **found, **launches.get(layer, {}))
         # The first call includes warm-up.
         if self._taken:
             self._note_devices(times)
@@ -198,7 +200,18 @@ class ModelTimer:
         if self.VERBOSE:
             _LOG.info("%s", _table(self.what, forward, backward))
 
+    def note_gil(self, call_ms: float, launch_ms: float, other_ms: float) -> None:
+        """A call takes so long; of that, launching holds the GIL for what the other holders leave at most.
+
+        `launch_ms`, `other_ms`: processor time of all that a call launches, and of all else that holds the GIL.
+        """
+        share = max(call_ms - other_ms, 0.0) / launch_ms if launch_ms else 1.0
+        # Not for every call that is a little faster: plans are searched again when it changes.
+        if share < (1 - _NEWS) * self.launch_gil_share:
+            self.launch_gil_share = share
+
     def _measure_again(self) -> None:
+        self.launch_gil_share = 1.0
         self._is_suspect = False
         self.estimator.restart()
         self._wanted = self.estimator.samples + YOUNG_CALLS
@@ -209,11 +222,13 @@ class ModelTimer:
         if self._machine is not None:
             self._machine.note_call(times.transfers)
 
-    def _has_drifted(self, forward: dict[int, float], backward: dict[int, float]) -> bool:
-        estimate = self.estimator.estimate
-        found = [("forward_ms", layer, ms) for layer, ms in forward.items()]
-        found += [("backward_ms", layer, ms) for layer, ms in backward.items()]
-        pairs = [(ms, known) for name, layer, ms in found if (known := estimate(name, layer)) is not None]
+    def _has_drifted(self, found: dict[int, dict[str, float]]) -> bool:
+        pairs = [
+            (ms, known)
+            for layer, times in found.items()
+            for name, ms in times.items()
+            if (known := self.estimator.estimate(name, layer)) is not None
+        ]
         known_ms = sum(known for _, known in pairs)
         return abs(sum(ms for ms, _ in pairs) - known_ms) > _DRIFT * known_ms
 

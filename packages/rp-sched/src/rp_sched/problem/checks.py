@@ -102,6 +102,14 @@ def speed(name: str, value: object, *, unit: str = "speed in GB/s") -> float:
     return number
 
 
+def part(name: str, value: object) -> float:
+    """`value` as a part of something, from 0 to 1."""
+    number = _real(name, value)
+    if not 0 <= number <= 1:
+        raise InvalidCost(f"{name} must be a number from 0 to 1, but is {number!r} instead")
+    return number
+
+
 def flag(name: str, value: object) -> bool:
     """`value`, checked to be True or False."""
     if not isinstance(value, bool):

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from rp_sched.errors import InvalidCost
 from rp_sched.problem import bounds
-from rp_sched.problem.checks import amount, flag, milliseconds, nbytes, shown, speed, whole
+from rp_sched.problem.checks import amount, flag, milliseconds, nbytes, part, shown, speed, whole
 
 _T = TypeVar("_T")
 
@@ -79,7 +79,8 @@ class Host:
 
     `memory_gb_s`: bandwidth of host memory, in 10^9 bytes per second, under all transfers, additions and the
     optimizer together. `gil_ms_per_gb`: how long the threads that carry weights, gradients and activations hold
-    the GIL for each 10^9 bytes; twice as long for gradients that are added.
+    the GIL for each 10^9 bytes; twice as long for gradients that are added. `launch_gil_share`: the part of
+    launching that holds the GIL, at most 1; a device's own launching takes all of its time.
 
     Gradients that several tasks of a call send for one layer are added on the host in fp32, as they arrive.
     `add_gb_s`: how many 10^9 bytes of fp32 gradients one of `add_threads` threads adds per second.
@@ -97,6 +98,7 @@ class Host:
 
     memory_gb_s: float | None = None
     gil_ms_per_gb: float = 0.0
+    launch_gil_share: float = 1.0
     add_gb_s: float | None = None
     add_threads: int = 1
     gradient_buffers: int | None = None
@@ -108,6 +110,7 @@ class Host:
         put = object.__setattr__
         _set_speeds(self, "memory_gb_s", "add_gb_s", "optimizer_gb_s")
         put(self, "gil_ms_per_gb", milliseconds("gil_ms_per_gb", self.gil_ms_per_gb))
+        put(self, "launch_gil_share", part("launch_gil_share", self.launch_gil_share))
         for name in ("add_threads", "gradient_buffers"):
             if name == "add_threads" or self.gradient_buffers is not None:
                 put(self, name, whole(name, getattr(self, name), least=1, bound=bounds.DEVICES, error=InvalidCost))

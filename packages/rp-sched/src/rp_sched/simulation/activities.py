@@ -195,9 +195,10 @@ class Calls:
         last = self._last[task.device]
         waits = last is not None and waits_to_leave(load, last.load.gradient_bytes, self._resources)
         full_ms = max(load.ms * lane.slowdown, load.launch_ms)
-        shares = [(GIL, load.launch_ms / full_ms)] if load.launch_ms else []
+        held_ms = load.launch_ms * self._loads.limits.host.launch_gil_share
+        shares = [(GIL, held_ms / full_ms)] if held_ms else []
         self._note("device", task.device, len(task.microbatches) * load.ms * lane.slowdown)
-        self._note("GIL", 0, len(task.microbatches) * load.launch_ms)
+        self._note("GIL", 0, len(task.microbatches) * held_ms)
         before = begin
         for microbatch in task.microbatches:
             feed = feeds.of(microbatch)

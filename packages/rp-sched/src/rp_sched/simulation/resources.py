@@ -105,7 +105,7 @@ class Resources:
             "link": self._moving_ms(work, used, behind_switches=False),
             "switch": self._moving_ms(work, used, behind_switches=True) if self._limits.switches else 0.0,
             "host memory": (moved + ADDED_TRAFFIC * work.added_bytes + work.step_bytes) * host.memory_ms_per_byte,
-            "GIL": work.launch_ms + (moved + 2 * work.added_bytes) * host.gil_ms_per_byte,
+            "GIL": work.launch_ms * host.launch_gil_share + (moved + 2 * work.added_bytes) * host.gil_ms_per_byte,
             "additions": work.added_bytes * host.add_ms_per_byte,
             "optimizer": work.step_bytes * host.optimizer_ms_per_byte,
         }
