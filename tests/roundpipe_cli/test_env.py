@@ -12,8 +12,9 @@ from roundpipe.cli import env as command
 from roundpipe.cli import main
 from roundpipe.cli.environment import hardware, software
 from roundpipe.cli.environment.facts import Fact, Section, as_json, as_text
-from roundpipe.cli.environment.rates import Link, Rates, measured_rates
-from rp_transfer import CpuBackend, HostLimit, MemoryUse
+from roundpipe.telemetry.machine import Rates
+from rp_sched import Switch
+from rp_transfer import HostLimit, MemoryUse
 
 pytestmark = pytest.mark.usefixtures("no_model")
 GIB = 1 << 30
@@ -23,7 +24,7 @@ GIB = 1 << 30
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates and memory of a machine that is always the same."""
     limits = (HostLimit("the machine", 64 * GIB, 60 * GIB), HostLimit("the container", 32 * GIB, 30 * GIB))
-    monkeypatch.setattr(hardware, "measured_rates", lambda _: Rates(12.34, (Link(25.0, 24.0),)))
+    monkeypatch.setattr(hardware, "probe", lambda _: Rates(memory_gb_s=12.34, up_gb_s=(25.0,), down_gb_s=(24.0,)))
     monkeypatch.setattr(hardware, "host_limits", lambda: limits)
     monkeypatch.setattr(command, "_DRIVER", Path("nowhere"))
     for name in software._VARIABLES:
@@ -72,7 +73,7 @@ def test_variables_that_are_set_are_told(
 def test_a_gpu_is_told_with_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * GIB, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX")
-    (fact,) = hardware._devices((MemoryUse("cuda:0", 0, 0, 12 * GIB),), Rates(1.0, (Link(25.0, 24.0),)))
+    (fact,) = hardware._devices((MemoryUse("cuda:0", 0, 0, 12 * GIB),), Rates(up_gb_s=(25.0,), down_gb_s=(24.0,)))
     assert fact.text == "RTX, 24.0 GiB, 20.0 GiB free; 25.0 GB/s to it, 24.0 GB/s back"
     assert fact.value == {
         "name": "RTX",
@@ -152,20 +153,21 @@ def test_the_users_home_is_not_told() -> None:
         assert str(Path.home()) not in show(sections, [f"{Path.home()}/y"])
 
 
-def test_rates_are_measured() -> None:
-    rates = measured_rates(CpuBackend(2, strict=False), 1 << 16)
-    assert rates.host_gb_s > 0
-    assert rates.links == ()
+def test_links_that_share_a_switch_are_told() -> None:
+    shared = Switch(devices=(0, 1), upload_gb_s=40.0, download_gb_s=30.0)
+    uses = tuple(MemoryUse(f"cpu:{index}", 0, 0, 0) for index in range(2))
+    *_, fact = hardware._devices(uses, Rates(up_gb_s=(25.0,) * 2, down_gb_s=(25.0,) * 2, switches=(shared,)))
+    assert fact.name == "links_of_0_1"
+    assert fact.words == "40.0 GB/s to them together, 30.0 GB/s back"
 
 
 @pytest.mark.cuda
 def test_links_are_measured() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from rp_transfer.cuda.backend import CudaBackend
-
-    backend = CudaBackend([0])
-    (link,) = measured_rates(backend).links
-    assert 0.1 < link.upload_gb_s < 1000
-    assert 0.1 < link.download_gb_s < 1000
-    backend.close()
+    problems: list[str] = []
+    uses, rates = hardware._measured("cuda:0", problems)
+    assert not problems
+    assert [use.name for use in uses] == ["cuda:0"]
+    assert 0.1 < rates.up_gb_s[0] < 1000
+    assert 0.1 < rates.down_gb_s[0] < 1000

@@ -7,7 +7,6 @@ import platform
 import resource
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,13 +17,17 @@ from rp_transfer import (
     MemoryUse,
     PinningWarning,
     host_limits,
-    open_backend,
 )
 
 from roundpipe.cli.environment.facts import Fact, Section
-from roundpipe.cli.environment.rates import Link, Rates, measured_rates
 from roundpipe.cli.errors import Refused
+from roundpipe.planning.probe import probe
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.telemetry.machine import Rates
 from roundpipe.telemetry.tables import readable_bytes
+
+# Of a link: to the device, and back.
+_Link = tuple[float | None, float | None]
 
 
 def hardware(devices: str | None) -> tuple[list[Section], list[str]]:
@@ -44,15 +47,12 @@ def hardware(devices: str | None) -> tuple[list[Section], list[str]]:
 
 
 def _measured(devices: str | None, problems: list[str]) -> tuple[tuple[MemoryUse, ...], Rates]:
-    backend = open_backend(devices, strict=False)
-    try:
+    with Runtime(devices, strict=False) as runtime:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PinningWarning)
-            rates = measured_rates(backend)
+            rates = probe(runtime)
         problems += [str(found.message) for found in caught if issubclass(found.category, PinningWarning)]
-        return tuple(device.memory() for device in backend.devices), rates
-    finally:
-        backend.close()
+        return runtime.memory(), rates
 
 
 def _host(rates: Rates | None) -> Iterator[Fact]:
@@ -67,7 +67,7 @@ def _host(rates: Rates | None) -> Iterator[Fact]:
     words = f"{'unlimited' if unlimited else readable_bytes(locked)} (ulimit -l)"
     yield Fact("locked_memory", {"limit_bytes": None if unlimited else locked}, words)
     if rates is not None:
-        yield Fact("host_copy", {"gb_s": rates.host_gb_s}, f"{rates.host_gb_s:.1f} GB/s, reading and writing")
+        yield Fact("host_copy", {"gb_s": rates.memory_gb_s}, f"{_rate(rates.memory_gb_s)}, reading and writing")
 
 
 def _memory(limit: HostLimit) -> Fact:
@@ -79,12 +79,16 @@ def _memory(limit: HostLimit) -> Fact:
 def _devices(uses: tuple[MemoryUse, ...], rates: Rates | None) -> Iterator[Fact]:
     for index, use in enumerate(uses):
         if use.name.startswith("cuda"):
-            yield _gpu(use, rates.links[index] if rates is not None else None)
+            yield _gpu(use, None if rates is None else (rates.up_gb_s[index], rates.down_gb_s[index]))
         else:
             yield Fact(use.name, {"name": "virtual"}, "virtual, in host memory")
+    for switch in () if rates is None else rates.switches:
+        found = {"upload_gb_s": switch.upload_gb_s, "download_gb_s": switch.download_gb_s}
+        words = f"{_rate(switch.upload_gb_s)} to them together, {_rate(switch.download_gb_s)} back"
+        yield Fact(f"links_of_{'_'.join(map(str, switch.devices))}", found, words)
 
 
-def _gpu(use: MemoryUse, link: Link | None) -> Fact:
+def _gpu(use: MemoryUse, link: _Link | None) -> Fact:
     index = int(use.name.split(":")[1])
     free, total = torch.cuda.mem_get_info(index)
     name = torch.cuda.get_device_name(index)
@@ -92,8 +96,16 @@ def _gpu(use: MemoryUse, link: Link | None) -> Fact:
     words = f"{name}, {readable_bytes(total)}, {readable_bytes(free)} free"
     if link is None:
         return Fact(use.name, found, words)
-    rates = f"{link.upload_gb_s:.1f} GB/s to it, {link.download_gb_s:.1f} GB/s back"
-    return Fact(use.name, found | asdict(link), f"{words}; {rates}")
+    up, down = link
+    return Fact(
+        use.name,
+        found | {"upload_gb_s": up, "download_gb_s": down},
+        f"{words}; {_rate(up)} to it, {_rate(down)} back",
+    )
+
+
+def _rate(gb_s: float | None) -> str:
+    return "unknown" if gb_s is None else f"{gb_s:.1f} GB/s"
 
 
 def _processor() -> str:
