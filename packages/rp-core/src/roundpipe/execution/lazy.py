@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import rp_batch
 import torch
@@ -24,9 +24,14 @@ class Lazy(Protocol):
 
 def computed(tree: Any) -> Any:
     """The tree with ordinary tensors: those that leave a stage are copied as bytes."""
-    if not any(isinstance(leaf, Lazy) for leaf in rp_batch.flatten(tree)[0]):
+    if not any(map(_is_lazy, rp_batch.flatten(tree)[0])):
         return tree
-    return rp_batch.map_leaves(lambda leaf: leaf.materialize() if isinstance(leaf, Lazy) else leaf, tree)
+    return rp_batch.map_leaves(lambda leaf: leaf.materialize() if _is_lazy(leaf) else leaf, tree)
+
+
+def _is_lazy(leaf: object) -> TypeGuard[Lazy]:
+    # Ordinary tensors first: it is asked of everything between layers, and a protocol takes 8 µs.
+    return type(leaf) is not torch.Tensor and isinstance(leaf, torch.Tensor) and isinstance(leaf, Lazy)
 
 
 def value_of(leaf: Any) -> Any:
