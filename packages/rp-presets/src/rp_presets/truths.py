@@ -100,7 +100,7 @@ class Truths(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if writes(func) or func in _LENT or (kwargs and "out" in kwargs):
             self._known.clear()
-        elif isinstance(result, Tensor) and (func in _CREATED or func in _COMPUTED):
+        elif type(result) is Tensor and (func in _CREATED or func in _COMPUTED):
             self._note(result, func, args, kwargs or {})
         return result
 
