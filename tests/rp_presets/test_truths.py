@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rp_presets import to_sequential
+from rp_presets import NotARow, to_sequential
 from rp_presets.truths import Truths
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = {
@@ -87,16 +89,79 @@ def test_what_depends_on_data_is_read_each_time() -> None:
         lambda found, data: found.__iadd__(data),
         lambda found, data: found[:1].copy_(data[None]),
         lambda found, data: torch.add(found, data, out=found),
+        lambda found, data: setattr(found, "data", data.expand(4)),
+        lambda found, data: found.set_(data.repeat(4)),
+        lambda found, data: found.numpy().fill(data.item()),
+        lambda found, data: functional.hardtanh(found, data.item(), 2, inplace=True),
+        lambda found, data: functional.hardtanh(found[1:], data.item(), 2, inplace=True),
+        lambda found, data: torch.ops.aten.add_.Tensor(found, data),
+        lambda found, data: _add_from_cpp(found, data),
     ],
 )
-def test_what_was_written_is_read(write: Any) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_was_written_is_read(write: Any, inference: bool) -> None:
     answers = []
     for value in (0, 1):
-        with Truths():
+        with torch.inference_mode(inference), Truths():
             found = torch.zeros(4, dtype=torch.long)
             write(found, torch.tensor(value))
             answers.append(bool((found == 0).all()))
     assert answers == [True, False]
+
+
+def _add_from_cpp(found: Tensor, data: Tensor) -> None:
+    with torch._C.DisableTorchFunction():
+        found.add_(data)
+
+
+def test_tensors_are_known_only_while_they_live() -> None:
+    with Truths():
+        found = torch.zeros(4)
+        reference = weakref.ref(found)
+        del found
+        assert reference() is None
+
+
+def test_the_default_dtype_counts() -> None:
+    answers = []
+    for dtype in (torch.float32, torch.float64):
+        with default_dtype(dtype), Truths():
+            answers.append(bool(torch.full((1,), 0.1) + torch.full((1,), 0.2) == torch.full((1,), 0.3)))
+    assert answers == [True, False]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_computations_that_repeat_are_told_apart_at_once() -> None:
+    # Compared as trees, these would be 2 ** 100 operations.
+    with Truths():
+        found = torch.zeros(1)
+        for _ in range(100):
+            found = found + found
+        assert bool((found == 0).all())
+
+
+def test_compiled_code_is_compiled_once_and_whole() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        del inputs
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda data: (torch.arange(3) * 2 + data).sum(), backend=backend, fullgraph=True)
+    for _ in range(2):
+        with Truths():
+            assert compiled(torch.ones(3)) == 9
+    assert len(graphs) == 1
 
 
 def test_random_numbers_are_read_each_time() -> None:
@@ -176,3 +241,26 @@ def test_positions_that_restart_are_seen() -> None:
         where = torch.tensor(list(packed))[None]
         wanted = model(input_ids=tokens, position_ids=where, use_cache=False).logits
         torch.testing.assert_close(run(row, input_ids=tokens, position_ids=where).logits, wanted)
+
+
+class _AsksWithGradientsOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, data: Tensor, flag: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and flag.all():
+            data = data * 1
+        for layer in self.layers:
+            data = layer(data)
+        return data * 2 if (data < torch.inf).all() else data
+
+
+def test_code_that_asks_more_often_when_it_runs_again_is_refused() -> None:
+    model = _AsksWithGradientsOnly()
+    data = torch.randn(2, 4)
+    row = to_sequential(model, example_inputs={"data": data, "flag": torch.zeros(2)})
+    with torch.no_grad():
+        carry = row[0](data=data, flag=torch.zeros(2))
+    with pytest.raises(NotARow, match=r"tested 0 tensors, .* and 1 when it ran again"):
+        row[1:](carry)

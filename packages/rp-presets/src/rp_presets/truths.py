@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,12 +30,34 @@ _COMPUTED = {
     *(getattr(torch, name) for name in _METHODS if hasattr(torch, name)),
 }
 
-# `x += 1` is a call of `__iadd__`.
-_WRITES = {"__setitem__", *(f"__i{name}__" for name in _IN_PLACE)}
+# `x += 1` is a call of `__iadd__`, and `x.data = y` one of `__set__`.
+_WRITES = {"__setitem__", "__set__", *(f"__i{name}__" for name in _IN_PLACE)}
+# What these return may be written without torch.
+_LENDERS = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage")
+_LENT = {getattr(Tensor, name) for name in _LENDERS}
 
-# What was found true of tensors that are computed from numbers alone, by how they are computed.
-_ANSWERS: dict[object, bool] = {}
-_MOST_ANSWERS = 10_000
+
+class _Computation:
+    """How a tensor is computed from numbers alone. `answer`: to its truth test, once it was read."""
+
+    __slots__ = ("answer",)
+
+    def __init__(self) -> None:
+        self.answer: bool | None = None
+
+
+# By function and arguments, in which other computations stand for tensors.
+_COMPUTATIONS: dict[object, _Computation] = {}
+_MOST_COMPUTATIONS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A tensor as it was computed. `version`: how often torch had written it."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    computation: _Computation
 
 
 class Truths(TorchFunctionMode):
@@ -56,8 +80,8 @@ class Truths(TorchFunctionMode):
         self.given: list[bool] = []
         self._before = before
         self._is_paused = False
-        # By id: the tensor, which must live as long as its id counts, and how it is computed.
-        self._known: dict[int, tuple[Tensor, object]] = {}
+        # By id, which may be another tensor's by now.
+        self._known: dict[int, _Known] = {}
 
     def __torch_function__(
         self,
@@ -68,12 +92,15 @@ class Truths(TorchFunctionMode):
     ) -> Any:
         """Run an operation, or answer a test."""
         del types
+        # The compiler traces this method, too.
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
         if func is Tensor.__bool__ and not self._is_paused:
             return self._answer(args[0])
         result = func(*args, **(kwargs or {}))
-        if writes(func) or (kwargs and "out" in kwargs):
+        if writes(func) or func in _LENT or (kwargs and "out" in kwargs):
             self._known.clear()
-        elif isinstance(result, Tensor) and (func in _CREATED or func in _COMPUTED):
+        elif type(result) is Tensor and (func in _CREATED or func in _COMPUTED):
             self._note(result, func, args, kwargs or {})
         return result
 
@@ -92,28 +119,40 @@ class Truths(TorchFunctionMode):
         return self.given[-1]
 
     def _read(self, tensor: Tensor) -> bool:
-        _, computation = self._known.get(id(tensor), (tensor, None))
+        computation = self._computation(tensor)
         if computation is None:
             return bool(tensor)
-        if computation not in _ANSWERS:
-            if len(_ANSWERS) >= _MOST_ANSWERS:
-                _ANSWERS.clear()
-            _ANSWERS[computation] = bool(tensor)
-        return _ANSWERS[computation]
+        if computation.answer is None:
+            computation.answer = bool(tensor)
+        return computation.answer
+
+    def _computation(self, tensor: Tensor) -> _Computation | None:
+        """How a tensor is computed; None if that is unknown, or it was written since."""
+        known = self._known.get(id(tensor))
+        if known is None or known.tensor() is not tensor or known.version != _version(tensor):
+            return None
+        return known.computation
 
     def _note(self, result: Tensor, func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # Torch does not count what writes a tensor that was made in inference mode.
+        if result.is_inference():
+            return
         try:
-            computation = (func, self._encoded(args), self._encoded(sorted(kwargs.items())))
+            # Torch's default dtype and device, and autocast, show in the result's.
+            how = func, self._encoded(args), self._encoded(sorted(kwargs.items())), result.dtype, result.device
         except _Unknown:
             return
-        self._known[id(result)] = (result, computation)
+        if len(_COMPUTATIONS) >= _MOST_COMPUTATIONS:
+            _COMPUTATIONS.clear()
+        computation = _COMPUTATIONS.setdefault(how, _Computation())
+        self._known[id(result)] = _Known(weakref.ref(result), _version(result), computation)
 
     def _encoded(self, value: Any) -> object:
         """What tells a value from others, hashable; raises `_Unknown` for what may change."""
         if isinstance(value, Tensor):
-            if id(value) not in self._known:
+            if (computation := self._computation(value)) is None:
                 raise _Unknown
-            return self._known[id(value)][1]
+            return computation
         if isinstance(value, slice):
             cut = cast("slice[Any, Any, Any]", value)
             return slice, self._encoded(cut.start), self._encoded(cut.stop), self._encoded(cut.step)
@@ -136,6 +175,10 @@ def writes(func: Callable[..., Any]) -> bool:
     """
     name = getattr(func, "__name__", "")
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def _version(tensor: Tensor) -> int:
+    return tensor._version  # pyright: ignore[reportPrivateUsage] - torch has no public name for it
 
 
 class _Unknown(Exception):

@@ -195,6 +195,7 @@ class Run:
             self._truths_before_layers = list(self.truths.given)
         self._phase, self._position = self._phase + 1, 0
         if self._phase == self._stage:
+            self._check_truths()
             self._at_its_code()
         if self._before is None or segment >= self._stage:
             return
@@ -202,6 +203,15 @@ class Run:
         if segment == self._stage - 1:
             for key in self._before.written:
                 refill(self._boxes[key], self._before.boxes[key])
+
+    def _check_truths(self) -> None:
+        before = () if self._before is None else self._before.program.truths
+        if len(self.truths.given) != len(before):
+            self._refuse(
+                f"the model's code before its layers tested {len(before)} tensors, as in `if mask.all():`, and "
+                f"{len(self.truths.given)} when it ran again; a row runs it several times, with and without "
+                "gradients, and it must take the same path"
+            )
 
     def _collected_by(self, segment: int, before: Carry) -> dict[str, Any]:
         """What hooks collected of a list of layers."""
