@@ -25,7 +25,7 @@ from roundpipe import (
     from_pretrained,
     wrap_model_to_roundpipe,
 )
-from roundpipe.engine.boundaries import Boundaries
+from roundpipe.engine.boundaries import Boundaries, Expected
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.foresight import Foresight
 from roundpipe.runtime.host_limit import VARIABLE, current_limit, parse_bytes
@@ -434,14 +434,40 @@ def test_activations_between_stages_are_guessed_by_rows_and_then_known(one: Runt
     tasks = [Task.parse(text) for text in ("F[0:1] m0:3 @0", "FB[1:2] m0:3 @0", "B[0:1] m0:3 @0")]
     row = WIDTH * 2
     # The second stage's inputs wait for its backward, and one boundary's worth is on its way.
-    assert boundaries.expect(tasks, microbatches, keeps_outputs=False) == 24 * 2 * row
-    assert boundaries.expect(tasks, microbatches, keeps_outputs=True) == 24 * 3 * row
-    assert boundaries.expect(tasks[:1], microbatches, keeps_outputs=False) == 0
-    assert not boundaries.is_measured
-    boundaries.expect(tasks, microbatches, keeps_outputs=True)
-    boundaries.note(24 * 6 * row)
-    assert boundaries.is_measured
-    assert boundaries.expect(tasks, microbatches * 2, keeps_outputs=True) == 48 * 6 * row
+    assert boundaries.expect(tasks, microbatches, keeps_outputs=False).nbytes == 24 * 2 * row
+    assert boundaries.expect(tasks[:1], microbatches, keeps_outputs=False).nbytes == 0
+    # What other models have left in the pool is none of this one's calls.
+    boundaries.note(1000)
+    first = boundaries.expect(tasks, microbatches, keeps_outputs=True)
+    assert (first.nbytes, first.is_measured) == (24 * 3 * row, False)
+    boundaries.note_launched(first)
+    boundaries.note(1000 + 24 * 6 * row)
+    longer = boundaries.expect(tasks, microbatches * 2, keeps_outputs=True)
+    assert (longer.nbytes, longer.is_measured) == (48 * 6 * row, True)
+
+
+def test_small_calls_and_refused_ones_do_not_spoil_what_is_known_of_activations(one: Runtime) -> None:
+    boundaries = Boundaries(wrapped(one).engine.host.state.layers)
+    tasks = [Task.parse(text) for text in ("F[0:1] m0:1 @0", "FB[1:2] m0:1 @0", "B[0:1] m0:1 @0")]
+
+    def expected(rows: int) -> Expected:
+        return boundaries.expect(tasks, [(torch.zeros(rows, WIDTH),)], keeps_outputs=False)
+
+    boundaries.note(0)
+    boundaries.note_launched(expected(64))
+    boundaries.note(3 * expected(64).guessed_bytes)
+    known = expected(64).nbytes
+    # Refused, so not launched.
+    expected(200)
+    boundaries.note(known)
+    assert expected(64).nbytes == known
+    # The pool still has the buffers of the larger call, and then more of it, which the caller holds.
+    boundaries.note_launched(expected(1))
+    boundaries.note(5 * known)
+    assert expected(64).nbytes == known
+    # A pool of staging memory, mostly, tells nothing of much larger calls.
+    assert not expected(64 * 5).is_measured
+    assert expected(64 * 5).nbytes == expected(64 * 5).guessed_bytes
 
 
 def test_activations_that_are_known_not_to_fit_are_refused(
@@ -449,17 +475,37 @@ def test_activations_that_are_known_not_to_fit_are_refused(
 ) -> None:
     # As on devices with a pool of pinned buffers, which keeps what a call had at once.
     monkeypatch.setattr(Engine, "_has_pool", True)
-    monkeypatch.setattr(Foresight, "pool_bytes", lambda _: 1 << 12)
+    pool = [0]
+    monkeypatch.setattr(Foresight, "pool_bytes", lambda _: pool[0])
     model = wrapped(one, config=RoundPipeRunConfig(num_microbatch=2, execute_plan=STAGES))
     call(model, 4)
+    pool[0] = 1 << 12
     model.zero_grad()
-    machine.has(2 << 12)
+    machine.has(3 << 10)
+    for _ in range(2):
+        with pytest.raises(HostMemoryShort, match=r"for this call(.*\n)*- a smaller batch"):
+            call(model, 8)
+    call(model, 4)
+    model.zero_grad()
+    machine.has(1 << 12)
     call(model, 8)
-    model.zero_grad()
-    with pytest.raises(HostMemoryShort, match=r"for this call(.*\n)*- a smaller batch"):
-        call(model, 64)
-    machine.has(15 << 12)
-    call(model, 64)
+
+
+def test_a_forward_is_not_refused_for_gradients_of_a_backward_that_may_never_come(
+    one: Runtime, machine: Machine
+) -> None:
+    model = wrapped(one, optim_dtype=None)
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
+    machine.has(2 * PARAMETERS - 1)
+    model(x)
+    y = model(x)
+    with pytest.raises(HostMemoryShort, match="for this call"):
+        y.sum().backward()
+    assert model.memory_report().gradients_bytes == 0
+    machine.has(2 * PARAMETERS)
+    model(x).sum().backward()
+    model.synchronize()
+    assert model.memory_report().gradients_bytes == 2 * PARAMETERS
 
 
 @pytest.mark.parametrize("fits", [False, True])

@@ -104,6 +104,7 @@ class Engine:
             self.host.get_ready(training=True)
             self.host.check_version(version)
             batch.arrivals.refuse_written()
+            self.host.check_call(run.later_tasks, 0, is_measured=True)
             self.host.follow(run)
             times = self._planner.watch(config, "train", batch.parts, run.later_tasks)
             run.backward(outputs, grads, streams, times)
@@ -167,19 +168,22 @@ class Engine:
     ) -> Run:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes
-        self._check_host_memory(tasks, batch, keeps_outputs=keep)
+        self._check_host_memory(mode, tasks, batch, keeps_outputs=keep)
         call = self._call(mode, batch, config, loss_fn, keep=keep)
         run = Run(call, tasks, batch, self._runtime, self._twins)
         self.host.follow(run)
         run.start(self._planner.watch(config, mode, batch.parts, run.first_tasks))
         return run
 
-    def _check_host_memory(self, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
+    def _check_host_memory(self, mode: Mode, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
         # CPU devices have no pool. That of several models tells of none of them.
         if self._has_pool and len(self._runtime.states) == 1:
             self._boundaries.note(self.host.foresight.pool_bytes())
-        activations = self._boundaries.expect(tasks, batch.parts, keeps_outputs=keeps_outputs)
-        self.host.check_call(tasks, activations, is_measured=self._boundaries.is_measured)
+        expected = self._boundaries.expect(tasks, batch.parts, keeps_outputs=keeps_outputs)
+        # The backward of a forward may never be called: its gradients are checked when it is.
+        adding = tasks if mode == "fused" else ()
+        self.host.check_call(adding, expected.nbytes, is_measured=expected.is_measured)
+        self._boundaries.note_launched(expected)
 
     @property
     def _has_pool(self) -> bool:
