@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from rp_sched import Task
 from rp_transfer import HostLimit
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WIDTH = 64
@@ -220,6 +222,17 @@ def test_an_optimizer_of_other_parameters_is_none_of_the_models(one: Runtime, ma
     call(model)
     machine.has(0)
     model.step(lambda: (optimizer.step(), theirs.step(), optimizer.zero_grad()), is_async=False)
+
+
+def test_a_step_while_another_thread_steps_an_optimizer_of_its_own_leaves_torchs_hooks_alone(one: Runtime) -> None:
+    model = wrapped(one)
+    theirs = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    # Torch goes through these hooks here, and the step function runs on the optimizer's thread.
+    with ExitStack() as hooks:
+        for action in (lambda: model.step(lambda: None, is_async=False), lambda: None):
+            hook = register_optimizer_step_pre_hook(lambda *_, action=action: action())
+            hooks.callback(hook.remove)
+        theirs.step()
 
 
 def test_the_second_gradient_block_of_accumulated_calls_is_foreseen(one: Runtime, machine: Machine) -> None:

@@ -166,6 +166,19 @@ def test_speeds_are_relative_to_the_mean_of_layers_that_ran_on_all(
         assert found == pytest.approx((mean, mean / factor))
 
 
+@pytest.mark.parametrize("factor", [1.12, 2.0])
+def test_speeds_are_those_given_last_while_they_hardly_change(factor: float):
+    speeds = DeviceSpeeds()
+    given = []
+    for slower in (factor, 0.95 * factor, 1.05 * factor, factor, 1.5 * factor):
+        for _ in range(RECENT):
+            speeds.add({"cuda:0": {0: 1.0}, "cuda:1": {0: slower}})
+        given.append(speeds.of(DEVICES))
+    assert given[0] == pytest.approx(((1 + factor) / 2, (1 + factor) / 2 / factor))
+    assert given[:4] == [given[0]] * 4
+    assert given[4] == pytest.approx(((1 + 1.5 * factor) / 2, (1 + 1.5 * factor) / 3 / factor))
+
+
 def test_devices_that_share_no_layer_are_taken_for_alike():
     speeds = DeviceSpeeds()
     assert speeds.of(DEVICES) is None

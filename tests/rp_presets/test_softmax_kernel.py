@@ -35,14 +35,57 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.f
 assert differentiate_in_place(torch.empty(0, 3), targets[:0], counts[:0], weights[:0]).shape == (0,)
 """
 
+# The whole loss by the kernel: several chunks, the last one smaller; ignored targets; class weights; steps.
+WHOLE = """
+import itertools
+import torch
+from rp_presets.losses import cross_entropy as module
+from rp_presets.losses.elementwise import Cast, Over, Tanh, Times
+from torch.nn import functional
 
+class NoSoftmax(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert "softmax" not in func.__name__, "the kernel computes the softmax"
+        return func(*args, **(kwargs or {}))
+
+module._FEWEST_ROWS = 4
+module._has_kernel = lambda logits, work: not work.options.label_smoothing
+torch.manual_seed(0)
+targets = torch.randint(40, (20,))
+targets[::7] = -100
+for steps, weight, reduction, with_grad in itertools.product(
+    ((), (Over(3.0), Tanh(), Times(3.0), Cast(torch.float32))),
+    (None, torch.rand(40)),
+    ("none", "sum", "mean"),
+    (True, False),
+):
+    tensors = [torch.randn(shape, requires_grad=True) for shape in ((20, 8), (40, 8), (40,))]
+    truth = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    options = module.Options(reduction, -100, 0.0, torch.float32)
+    module._torch_has_it = lambda head, options: False
+    with NoSoftmax(), torch.set_grad_enabled(with_grad):
+        found = module.cross_entropy(module.Head(*tensors, steps), targets, weight, options)
+    logits = functional.linear(*truth)
+    logits = 3.0 * torch.tanh(logits / 3.0) if steps else logits
+    wanted = functional.cross_entropy(logits, targets, weight, reduction=reduction)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    if with_grad:
+        grad = torch.rand(wanted.shape)
+        found.backward(grad)
+        wanted.backward(grad)
+        for mine, theirs in zip(tensors, truth):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.parametrize("script", [SCRIPT, WHOLE], ids=["kernel", "loss"])
 @pytest.mark.skipif(find_spec("triton") is None, reason="torch brings Triton along on Linux alone")
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="the interpreter that came with torch 2.11 fails with new NumPy"
 )
-def test_its_losses_and_gradients_are_those_of_torch() -> None:
+def test_its_losses_and_gradients_are_those_of_torch(script: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

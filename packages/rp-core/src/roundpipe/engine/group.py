@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextvars import ContextVar
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -20,6 +21,21 @@ from roundpipe.runtime.tickets import taking
 from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import in_call
 
+# What checks an optimizer before it steps, inside a step function.
+_CHECK: ContextVar[Callable[[Optimizer], None] | None] = ContextVar("_CHECK", default=None)
+
+
+@cache
+def _watch_optimizers() -> None:
+    # Once and for good: torch calls such hooks for all optimizers of the process, and must not find others while
+    # it goes through them on another thread.
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: Optimizer, *_: object) -> None:
+    if (check := _CHECK.get()) is not None:
+        check(optimizer)
+
 
 class Joint:
     """The host states of one model: a single one, or one for each part of a model wrapped in parts.
@@ -32,6 +48,7 @@ class Joint:
         self._hosts = tuple(hosts)
         self._runtime = runtime
         self._foresight = Foresight(name, runtime)
+        _watch_optimizers()
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The master weight of each trainable parameter."""
@@ -62,16 +79,11 @@ class Joint:
 
     def _checked(self, step_fn: Callable[[], object]) -> None:
         """Run a step function; before an optimizer makes its state, check that it fits."""
-
-        def check(optimizer: Optimizer, *_: object) -> None:
-            self._foresight.check_step(self._states(), optimizer)
-
-        # Torch calls it for all optimizers of the process, on any thread: `check_step` looks whose they are.
-        handle = register_optimizer_step_pre_hook(check)
+        token = _CHECK.set(lambda optimizer: self._foresight.check_step(self._states(), optimizer))
         try:
             step_fn()
         finally:
-            handle.remove()
+            _CHECK.reset(token)
 
     def synchronize(self) -> None:
         """Wait for all work, publish the last step's result, and set ``.grad`` on the parameters."""

@@ -95,6 +95,7 @@ class DeviceSpeeds:
 
     def __init__(self) -> None:
         self._recent: dict[tuple[str, int], Recent] = {}
+        self._given: tuple[float, ...] | None = None
 
     def add(self, times: Mapping[str, Mapping[int, float]]) -> None:
         """Add the ms of layers in one launch, by device and layer."""
@@ -103,13 +104,19 @@ class DeviceSpeeds:
                 self._recent.setdefault((device, layer), Recent(median)).add(ms)
 
     def of(self, devices: Sequence[str]) -> tuple[float, ...] | None:
-        """Each device's speed, relative to the mean time; None if they are alike, or no layer ran on all."""
+        """Each device's speed, relative to the mean time; None if they are alike, or no layer ran on all.
+
+        Those given last while they have hardly changed.
+        """
         layers = {layer for _, layer in self._recent}
         shared = [layer for layer in layers if all((device, layer) in self._recent for device in devices)]
         times = [sum(self._recent[device, layer].value or 0.0 for layer in shared) for device in devices]
-        if not all(times) or near(min(times), max(times)):
+        if not all(times):
             return None
-        return tuple(fmean(times) / ms for ms in times)
+        found = tuple(fmean(times) / ms for ms in times)
+        if self._given is None or not all(map(near, found, self._given)):
+            self._given = None if near(min(times), max(times)) else found
+        return self._given
 
 
 class Machine:

@@ -211,7 +211,7 @@ class _Reduced(torch.autograd.Function):
                 losses, grad = chunk.differentiated()
                 sums.add(chunk, grad)
             else:
-                losses = chunk.losses(chunk.log_p())
+                losses = chunk.losses()
             total += losses.sum()
         divisor = weights.sum() if work.options.reduction == "mean" else None
         scale = None if divisor is None else torch.where(divisor == 0, 0, 1 / divisor)
@@ -242,7 +242,7 @@ class _PerRow(torch.autograd.Function):
         ctx.work = work
         losses = hidden.new_empty(len(hidden), dtype=work.options.dtype)
         for chunk in _chunks(hidden, weight, bias, work, *work.factors(_wide(hidden.dtype))):
-            losses[chunk.rows] = chunk.losses(chunk.log_p()).to(losses.dtype)
+            losses[chunk.rows] = chunk.losses().to(losses.dtype)
         return losses
 
     @staticmethod
@@ -281,12 +281,24 @@ class _Chunk:
     counts: Tensor
     weights: Tensor
 
-    def log_p(self) -> Tensor:
-        """The logarithmic softmax of the logits, in the wide dtype."""
+    def losses(self) -> Tensor:
+        """The rows' losses, 0 where the target is ignored; may write over the logits."""
+        # The kernel's gradient is not asked for, but takes less time and memory than a softmax of its own.
+        return self._by_kernel()[0] if self._has_kernel() else self._losses(self._log_p())
+
+    def differentiated(self) -> tuple[Tensor, Tensor]:
+        """The rows' losses, and the gradient of the projected logits; may write over the logits."""
+        losses, grad = self._by_kernel() if self._has_kernel() else self._by_torch()
+        return losses, differentiate(self.work.steps, self.trace, grad.to(self.trace[-1].dtype))
+
+    def _has_kernel(self) -> bool:
+        return _has_kernel(self.trace[-1], self.work)
+
+    def _log_p(self) -> Tensor:
+        # Of the logits, in the wide dtype.
         return self.trace[-1].log_softmax(-1, dtype=_wide(self.trace[-1].dtype))
 
-    def losses(self, log_p: Tensor) -> Tensor:
-        """The rows' losses, 0 where the target is ignored."""
+    def _losses(self, log_p: Tensor) -> Tensor:
         smooth = self.work.options.label_smoothing
         # `where`, not times zero: the log-probability of class 0 may be infinite in an ignored row.
         losses = -log_p.gather(-1, self.targets).squeeze(-1).where(self.counts != 0, 0) * self.weights
@@ -296,11 +308,6 @@ class _Chunk:
         spread = spread.sum(-1).where(self.counts != 0, 0)
         return (1 - smooth) * losses - smooth / log_p.shape[-1] * spread
 
-    def differentiated(self) -> tuple[Tensor, Tensor]:
-        """The rows' losses, and the gradient of the projected logits; may write over the logits."""
-        losses, grad = self._by_kernel() if _has_kernel(self.trace[-1], self.work) else self._by_torch()
-        return losses, differentiate(self.work.steps, self.trace, grad.to(self.trace[-1].dtype))
-
     def _by_kernel(self) -> tuple[Tensor, Tensor]:
         # The steps' derivatives may read what they returned.
         grad = self.trace[-1].clone() if self.work.steps else self.trace[-1]
@@ -309,8 +316,8 @@ class _Chunk:
         return losses, grad
 
     def _by_torch(self) -> tuple[Tensor, Tensor]:
-        log_p = self.log_p()
-        losses = self.losses(log_p)
+        log_p = self._log_p()
+        losses = self._losses(log_p)
         smooth, classes = self.work.options.label_smoothing, log_p.shape[-1]
         grad = log_p.exp_()
         hit = self.weights * (1 - smooth)

@@ -28,10 +28,12 @@ def differentiate_in_place(logits: Tensor, targets: Tensor, counts: Tensor, weig
     """
     rows, classes = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    if rows:
-        _softmax[(rows,)](
-            logits, logits.stride(0), targets, counts, weights, losses, classes, block=_BLOCK, num_warps=_WARPS
-        )
+    # Triton launches on the calling thread's device, which may be another one.
+    with torch.cuda.device_of(logits):
+        if rows:
+            _softmax[(rows,)](
+                logits, logits.stride(0), targets, counts, weights, losses, classes, block=_BLOCK, num_warps=_WARPS
+            )
     return losses
 
 
