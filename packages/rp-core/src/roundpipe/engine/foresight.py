@@ -104,8 +104,10 @@ class Foresight:
             is_measured: the activations are known from earlier calls, not guessed.
         """
         missing = sum(_missing_gradients(block, count) for block, count in additions.items())
+        if not missing and activations <= self._most_activations:
+            return
         pool = self.pool_bytes()
-        if not missing and activations <= max(pool, self._most_activations):
+        if not missing and activations <= pool:
             return
         held = held_by([state]) + HostBytes(activations=pool)
         whole = held + HostBytes(gradients=missing)
@@ -121,9 +123,12 @@ class Foresight:
         An optimizer of torch's reads all gradients in the masters' dtype, copies that it has meanwhile.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        masters = {master for state in states for master in state.masters.values()}
+        if self._checked.get(optimizer) == len(parameters):
+            return
+        # Another runtime's step may be on this thread, while this one's launcher makes masters.
+        masters = {master for state in states for master in list(state.masters.values())}
         own = sum(parameter.nbytes for parameter in parameters if parameter in masters)
-        if not own or self._checked.get(optimizer) == len(parameters):
+        if not own:
             return
         copies = 0 if isinstance(optimizer, HostOptimizer) else own
         held = held_by(states) + HostBytes(optimizer_state=state_bytes_now(optimizer))

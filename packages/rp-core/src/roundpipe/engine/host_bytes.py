@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 
 import torch
@@ -80,7 +80,7 @@ def given_to(states: Sequence[ModelState]) -> int:
     # Blocks may be allocated or released by other threads meanwhile.
     blocks = [block for state in states for block in state.blocks]
     memory = sum(block.memory.nbytes for block in blocks if block.memory is not None)
-    return memory + added(map(_beside_weights, blocks)).total
+    return memory + sum(sum(_beside_weights(block)) for block in blocks)
 
 
 def needed_by(
@@ -96,15 +96,15 @@ def needed_by(
 
 def _held(block: Block) -> HostBytes:
     nbytes = sum(tensor.nbytes for tensor in block.host_tensors())
+    second, gradients = _beside_weights(block)
     own = HostBytes(buffers=nbytes) if block.kind == "buffer" else HostBytes(weights=nbytes)
-    return own + _beside_weights(block)
+    return replace(own, second_blocks=second, gradients=gradients)
 
 
-def _beside_weights(block: Block) -> HostBytes:
-    return HostBytes(
-        second_blocks=0 if block.back is None else block.back.nbytes,
-        gradients=0 if block.gradient is None else block.gradient.nbytes,
-    )
+def _beside_weights(block: Block) -> tuple[int, int]:
+    """Bytes of the second block, and of the gradients."""
+    second = 0 if block.back is None else block.back.nbytes
+    return second, 0 if block.gradient is None else block.gradient.nbytes
 
 
 def _needed(block: Group | Block, pin: PinMode, optim_dtype: torch.dtype | None, second_blocks: bool) -> HostBytes:

@@ -95,13 +95,14 @@ class HostParameters:
     def check_call(self, tasks: Sequence[Task], activations: int, *, is_measured: bool) -> None:
         """Raise `HostMemoryShort` if what these tasks leave on the host does not fit."""
         additions = self._additions + Counter(
-            block
-            for block in self.state.trainable
-            for task in tasks
-            if task.adds_gradients and any(layer in task.layers for layer in block.users)
+            block for task in tasks if task.adds_gradients for block in self._trained_in(task.layers)
         )
         self.foresight.check_call(self.state, additions, activations, is_measured=is_measured)
         self._additions = additions
+
+    def _trained_in(self, layers: range) -> set[Block]:
+        blocks = {block for layer in layers for block in self.state.layers[layer].blocks}
+        return {block for block in blocks if block.kind == "trainable"}
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The master weight of each trainable parameter."""
