@@ -155,10 +155,12 @@ def test_the_users_home_is_not_told() -> None:
 
 def test_links_that_share_a_switch_are_told() -> None:
     shared = Switch(devices=(0, 1), upload_gb_s=40.0, download_gb_s=30.0)
-    uses = tuple(MemoryUse(f"cpu:{index}", 0, 0, 0) for index in range(2))
-    *_, fact = hardware._devices(uses, Rates(up_gb_s=(25.0,) * 2, down_gb_s=(25.0,) * 2, switches=(shared,)))
+    rates = Rates(up_gb_s=(25.0,) * 2, down_gb_s=(25.0,) * 2, switches=(shared,))
+    (fact,) = hardware._shared(rates)
     assert fact.name == "links_of_0_1"
     assert fact.words == "40.0 GB/s to them together, 30.0 GB/s back"
+    virtual = tuple(MemoryUse(f"cpu:{index}", 0, 0, 0) for index in range(2))
+    assert [fact.name for fact in hardware._devices(virtual, rates)] == ["cpu:0", "cpu:1"]
 
 
 @pytest.mark.cuda

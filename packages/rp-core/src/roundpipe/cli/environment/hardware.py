@@ -82,7 +82,13 @@ def _devices(uses: tuple[MemoryUse, ...], rates: Rates | None) -> Iterator[Fact]
             yield _gpu(use, None if rates is None else (rates.up_gb_s[index], rates.down_gb_s[index]))
         else:
             yield Fact(use.name, {"name": "virtual"}, "virtual, in host memory")
-    for switch in () if rates is None else rates.switches:
+    # Virtual devices share the host's memory, so a measurement of them says nothing of links.
+    if rates is not None and any(use.name.startswith("cuda") for use in uses):
+        yield from _shared(rates)
+
+
+def _shared(rates: Rates) -> Iterator[Fact]:
+    for switch in rates.switches:
         found = {"upload_gb_s": switch.upload_gb_s, "download_gb_s": switch.download_gb_s}
         words = f"{_rate(switch.upload_gb_s)} to them together, {_rate(switch.download_gb_s)} back"
         yield Fact(f"links_of_{'_'.join(map(str, switch.devices))}", found, words)
