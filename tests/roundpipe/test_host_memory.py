@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -268,6 +269,20 @@ def test_memory_that_other_models_will_take_is_not_free(one: Runtime, machine: M
     machine.has(CERTAIN + 2 * PARAMETERS)
     with pytest.warns(HostMemoryWarning):
         wrapped(one, name="another")
+
+
+def test_models_that_nobody_uses_any_more_are_freed_before_another_is_refused(
+    one: Runtime, machine: Machine
+) -> None:
+    gc.disable()
+    try:
+        first = wrapped(one)
+        del first
+        assert len(one.states) == 1
+        machine.has(CERTAIN + ADAM)
+        wrapped(one, name="another")
+    finally:
+        gc.enable()
 
 
 class Tree(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from rp_optim import state_bytes
 from rp_optim.host import HostOptimizer
-from rp_transfer import Group, MappedFiles
+from rp_transfer import Group, MappedFiles, give_back_freed
 from torch.optim import Optimizer
 
 from roundpipe.engine.forecast import MemoryForecast, likely
@@ -65,8 +66,8 @@ class Foresight:
             trained, purpose="for its weights", whole=HostBytes(weights=whole.weights, buffers=whole.buffers)
         )
         certain = resting if optim_dtype is None else trained
-        certain = replace(certain, passing_bytes=max(peak - certain.to_come.total, 0))
-        certain.check(likely(certain))
+        passing = max(peak - certain.to_come.total, 0)
+        self._check(replace(certain, passing_bytes=passing), (), tells_likely=True)
         if whole.masters and (in_training_mode or optim_dtype is not None):
             self._warn(likely(trained))
 
@@ -74,14 +75,15 @@ class Foresight:
         """Check a model whose blocks are about to be made anew: the old ones are freed when all are made."""
         held = held_by([state])
         moving = sum(found.layout.nbytes for found in groups if moves(found, state.pin))
-        replace(self._forecast("to rebuild its blocks", held, held, [state]), passing_bytes=moving).check()
+        certain = self._forecast("to rebuild its blocks", held, held, [state])
+        self._check(replace(certain, passing_bytes=moving), [state])
 
     def check_training(self, states: Sequence[ModelState]) -> None:
         """Check a model that is about to get masters or second blocks; decide about the latter by default."""
         if all(map(_is_complete, states)):
             return
         certain = self._forecast("to train", _needed_by(states), held_by(states), states)
-        certain.check(likely(certain))
+        self._check(certain, states, tells_likely=True)
         for state in states:
             if state.double_buffer is None:
                 state.double_buffer = self._has_room_for_second(state, states)
@@ -91,7 +93,7 @@ class Foresight:
         nbytes = sum(block.nbytes for block in state.trainable)
         whole = _needed_by(states) + HostBytes(second_blocks=nbytes)
         trained = likely(self._forecast("to train", whole, held_by(states), states))
-        return nbytes <= trained.limit.total_bytes * _LITTLE and trained.fits
+        return nbytes <= trained.limit.total_bytes * _LITTLE and self._without_garbage(trained, states).fits
 
     def check_call(
         self, state: ModelState, additions: Mapping[Block, int], activations: int, *, is_measured: bool
@@ -112,9 +114,9 @@ class Foresight:
         held = held_by([state]) + HostBytes(activations=pool)
         whole = held + HostBytes(gradients=missing)
         called = replace(whole, activations=max(activations, pool))
-        self._forecast("for this call", called if is_measured else whole, held, [state]).check()
+        self._check(self._forecast("for this call", called if is_measured else whole, held, [state]), [state])
         if not is_measured:
-            self._warn(self._forecast("for this call, as guessed", called, held, [state]))
+            self._warn(self._forecast("for this call, as guessed", called, held, [state]), [state])
         self._most_activations = max(self._most_activations, activations)
 
     def check_step(self, states: Sequence[ModelState], optimizer: Optimizer) -> None:
@@ -134,7 +136,7 @@ class Foresight:
         held = held_by(states) + HostBytes(optimizer_state=state_bytes_now(optimizer))
         whole = replace(held, optimizer_state=state_bytes(optimizer) or held.optimizer_state)
         purpose = f"for the step of {type(optimizer).__name__}"
-        replace(self._forecast(purpose, whole, held, states), passing_bytes=copies).check()
+        self._check(replace(self._forecast(purpose, whole, held, states), passing_bytes=copies), states)
         self._checked[optimizer] = len(parameters)
 
     def forecast(
@@ -155,24 +157,43 @@ class Foresight:
         """Host memory of the runtime that belongs to no model's blocks: activations, idle buffers, staging."""
         return max(self._runtime.host_memory().used_bytes - given_to(list(self._runtime.states)), 0)
 
-    def _warn(self, forecast: MemoryForecast) -> None:
+    def _check(self, certain: MemoryForecast, own: Sequence[ModelState], *, tells_likely: bool = False) -> None:
+        certain = self._without_garbage(certain, own)
+        certain.check(likely(certain) if tells_likely else certain)
+
+    def _warn(self, forecast: MemoryForecast, own: Sequence[ModelState] = ()) -> None:
         # Once for each purpose: a model may have many parts, and a training run has many calls.
-        if not forecast.fits and forecast.purpose not in self._runtime.memory_warnings:
+        if forecast.purpose in self._runtime.memory_warnings:
+            return
+        forecast = self._without_garbage(forecast, own)
+        if not forecast.fits:
             self._runtime.memory_warnings.add(forecast.purpose)
             warnings.warn(forecast.explained("is likely to need"), HostMemoryWarning, stacklevel=2)
+
+    def _without_garbage(self, forecast: MemoryForecast, own: Sequence[ModelState]) -> MemoryForecast:
+        """If it does not fit, free models that nobody uses any more, which are cycles, and look again."""
+        if forecast.fits:
+            return forecast
+        gc.collect()
+        give_back_freed()
+        limit, others = self._runtime.host_limit(), self._others_bytes(own)
+        return replace(forecast, limit=limit, others_bytes=others)
 
     def _forecast(
         self, purpose: str, whole: HostBytes, held: HostBytes, own: Sequence[ModelState]
     ) -> MemoryForecast:
-        others = [state for state in list(self._runtime.states) if state not in own and _will_train(state)]
         return MemoryForecast(
             name=self._name,
             purpose=purpose,
             whole=whole,
             held=held,
             limit=self._runtime.host_limit(),
-            others_bytes=sum(_needed_by([state]).beyond(held_by([state])).total for state in others),
+            others_bytes=self._others_bytes(own),
         )
+
+    def _others_bytes(self, own: Sequence[ModelState]) -> int:
+        others = [state for state in list(self._runtime.states) if state not in own and _will_train(state)]
+        return sum(_needed_by([state]).beyond(held_by([state])).total for state in others)
 
 
 def _needed_by(states: Sequence[ModelState]) -> HostBytes:
