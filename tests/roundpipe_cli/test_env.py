@@ -173,3 +173,11 @@ def test_links_are_measured() -> None:
     assert [use.name for use in uses] == ["cuda:0"]
     assert 0.1 < rates.up_gb_s[0] < 1000
     assert 0.1 < rates.down_gb_s[0] < 1000
+
+
+def test_a_limit_of_memory_that_cannot_be_read_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROUNDPIPE_HOST_MEMORY", "much")
+    assert main(["env", "--devices", "cpu:2"]) == 2
+    assert "ROUNDPIPE_HOST_MEMORY: a size must read like" in capsys.readouterr().err

@@ -18,7 +18,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 def env(devices: str | None, *, json: bool) -> None:
     """Print versions, memory, devices, rates, kernels, and what is missing with the command that mends it.
 
-    Raises `Refused` for a devices string that cannot be parsed.
+    Raises `Refused` for a devices string or a limit of memory that cannot be parsed.
     """
     machine, problems = hardware(devices)
     sections = [software(), *machine, kernels(), settings()]

@@ -16,7 +16,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     """Bytes of the optimizer's state once it has stepped all its parameters; None if that cannot be told.
 
     Known for this package's optimizers, and for those in ``torch.optim`` whose step needs no closure: these step
-    once on the meta device, where tensors have no memory. The optimizer itself does not change.
+    once on the meta device, where tensors have no memory, unless they have made their state when they were made,
+    as torch's Adagrad does. The optimizer itself does not change.
 
     >>> weight = torch.nn.Parameter(torch.zeros(10, 10))
     >>> state_bytes(torch.optim.SGD([weight], momentum=0.9))
@@ -31,7 +32,12 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     try:
         return sum(_of_group(optimizer, group) for group in optimizer.param_groups)
     except Exception:  # what an optimizer of torch's raises on the meta device is not documented
-        return None
+        return _made_before(optimizer)
+
+
+def _made_before(optimizer: torch.optim.Optimizer) -> int | None:
+    states = [optimizer.state.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(map(nbytes_of_state, states)) if all(states) else None
 
 
 def _of_group(optimizer: torch.optim.Optimizer, group: Group) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from rp_transfer import (
     BackendUnavailable,
-    DeviceStringError,
     HostLimit,
     MemoryUse,
     PinningWarning,
@@ -33,7 +32,7 @@ _Link = tuple[float | None, float | None]
 def hardware(devices: str | None) -> tuple[list[Section], list[str]]:
     """Open the devices and measure. Returns the sections of the host and of the devices, and what went wrong.
 
-    Raises `Refused` for a devices string that cannot be parsed.
+    Raises `Refused` for a devices string or a limit of memory that cannot be parsed.
     """
     problems: list[str] = []
     uses, rates = (), None
@@ -41,7 +40,7 @@ def hardware(devices: str | None) -> tuple[list[Section], list[str]]:
         uses, rates = _measured(devices, problems)
     except BackendUnavailable as error:
         problems.append(f"devices cannot be opened: {error}")
-    except DeviceStringError as error:
+    except ValueError as error:
         raise Refused(str(error)) from error
     return [Section("host", tuple(_host(rates))), Section("devices", tuple(_devices(uses, rates)))], problems
 
