@@ -30,6 +30,7 @@ from roundpipe import (
 from roundpipe.engine.boundaries import Boundaries, Expected
 from roundpipe.engine.engine import Engine
 from roundpipe.engine.foresight import Foresight
+from roundpipe.runtime import host_limit
 from roundpipe.runtime.host_limit import VARIABLE, current_limit, parse_bytes
 from rp_sched import Task
 from rp_transfer import HostLimit
@@ -381,6 +382,11 @@ def test_a_given_limit_is_what_the_whole_process_may_use() -> None:
         wrapped(runtime)
 
 
+def test_mapped_files_do_not_use_up_a_given_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_limit, "resident_bytes", lambda *, with_files=True: 900 if with_files else 300)
+    assert current_limit(1000).free_bytes == 700
+
+
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "4GB"])
 def test_a_limit_that_is_no_size_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="host_memory_bytes must be a number of bytes"):
@@ -421,8 +427,9 @@ def test_a_forecast_is_a_table_of_the_whole_run(one: Runtime, machine: Machine) 
     call(model)
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
     assert model.memory_forecast(optimizer).missing_bytes == 0
-    with pytest.raises(ValueError, match="additions must be at least 1"):
-        model.memory_forecast(additions=0)
+    for wrong in (0, 1.5, "2"):
+        with pytest.raises(ValueError, match="additions must be a whole number and at least 1"):
+            model.memory_forecast(additions=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="takes optimizers"):
         model.memory_forecast(model)  # type: ignore[arg-type]
 

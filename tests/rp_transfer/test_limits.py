@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rp_transfer import HostLimit, host_limits, tightest
+from rp_transfer import HostLimit, host_limits, resident_bytes, tightest
 
 GIB = 1 << 30
 Write = Callable[[str, str], None]
@@ -86,3 +86,10 @@ def test_where_nothing_is_told_all_of_the_machine_is_free(tmp_path: Path) -> Non
 
 def test_this_machine_has_more_than_is_free() -> None:
     assert all(0 <= limit.free_bytes <= limit.total_bytes for limit in host_limits())
+
+
+def test_pages_of_files_are_resident_but_can_be_dropped(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("VmRSS:\t  100 kB\nRssAnon:\t  10 kB\nRssFile:\t  70 kB\n")
+    assert resident_bytes(root=tmp_path) == 100 << 10
+    assert resident_bytes(with_files=False, root=tmp_path) == 30 << 10

@@ -149,10 +149,11 @@ class RoundPipeBase(nn.Module):
         (64, 128, True)
 
         Activations are those that are there now: they depend on the calls. Raises `TypeError` for an argument that
-        is not an optimizer, `ValueError` for less than one addition.
+        is not an optimizer, `ValueError` for less than one addition or a part of one.
         """
-        if additions < 1:
-            raise ValueError(f"additions must be at least 1, but is {additions!r}")
+        is_whole = isinstance(additions, int)  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+        if not is_whole or additions < 1:
+            raise ValueError(f"additions must be a whole number and at least 1, but is {additions!r}")
         return self._joint.memory_forecast(optimizers, additions)
 
     # Parameters

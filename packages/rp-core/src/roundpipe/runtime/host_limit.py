@@ -47,7 +47,8 @@ def current_limit(host_memory_bytes: int | None = None) -> HostLimit:
         host_memory_bytes = _read(given)
     if host_memory_bytes is None:
         return tightest(host_limits())
-    return HostLimit("the given limit", host_memory_bytes, max(host_memory_bytes - resident_bytes(), 0))
+    used = resident_bytes(with_files=False)
+    return HostLimit("the given limit", host_memory_bytes, max(host_memory_bytes - used, 0))
 
 
 def _read(given: str) -> int:

@@ -36,7 +36,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def _made_before(optimizer: torch.optim.Optimizer) -> int | None:
-    states = [optimizer.state.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states: list[dict[str, Any]] = [optimizer.state.get(parameter, {}) for parameter in parameters]
     return sum(map(nbytes_of_state, states)) if all(states) else None
 
 
