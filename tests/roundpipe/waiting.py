@@ -452,6 +452,22 @@ def a_step_over_nothing() -> None:
         assert done == [1]
 
 
+def beside(
+    randomness: Randomness,
+    first: Drawer,
+    draws: Callable[[], None],
+    under_way: threading.Event,
+    second: Drawer,
+    body: Callable[[], None],
+) -> None:
+    """Run `body` as a layer while another thread runs `draws` as one, which has set `under_way` by then."""
+    thread = threading.Thread(target=lambda: randomness.forward(torch.default_generator, first, 0, draws))
+    thread.start()
+    assert under_way.wait(30)
+    randomness.forward(torch.default_generator, second, 0, body)
+    thread.join()
+
+
 def layers_that_draw_run_alone() -> None:
     """A layer that draws gets its own numbers, though another one is about to draw meanwhile."""
     noisy, other = Drawer("layer", 0), Drawer("layer", 1)
@@ -471,11 +487,7 @@ def layers_that_draw_run_alone() -> None:
         entered.set()
         drawn.wait(30)
 
-    beside = threading.Thread(target=lambda: randomness.forward(torch.default_generator, noisy, 0, draws))
-    beside.start()
-    assert under_way.wait(30)
-    randomness.forward(torch.default_generator, other, 0, draws_too)
-    beside.join()
+    beside(randomness, noisy, draws, under_way, other, draws_too)
     entered.set()
     randomness.forward(torch.default_generator, noisy, 0, draws)
     same(numbers[:2], numbers[2:])
@@ -500,11 +512,7 @@ def a_layer_runs_once_beside_one_that_draws() -> None:
         entered.set()
         drawn.wait(30)
 
-    beside = threading.Thread(target=lambda: randomness.forward(torch.default_generator, noisy, 0, draws))
-    beside.start()
-    assert under_way.wait(30)
-    randomness.forward(torch.default_generator, calm, 0, draws_nothing)
-    beside.join()
+    beside(randomness, noisy, draws, under_way, calm, draws_nothing)
     assert len(runs) == 1
 
 
