@@ -178,3 +178,15 @@ def _losses(options: Options, corpus: Corpus, devices: str) -> list[float]:
     with Runtime(devices) as runtime:
         job = Job(replace(options, devices=devices, dtype=options.dtype or "float32"), corpus, TINY, runtime)
         return [job.step(step).loss for step in range(1, options.steps + 1)]
+
+
+def test_a_model_that_host_memory_is_too_small_for_is_refused_in_one_line(
+    text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Less than the process has in use already.
+    monkeypatch.setenv("ROUNDPIPE_HOST_MEMORY", "10MB")
+    arguments = ["--data", str(text), "--output", str(tmp_path / "out"), "--devices", "cpu:1", "--steps", "1"]
+    assert main(["train", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("roundpipe: model")
+    assert "of host memory to train" in line

@@ -11,6 +11,7 @@ from roundpipe.cli.arguments import parse
 from roundpipe.cli.errors import Diverged, Refused, Unwritable
 from roundpipe.cli.interrupt import Interrupted
 from roundpipe.cli.options import Given, read_options
+from roundpipe.errors import HostMemoryShort
 
 FAILED = 1
 REFUSED = 2
@@ -19,7 +20,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 if training or writing failed, 2 for unusable arguments or
-    input, 130 after Ctrl-C.
+    input and for a model that host memory is too small for, 130 after Ctrl-C.
 
     Args:
         arguments: the arguments after the command's name; None takes those of the process.
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _show_anything(sys.stdout)
     try:
         _run(parse(sys.argv[1:] if arguments is None else arguments))
-    except Refused as refusal:
+    except (Refused, HostMemoryShort) as refusal:
         return _complain(str(refusal), REFUSED)
     except (Diverged, Unwritable) as failure:
         return _complain(str(failure), FAILED)
