@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -264,3 +265,20 @@ def test_code_that_asks_more_often_when_it_runs_again_is_refused() -> None:
         carry = row[0](data=data, flag=torch.zeros(2))
     with pytest.raises(NotARow, match=r"tested 0 tensors, .* and 1 when it ran again"):
         row[1:](carry)
+
+
+def test_what_another_thread_compiles_changes_no_path_of_a_row():
+    row = to_sequential(transformers.LlamaForCausalLM(CONFIGS["llama"]()))
+    arguments = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.long)}
+    logits: list[Tensor] = []
+    state = row[0](**arguments)
+
+    def compiled_while_the_rest_runs(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        del inputs
+        thread = threading.Thread(target=lambda: logits.append(row[1:](state).logits))
+        thread.start()
+        thread.join()
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=compiled_while_the_rest_runs)(torch.ones(2))
+    assert torch.equal(logits[0], run(row, **arguments).logits)

@@ -21,6 +21,7 @@ from rp_presets.rows.glue import Epilogue, Interlude, Prologue
 from rp_presets.rows.layer import Layer
 from rp_presets.rows.layout import Layout
 from rp_presets.rows.skeleton import children_of
+from rp_presets.tracing import hide_from_other_threads
 
 
 class Row(nn.Sequential):
@@ -84,6 +85,7 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
     if not lists:
         raise UnsupportedModel(f"{type(model).__name__} has no list of layers (nn.ModuleList)")
     _refuse_settings(model)
+    hide_from_other_threads()
     hooks = Hooks(model)
     with undisturbed(model), torch.no_grad():
         model.train()

@@ -92,8 +92,8 @@ class Truths(TorchFunctionMode):
     ) -> Any:
         """Run an operation, or answer a test."""
         del types
-        # The compiler traces this method, too.
-        if torch.compiler.is_compiling():
+        # The compiler traces this method, too. `is_compiling` may be true because of another thread.
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         if func is Tensor.__bool__ and not self._is_paused:
             return self._answer(args[0])

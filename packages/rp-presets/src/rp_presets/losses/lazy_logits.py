@@ -43,7 +43,7 @@ def lazy_logits(linear: nn.Linear, hidden: Tensor) -> Tensor:
     Shapes:
         hidden: (..., features), floating point. returns: (..., vocabulary).
     """
-    if torch.compiler.is_compiling() or not _is_plain(linear):
+    if torch.compiler.is_dynamo_compiling() or not _is_plain(linear):
         return linear(hidden)
     return _stand_for(Head(*_as_autocast(hidden, linear.weight, linear.bias)))
 
