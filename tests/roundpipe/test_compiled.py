@@ -191,6 +191,7 @@ def test_on_the_cpu_layers_are_compiled_as_usual(monkeypatch: pytest.MonkeyPatch
         assert_near(layer(torch.ones(2, 6)), truth(torch.ones(2, 6)), 1e-5)
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.11."), reason="only torch 2.11 crashes without care")
 def test_layers_are_compiled_after_the_threads_of_another_runtime_have_ended() -> None:
     script = """
 import torch

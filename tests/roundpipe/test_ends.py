@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
+import programs
 import pytest
 
 pytestmark = pytest.mark.timeout(120)
 
 START = """
-import gc, os, sys, threading
+import gc, os, sys, threading, warnings
 import torch
 from torch import nn
 from roundpipe import RoundPipe, Runtime, RoundPipeRunConfig, GradScaler
+
+# Of forks while threads run.
+warnings.simplefilter("ignore", DeprecationWarning)
 
 def square_error(out, label):
     return (out - label).square().sum()
@@ -40,16 +42,8 @@ class Failing(nn.Module):
 
 
 def ended(code: str) -> tuple[int, str, str]:
-    """The exit status of a fresh interpreter, and what it wrote."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", START + code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ROUNDPIPE_DEVICES": "cpu:2"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+    """The exit status of a process of its own, and what it wrote."""
+    return programs.ended(START + code, ROUNDPIPE_DEVICES="cpu:2")
 
 
 @pytest.mark.parametrize("owner", ["", ", runtime=Runtime('cpu:1')"])

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
+import programs
 import pytest
 import roundpipe
 import torch
@@ -67,7 +68,8 @@ one.forward_backward((torch.ones(4, 2),), loss_fn=lambda out, _: out.sum())
 one.step(lambda: None)
 print([use.name for use in one.runtime.memory()])
 """
-    assert in_subprocess(code, ROUNDPIPE_DEVICES="cpu:3") == "['cpu:0', 'cpu:1', 'cpu:2']"
+    names = "['cpu:0', 'cpu:1', 'cpu:2']\n"
+    assert programs.ended(code, ROUNDPIPE_DEVICES="cpu:3") == (0, names, "")
 
 
 def test_two_runtimes_live_side_by_side(devices: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
+from programs import COMMAND_LINE
 from roundpipe.cli import main
 from roundpipe.cli.errors import Unwritable
 from roundpipe.cli.output import finished_files
@@ -30,17 +30,12 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def _trained(
-    text: Path, *arguments: str, stdout: int | None = subprocess.PIPE
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, "train", *SMALL, "--data", str(text), *arguments],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def _trained(text: Path, *arguments: str, stdout: int | None = None) -> tuple[int, list[str]]:
+    """The exit status, and what it complained of."""
+    command = ["train", *SMALL, "--data", str(text), *arguments]
+    status, _, complaints = programs.ended(PROGRAM, *command, imports=COMMAND_LINE, stdout=stdout)
+    assert "Traceback" not in complaints
+    return status, complaints.splitlines()
 
 
 def test_a_model_that_finds_no_room_is_one_line_and_leaves_no_part_of_it(tmp_path: Path, text: Path) -> None:
@@ -50,11 +45,10 @@ def test_a_model_that_finds_no_room_is_one_line_and_leaves_no_part_of_it(tmp_pat
     folder.joinpath("options.json").write_text('{"roundpipe_version": "0"}')
     folder.joinpath("config.json").write_text('"whole"')
 
-    ended = _trained(text, "--output", str(folder))
+    status, complaints = _trained(text, "--output", str(folder))
 
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith(f"roundpipe: --output {folder}: the model cannot be written")
+    assert status == 1
+    assert complaints[-1].startswith(f"roundpipe: --output {folder}: the model cannot be written")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl", "options.json"]
     assert folder.joinpath("config.json").read_text() == '"whole"'
     assert json.loads(folder.joinpath("options.json").read_text())["steps"] == 1
@@ -62,12 +56,11 @@ def test_a_model_that_finds_no_room_is_one_line_and_leaves_no_part_of_it(tmp_pat
 
 def test_a_stdout_that_takes_no_more_is_one_line(text: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        ended = _trained(text, stdout=full.fileno())
+        status, complaints = _trained(text, stdout=full.fileno())
 
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == "roundpipe: [Errno 28] No space left on device"
-    assert "Traceback" not in ended.stderr
-    assert "Exception ignored" not in ended.stderr
+    assert status == 1
+    assert complaints[-1] == "roundpipe: [Errno 28] No space left on device"
+    assert not any("Exception ignored" in line for line in complaints)
 
 
 def test_a_trace_that_finds_no_room_is_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:

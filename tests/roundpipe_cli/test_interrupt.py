@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import COMMAND_LINE, Program
 from roundpipe.cli import main
 from roundpipe.cli.interrupt import Interruption
 from transformers import AutoModelForCausalLM
@@ -29,52 +27,34 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@contextmanager
-def endless(text: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def endless(text: Path, *arguments: str) -> Program:
     """A job that nobody would wait for."""
-    command = [sys.executable, "-m", "roundpipe", "train", "--data", str(text), "--steps", "1000000"]
-    process = subprocess.Popen(
-        [*command, *SMALL, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that starts jobs in the background lets them ignore the signal, and that is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    code = "import sys\nfrom roundpipe.cli import main\nsys.exit(main())"
+    command = ["train", "--data", str(text), "--steps", "1000000", *SMALL, *arguments]
+    return Program(code, *command, imports=COMMAND_LINE)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_for_steps(process: subprocess.Popen[str], metrics: Path, steps: int) -> None:
+def wait_for_steps(program: Program, metrics: Path, steps: int) -> None:
     until = time.monotonic() + LIMIT_S
     while len(lines(metrics)) < steps + 1:
-        assert process.poll() is None, process.communicate()[1]
+        assert program.is_running(), program.end()
         assert time.monotonic() < until, "the job does not get on"
         time.sleep(0.05)
 
 
-def end(process: subprocess.Popen[str]) -> tuple[str, list[str]]:
-    """What it printed, and what it complained of."""
-    printed, complaints = process.communicate(timeout=LIMIT_S)
-    return printed, complaints.splitlines()
-
-
 def test_ctrl_c_ends_the_job_after_its_step_and_saves_the_model(text: Path, tmp_path: Path) -> None:
     folder, trace = tmp_path / "run", tmp_path / "trace.json"
-    with endless(text, "--output", str(folder), "--profile", str(trace)) as process:
-        wait_for_steps(process, folder / "metrics.jsonl", 3)
-        process.send_signal(signal.SIGINT)
-        printed, complaints = end(process)
+    with endless(text, "--output", str(folder), "--profile", str(trace)) as program:
+        wait_for_steps(program, folder / "metrics.jsonl", 3)
+        os.kill(program.pid, signal.SIGINT)
+        status, printed, shown = program.end()
+        complaints = shown.splitlines()
 
-    assert process.returncode == 130
+    assert status == 130
     steps = [line["step"] for line in lines(folder / "metrics.jsonl")]
     assert steps == list(range(len(steps)))
     assert complaints[-1] == f"roundpipe: interrupted after step {steps[-1]} of 1000000"
@@ -88,18 +68,18 @@ def test_ctrl_c_ends_the_job_after_its_step_and_saves_the_model(text: Path, tmp_
 
 
 def test_without_an_output_folder_it_ends_as_well(text: Path, tmp_path: Path) -> None:
-    with endless(text, "--profile", str(tmp_path / "trace.json")) as process:
-        assert process.stderr is not None
+    with endless(text, "--profile", str(tmp_path / "trace.json")) as program:
         shown = ""
         # The progress bar counts some steps; it need not show each.
         while not re.search(r" [1-9]\d*/1000000", shown):
-            character = process.stderr.read(1)
+            character = program.stderr.read(1)
             assert character, shown
             shown += character
-        process.send_signal(signal.SIGINT)
-        printed, complaints = end(process)
+        os.kill(program.pid, signal.SIGINT)
+        status, printed, shown = program.end()
+        complaints = shown.splitlines()
 
-    assert process.returncode == 130
+    assert status == 130
     assert complaints[-1].startswith("roundpipe: interrupted after step ")
     assert "are in" not in printed
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

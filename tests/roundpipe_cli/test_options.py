@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from programs import COMMAND_LINE
 from roundpipe.cli import main
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.errors import Refused
@@ -218,13 +218,6 @@ def test_help_and_version_end_well(arguments: list[str], capsys: pytest.CaptureF
 def test_the_exit_code_of_the_process_is_that_of_main() -> None:
     command = "import sys; from roundpipe.cli import main; sys.exit(main())"
 
-    ended = subprocess.run(
-        [sys.executable, "-c", command, "train", "--lr", "0"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    found = programs.ended(command, "train", "--lr", "0", imports=COMMAND_LINE)
 
-    assert ended.returncode == 2
-    assert ended.stderr == "roundpipe: --lr must be a finite number above 0, but is '0'\n"
+    assert found == (2, "", "roundpipe: --lr must be a finite number above 0, but is '0'\n")

@@ -1,0 +1,147 @@
+"""Programs in processes of their own, forked from one that has already imported what they need.
+
+Importing torch takes seconds, and transformers more; a fork takes milliseconds. The process that is forked has
+imported modules and done nothing else, so a program finds what it would find in a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+# What torch's first optimizer imports, too.
+ENGINE = "import roundpipe, torch._dynamo\n"
+# What the command line imports once it trains a model.
+COMMAND_LINE = "import roundpipe.cli\nfrom transformers import AutoModelForCausalLM, Qwen3ForCausalLM\n"
+# The program runs at the top of the module, where the interpreter then ends by itself.
+_TEMPLATE = """
+import json, os, signal, socket, sys, warnings
+
+def serve(asked):
+    while True:
+        message, files, _, _ = socket.recv_fds(asked, 1 << 20, 2)
+        if not message:
+            sys.exit()
+        request = json.loads(message)
+        if "pid" in request:
+            asked.sendall(b"%d" % os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1]))
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+        if not pid:
+            asked.close()
+            become(request, files)
+            return compile(request["code"], "<program>", "exec")
+        for file in files:
+            os.close(file)
+        asked.sendall(b"%d" % pid)
+
+def become(request, files):
+    for file, place in zip(files, (1, 2)):
+        os.dup2(file, place)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv[1:] = request["arguments"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+exec(serve(socket.socket(fileno=int(sys.argv.pop(1)))))
+"""
+
+
+class Template:
+    """A process that has imported modules, to be forked. `imports`: statements."""
+
+    def __init__(self, imports: str) -> None:
+        ours, its = socket.socketpair()
+        with its:
+            # Its input is for nobody: programs get it, too.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", imports + _TEMPLATE, str(its.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                pass_fds=[its.fileno()],
+            )
+        self._ours = ours
+
+    def ask(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
+        """The number that it answers with."""
+        socket.send_fds(self._ours, [json.dumps(request).encode()], files)
+        answer = self._ours.recv(100)
+        assert answer, f"what programs are forked from has ended ({self._process.poll()})"
+        return int(answer)
+
+
+@cache
+def _template(imports: str) -> Template:
+    return Template(imports)
+
+
+class Program:
+    """A program that runs; leaving its context kills it.
+
+    `imports`: what its process had imported before. `stdout`: a file instead of what `end` returns.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        *arguments: str,
+        imports: str = ENGINE,
+        stdout: int | None = None,
+        **environment: str,
+    ) -> None:
+        self._template = _template(imports)
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `__exit__`
+        reader, writer = os.pipe()
+        # What it complains of, as it comes.
+        self.stderr = os.fdopen(reader)
+        request = {"code": code, "arguments": arguments, "environment": {**os.environ, **environment}}
+        self.pid = self._template.ask(request, [self._out.fileno() if stdout is None else stdout, writer])
+        os.close(writer)
+        self.returncode: int | None = None
+
+    def is_running(self) -> bool:
+        """Whether it has not ended, as far as can be told without waiting."""
+        with open(f"/proc/{self.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait; its exit status, and what it wrote."""
+        complaints = self.stderr.read()
+        self._wait()
+        self._out.seek(0)
+        assert self.returncode is not None
+        return self.returncode, self._out.read(), complaints
+
+    def _wait(self) -> None:
+        if self.returncode is None:
+            self.returncode = self._template.ask({"pid": self.pid})
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait()
+        self._out.close()
+        self.stderr.close()
+
+
+def ended(code: str, *arguments: str, **options: Any) -> tuple[int, str, str]:
+    """The exit status of a program, and what it wrote; arguments are those of `Program`."""
+    with Program(code, *arguments, **options) as program:
+        return program.end()
