@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from roundpipe.telemetry.launch_times import Clock, Launches, clock_of_this_thread
+from roundpipe.telemetry.launch_times import LAYERS_AHEAD, Clock, Launches, Pass, clock_of_this_thread
 
 patient = settings(deadline=None)
 durations = st.integers(0, 1000)
@@ -113,6 +115,44 @@ def test_a_layer_that_gets_another_gradient_later_has_begun_already():
         clocks.work(ms)
     launches.leave_backward("cuda:0/compute")
     assert launches.ms("backward") == pytest.approx({1: 3.0, 0: 12.0})
+
+
+class Queue:
+    """A stream on which nothing happens until somebody waits for it."""
+
+    name = "cuda:0/compute"
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.recorded, self.reached, self._clocks = 0, 0, clocks
+
+    def record(self, *, timed: bool = False) -> Any:
+        del timed
+        self.recorded += 1
+        return SimpleNamespace(synchronize=partial(self._reach, self.recorded))
+
+    def _reach(self, place: int) -> None:
+        self.reached = place
+        # The driver asks the device again and again.
+        self._clocks.work(100)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_a_thread_never_fills_its_devices_queue_and_its_waiting_is_no_launching(which: Pass):
+    clocks = Clocks()
+    launches, queue = Launches(clocks), Queue(clocks)
+    with launches.microbatch(which, range(8)):
+        for layer in range(8):
+            launches.stay_near(queue)
+            assert queue.recorded - queue.reached <= LAYERS_AHEAD
+            if which == "forward":
+                with launches.layer("forward", layer):
+                    clocks.work(3)
+            else:
+                launches.enter_backward(layer, queue.name)
+                clocks.work(3)
+        launches.leave_backward(queue.name)
+    assert queue.reached == 8 - LAYERS_AHEAD
+    assert launches.ms(which) == pytest.approx(dict.fromkeys(range(8), 3.0))
 
 
 def test_devices_do_not_mix():

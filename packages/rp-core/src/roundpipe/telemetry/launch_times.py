@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from functools import partial
 from statistics import median
 from typing import Literal
 
+from rp_transfer import Event, Stream
+
 Pass = Literal["forward", "recompute", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recompute", "backward")
+LAYERS_AHEAD = 3
 Clock = Callable[[], float]
 
 
@@ -44,15 +48,20 @@ class _Mark:
 class Launches:
     """The processor time of threads that launch the layers of one launch: ms of one microbatch, by pass and layer.
 
-    A thread that waits, for the GIL or for a device, uses no processor time. So these are the times that a pass
-    would hold the GIL if nothing that it calls released it: an upper bound, since torch's own functions do.
+    A thread that waits for the GIL uses no processor time. So these are the times that a pass would hold the GIL
+    if nothing that it calls released it: an upper bound, since torch's own functions do. But a thread that finds
+    its GPU's queue full waits in the driver, which does take processor time: see `stay_near`.
 
     `clock`: makes the calling thread's clock. All threads of a launch add to it.
     """
 
     def __init__(self, clock: Callable[[], Clock] = clock_of_this_thread) -> None:
-        self._clock = clock
+        self._clock_of_this_thread = clock
         self._lock = threading.Lock()
+        # By stream, where its latest layers begin.
+        self._begun: dict[str, deque[Event]] = {}
+        # By thread, the seconds of `stay_near`.
+        self._waited: dict[int, float] = {}
         self._found: dict[tuple[Pass, int], list[float]] = {}
         # What a microbatch takes besides its layers, such as engine code between them, as a share of each layer.
         self._rests: dict[tuple[Pass, int], list[float]] = {}
@@ -60,6 +69,24 @@ class Launches:
         self._counted: dict[int, float] = {}
         # By stream, the backward pass under way; never concurrently for one stream.
         self._marks: dict[str, list[_Mark]] = {}
+
+    def stay_near(self, stream: Stream) -> None:
+        """Before a layer is launched: wait until the device is at most `LAYERS_AHEAD` layers behind.
+
+        So its queue, which holds some thousand operations, does not get full, and it still has work meanwhile.
+        """
+        begun = self._begun.setdefault(stream.name, deque(maxlen=LAYERS_AHEAD))
+        if len(begun) == LAYERS_AHEAD:
+            clock, thread = self._clock_of_this_thread(), threading.get_ident()
+            before = clock()
+            begun[0].synchronize()
+            self._waited[thread] = self._waited.get(thread, 0.0) + clock() - before
+        begun.append(stream.record())
+
+    def _clock(self) -> Clock:
+        """The calling thread's clock, which stops in `stay_near`."""
+        clock, thread = self._clock_of_this_thread(), threading.get_ident()
+        return lambda: clock() - self._waited.get(thread, 0.0)
 
     @contextmanager
     def layer(self, which: Pass, layer: int) -> Generator[None]:

@@ -71,6 +71,7 @@ class LayerTimes:
     @contextmanager
     def forward(self, layer: int, stream: Stream, *, again: bool = False) -> Generator[None]:
         """Time a layer's forward pass, or `again`, its recomputation."""
+        self._stay_near(stream)
         first = stream.record(timed=True)
         with NOTHING if self.launches is None else self.launches.layer("recompute" if again else "forward", layer):
             yield
@@ -83,6 +84,10 @@ class LayerTimes:
             return NOTHING
         return self.launches.microbatch("backward" if task.runs_backward else "forward", task.layers)
 
+    def _stay_near(self, stream: Stream) -> None:
+        if self.launches is not None:
+            self.launches.stay_near(stream)
+
     def keep(self, layer: int, nbytes: int) -> None:
         """Record the bytes that a layer's forward pass keeps for its backward pass; the maximum counts."""
         with self._lock:
@@ -93,10 +98,13 @@ class LayerTimes:
 
         The last layer's begins before the loss function, whose time no other layer has.
         """
+        entered = self._entered.setdefault(stream.name, [])
+        is_first = all(layer != other for other, _ in entered)
+        if is_first:
+            self._stay_near(stream)
         if self.launches is not None:
             self.launches.enter_backward(layer, stream.name)
-        entered = self._entered.setdefault(stream.name, [])
-        if all(layer != other for other, _ in entered):
+        if is_first:
             entered.append((layer, stream.record(timed=True)))
 
     def leave_backward(self, stream: Stream) -> None:
