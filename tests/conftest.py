@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,11 @@ if importlib.util.find_spec("hypothesis") is not None:
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process has one core to itself. To be set before torch is imported, also by programs that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts jobs in the background lets them ignore Ctrl-C, and tests send it to themselves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
