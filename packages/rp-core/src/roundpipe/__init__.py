@@ -21,6 +21,8 @@ from roundpipe.errors import (
     RoundPipeError,
     Stale,
     StepFailed,
+    TrainingWarning,
+    TrainsNothing,
 )
 from roundpipe.execution.packed_data import RoundPipePackedData
 from roundpipe.loading import from_pretrained
@@ -59,6 +61,8 @@ __all__ = [
     "Stale",
     "StepFailed",
     "TokenMean",
+    "TrainingWarning",
+    "TrainsNothing",
     "doing_optimizer",
     "doing_recompute",
     "from_pretrained",

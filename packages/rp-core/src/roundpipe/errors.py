@@ -7,8 +7,10 @@
     ├── Stale                 backward through weights that were replaced since forward
     ├── GradientsIncomplete   a call failed and left part of its gradients
     ├── StepFailed            a step function failed and left part of its update
-    └── HostMemoryShort       what a model, call or step needs does not fit into host memory
+    ├── HostMemoryShort       what a model, call or step needs does not fit into host memory
+    └── TrainsNothing         an optimizer steps, but not the parameters that train
     HostMemoryWarning (RuntimeWarning)  what a model is likely to need does not fit
+    TrainingWarning (UserWarning)       a training loop that runs, but is unlikely to do what was meant
 """
 
 from __future__ import annotations
@@ -40,6 +42,14 @@ class StepFailed(RoundPipeError):
 
 class HostMemoryShort(RoundPipeError):
     """Host memory does not suffice; nothing was allocated. The message has the sum by kind and what would help."""
+
+
+class TrainsNothing(RoundPipeError):
+    """An optimizer stepped where that changes no weights; the message has the line to write."""
+
+
+class TrainingWarning(UserWarning):
+    """A training loop that runs, but is unlikely to do what was meant; the message has the line to write."""
 
 
 class HostMemoryWarning(RuntimeWarning):

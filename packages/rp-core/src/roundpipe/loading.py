@@ -95,4 +95,4 @@ def _warn_if_short(
 
 _WRAPPING = frozenset(
     name for made in (wrap_model_to_roundpipe, RoundPipe) for name in inspect.signature(made).parameters
-) - {"model", "roundpipe_kwargs"}
+) - {"model"}

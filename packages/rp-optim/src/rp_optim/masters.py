@@ -89,7 +89,10 @@ class Master(torch.nn.Parameter):
         if (link := source_link(self)) is not None:
             source = link.source(self)
             self.grad = None if source is None else _copy(source, self, link.factor)
-        return _OWN_GRAD.__get__(self)
+        found = _OWN_GRAD.__get__(self)
+        if found is None and self._link is None:
+            self.note_missing()
+        return found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -100,6 +103,9 @@ class Master(torch.nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch has an attribute
+
+    def note_missing(self) -> None:
+        """Called where ``.grad`` is read of a master that is not linked and has none; subclasses may say why."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -223,7 +229,7 @@ def link(
         )
     if master._link is not None:  # pyright: ignore[reportPrivateUsage]
         raise InvalidLink("the master is linked already; unlink it first")
-    if master.grad is not None:
+    if own_grad(master) is not None:
         raise InvalidLink(
             "the master has a gradient of its own, which the linked one would hide; set .grad to None first"
         )

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 
 import torch
+from rp_optim.jobs import Outcome
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.optimizer.steps import run_step
+from roundpipe.optimizer.watched import Watched, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
 from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import in_call
-
-# What checks an optimizer before it steps, inside a step function.
-_CHECK: ContextVar[Callable[[Optimizer], None] | None] = ContextVar("_CHECK", default=None)
-
-
-@cache
-def _watch_optimizers() -> None:
-    # Once and for good: torch calls such hooks for all optimizers of the process, and must not find others while
-    # it goes through them on another thread.
-    register_optimizer_step_pre_hook(_check)
-
-
-def _check(optimizer: Optimizer, *_: object) -> None:
-    if (check := _CHECK.get()) is not None:
-        check(optimizer)
 
 
 class Joint:
@@ -48,7 +34,11 @@ class Joint:
         self._hosts = tuple(hosts)
         self._runtime = runtime
         self._foresight = Foresight(name, runtime)
-        _watch_optimizers()
+        # Before an optimizer makes its state, check that it fits.
+        self._watched = Watched(lambda optimizer: self._foresight.check_step(self._states(), optimizer))
+        watch_optimizers()
+        # Of the last step.
+        self._step_outcome: Outcome[None] | None = None
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The master weight of each trainable parameter."""
@@ -69,21 +59,16 @@ class Joint:
             self._foresight.check_training(self._states())
             with taking() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self._hosts]
-                checked = partial(self._checked, step_fn)
-                outcome = self._hosts[0].submit_step(partial(run_step, self._name, parts, checked))
+                is_idle = self._step_outcome is None or self._step_outcome.done()
+                watched = self._watched.launch(step_fn, is_async=is_async, is_idle=is_idle)
+                self._step_outcome = outcome = self._hosts[0].submit_step(
+                    partial(run_step, self._name, parts, watched)
+                )
             for part in parts:
                 part.note_launched()
             if not is_async:
                 wait_until(outcome.wait)
                 self._raise_late_errors()
-
-    def _checked(self, step_fn: Callable[[], object]) -> None:
-        """Run a step function; before an optimizer makes its state, check that it fits."""
-        token = _CHECK.set(lambda optimizer: self._foresight.check_step(self._states(), optimizer))
-        try:
-            step_fn()
-        finally:
-            _CHECK.reset(token)
 
     def synchronize(self) -> None:
         """Wait for all work, publish the last step's result, and set ``.grad`` on the parameters."""
@@ -96,6 +81,7 @@ class Joint:
                 host.publish()
             for host in self._hosts:
                 host.show_gradients()
+            self._watched.settle()
 
     def sync_optim_param(self) -> None:
         """Publish the last step's result and wait for it.

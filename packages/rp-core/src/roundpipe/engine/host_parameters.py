@@ -295,6 +295,7 @@ class HostParameters:
 
     def _drop_gradients(self) -> None:
         self._additions.clear()
+        self.state.stepped_runs = self.state.num_runs
         self._exposure.take_back()
         self.state.broken = None
         for block in self.state.trainable:

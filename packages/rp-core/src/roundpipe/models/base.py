@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from roundpipe.device.entrance import entrance_of
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.group import Joint
 from roundpipe.engine.memory_report import MemoryReport
-from roundpipe.errors import RoundPipeError
+from roundpipe.errors import RoundPipeError, TrainingWarning
 from roundpipe.models.current import publish_first
 from roundpipe.runtime.runtime import Runtime, lasting
 
@@ -56,6 +56,8 @@ class RoundPipeBase(nn.Module):
     _seen: tuple[nn.Module, ...]
     # Its training mode, likewise.
     _mode: bool
+    # Whether it was said that 16-bit masters are coarse.
+    _is_told: bool
 
     def __init__(self, model: nn.Module, name: str | None, optim_dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -69,6 +71,7 @@ class RoundPipeBase(nn.Module):
         self._own("name", caller() if name is None else name)
         self.register_load_state_dict_pre_hook(_rename_nested)  # pyright: ignore[reportUnknownMemberType]
         self._own("optim_dtype", optim_dtype)
+        self._own("_is_told", False)
 
     # Between calls
 
@@ -172,10 +175,26 @@ class RoundPipeBase(nn.Module):
         """
         self._refuse_added()
         masters = self._joint.masters()
+        self._warn_of_16_bits(masters.values())
         for name, parameter in self._named.named_parameters(prefix, remove_duplicate=remove_duplicate):
             # The module itself may hold parameters that no layer uses: these have no master.
             if parameter.requires_grad and parameter in masters:
                 yield name, masters[parameter]
+
+    def _warn_of_16_bits(self, masters: Iterable[torch.Tensor]) -> None:
+        """Say, once, that masters are as coarse as 16-bit weights, unless that was asked for."""
+        coarse = {master.dtype for master in masters} & {torch.bfloat16, torch.float16}
+        if self.optim_dtype is not None or self._is_told or not coarse:
+            return
+        self._own("_is_told", True)
+        dtype = f"torch.{str(min(coarse, key=str)).removeprefix('torch.')}"
+        warnings.warn(
+            f"the optimizer's parameters of model {self.name!r} are {dtype}, like its weights, so small updates "
+            "are lost; wrap the model with optim_dtype=torch.float32 for 4 more bytes a parameter, or with "
+            f"optim_dtype={dtype} to keep them without this warning",
+            TrainingWarning,
+            stacklevel=3,
+        )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The optimizer's parameters inside a step function; elsewhere the model's own, with a warning."""
@@ -191,8 +210,11 @@ class RoundPipeBase(nn.Module):
             yield from self.optim_named_parameters(prefix, remove_duplicate) if recurse else ()
             return
         warnings.warn(
-            "these are the model's own parameters, which lag behind the optimizer's; give an optimizer "
-            "model.optim_parameters(), or read model.model.parameters() after model.synchronize()",
+            "these are the model's own parameters, which lag behind the optimizer's and have no .grad before "
+            "model.synchronize(); give an optimizer model.optim_parameters(), clip gradients in the step "
+            "function, as in model.step(lambda: (clip_grad_norm_(model.optim_parameters(), 1.0), "
+            "optimizer.step(), optimizer.zero_grad())), or read model.model.parameters() after "
+            "model.synchronize()",
             stacklevel=2,
         )
         yield from super().named_parameters(prefix, recurse, remove_duplicate)

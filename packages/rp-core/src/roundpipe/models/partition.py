@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, TypedDict
 
+import torch
 from rp_transfer import tensors_of
 from torch import nn
 
@@ -17,7 +18,9 @@ from roundpipe.device.replica import has_hooks
 from roundpipe.models.adapters import is_adapted
 from roundpipe.models.part import Part
 from roundpipe.models.side_outputs import hooked
+from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
+from roundpipe.state.model_state import PinMode
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -51,13 +54,23 @@ class Rules:
     config: RoundPipeRunConfig = field(default_factory=RoundPipeRunConfig)
 
 
+class Options(TypedDict):
+    """Arguments of `RoundPipe` that are the same for all models that run parts of a module."""
+
+    optim_dtype: torch.dtype | None
+    pin_model: PinMode
+    runtime: Runtime | None
+    compile_layers: bool | Mapping[str, Any]
+    double_buffer: bool | None
+
+
 class Splitter:
     """Lets models run submodules of a module, which stay where they are; `undo` ends that."""
 
-    def __init__(self, root: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, root: nn.Module, name: str, rules: Rules, options: Options) -> None:
         self._name = name
         self._rules = rules
-        self._kwargs = roundpipe_kwargs
+        self._options = options
         self._users = _users(root)
         self._chosen: dict[nn.Module, str] = {}
         self._entrances: list[Entrance] = []
@@ -107,7 +120,7 @@ class Splitter:
         _warn_of_buffers(modules)
         configs = {where: config_for(module, self._rules) for where, module in modules.items()}
         config = next(iter(configs.values())) if len(configs) == 1 else self._rules.config
-        part = Part(modules, self._name, model_run_config=config, **self._kwargs)
+        part = Part(modules, self._name, model_run_config=config, **self._options)
         self._entrances += [part.enter(where, config) for where, config in configs.items()]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import rp_presets
+import torch
 from rp_transfer import group
 from torch import nn
 
@@ -14,10 +15,11 @@ from roundpipe.engine.foresight import Foresight
 from roundpipe.models.adapters import PER_CALL, base_of
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller, wrappers
-from roundpipe.models.partition import Rules, Splitter, config_for, flat_row, module_bytes
+from roundpipe.models.partition import Options, Rules, Splitter, config_for, flat_row, module_bytes
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
+from roundpipe.state.model_state import PinMode
 
 
 def wrap_model_to_roundpipe(
@@ -30,7 +32,12 @@ def wrap_model_to_roundpipe(
     model_run_config: RoundPipeRunConfig | None = None,
     name: str | None = None,
     example_inputs: Mapping[str, Any] | None = None,
-    **roundpipe_kwargs: Any,
+    *,
+    optim_dtype: torch.dtype | None = None,
+    pin_model: PinMode = "alloc",
+    runtime: Runtime | None = None,
+    compile_layers: bool | Mapping[str, Any] = False,
+    double_buffer: bool | None = None,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model; a Hugging Face model with a preset becomes a sequence of layers that share its parameters.
 
@@ -42,7 +49,7 @@ def wrap_model_to_roundpipe(
             the number of devices + 1.
         skip_modules: submodules that are left on the host.
         override_config: settings by submodule, over `model_run_config`.
-        model_run_config, name, roundpipe_kwargs: for `RoundPipe`.
+        model_run_config, name, optim_dtype, pin_model, runtime, compile_layers, double_buffer: for `RoundPipe`.
         example_inputs: arguments of the model's forward to observe it with, for models that are not observed with
             a few tokens, such as vision-language models.
 
@@ -65,11 +72,18 @@ def wrap_model_to_roundpipe(
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     name = caller() if name is None else name
+    options = Options(
+        optim_dtype=optim_dtype,
+        pin_model=pin_model,
+        runtime=runtime,
+        compile_layers=compile_layers,
+        double_buffer=double_buffer,
+    )
     base, required = base_of(model), use_sequential_preset is True
     row = None if use_sequential_preset is False else _preset(base, example_inputs, required=required)
     rules = Rules(
         lower_threshold,
-        _upper(model, upper_threshold, roundpipe_kwargs),
+        _upper(model, upper_threshold, options),
         skip_modules,
         _configs(override_config),
         given("model_run_config", model_run_config),
@@ -77,8 +91,8 @@ def wrap_model_to_roundpipe(
     if row is None and isinstance(model, nn.Sequential):
         row = flat_row(model, rules.upper_bytes)
     if row is None:
-        return _taken_apart(model, name, rules, roundpipe_kwargs)
-    wrapped = _whole(row, model, name, rules, roundpipe_kwargs)
+        return _taken_apart(model, name, rules, options)
+    wrapped = _whole(row, model, name, rules, options)
     if row is not model:
         wrapped.set_original_model(model)
     if base is not model:
@@ -95,49 +109,45 @@ def _preset(model: nn.Module, example_inputs: Mapping[str, Any] | None, *, requi
         return None
 
 
-def _whole(
-    row: nn.Module, model: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]
-) -> RoundPipe:
+def _whole(row: nn.Module, model: nn.Module, name: str, rules: Rules, options: Options) -> RoundPipe:
     _check_used(rules, (model,))
-    return RoundPipe(row, name=name, model_run_config=config_for(model, rules), **roundpipe_kwargs)
+    return RoundPipe(row, name=name, model_run_config=config_for(model, rules), **options)
 
 
-def _taken_apart(
-    model: nn.Module, name: str, rules: Rules, roundpipe_kwargs: Mapping[str, Any]
-) -> RoundPipe | AutoRoundPipe:
+def _taken_apart(model: nn.Module, name: str, rules: Rules, options: Options) -> RoundPipe | AutoRoundPipe:
     register_lazy_hooks(model)
-    splitter = Splitter(model, name, rules, roundpipe_kwargs)
-    _check_memory(splitter.wrapped, name, roundpipe_kwargs)
+    splitter = Splitter(model, name, rules, options)
+    _check_memory(splitter.wrapped, name, options)
     try:
         splitter.split()
         if not splitter.wrapped and not any(module in rules.skip for module in model.modules()):
-            return _whole(model, model, name, rules, roundpipe_kwargs)
+            return _whole(model, model, name, rules, options)
         _check_used(rules, splitter.wrapped)
-        return AutoRoundPipe(model, name=name, **roundpipe_kwargs)
+        return AutoRoundPipe(model, name, options["optim_dtype"], runtime=options["runtime"])
     except BaseException:
         splitter.undo()
         raise
 
 
-def _check_memory(parts: Sequence[nn.Module], name: str, roundpipe_kwargs: Mapping[str, Any]) -> None:
+def _check_memory(parts: Sequence[nn.Module], name: str, options: Options) -> None:
     """Check that the weights of all parts fit together, and their training: each part checks only its own."""
-    Foresight(name, _runtime(roundpipe_kwargs)).check_wrapping(
+    Foresight(name, _runtime(options)).check_wrapping(
         group(parts),
-        pin=roundpipe_kwargs.get("pin_model", "alloc"),
-        optim_dtype=roundpipe_kwargs.get("optim_dtype"),
-        double_buffer=roundpipe_kwargs.get("double_buffer"),
+        pin=options["pin_model"],
+        optim_dtype=options["optim_dtype"],
+        double_buffer=options["double_buffer"],
         in_training_mode=any(part.training for part in parts),
     )
 
 
-def _runtime(roundpipe_kwargs: Mapping[str, Any]) -> Runtime:
-    return roundpipe_kwargs.get("runtime") or default_runtime()
+def _runtime(options: Options) -> Runtime:
+    return options["runtime"] or default_runtime()
 
 
-def _upper(model: nn.Module, upper_threshold: int | None, roundpipe_kwargs: Mapping[str, Any]) -> int:
+def _upper(model: nn.Module, upper_threshold: int | None, options: Options) -> int:
     if upper_threshold is not None:
         return upper_threshold
-    return module_bytes(model) // (len(_runtime(roundpipe_kwargs).lanes) + 1)
+    return module_bytes(model) // (len(_runtime(options).lanes) + 1)
 
 
 def _configs(override: Mapping[nn.Module, RoundPipeRunConfig] | None) -> dict[nn.Module, RoundPipeRunConfig]:

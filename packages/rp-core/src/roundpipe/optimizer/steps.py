@@ -50,6 +50,7 @@ class Updates:
         state = self._state
         state.make_masters()
         state.make_backs()
+        state.stepped_runs = state.num_runs
         before = self._publication(take) if state.unpublished else {}
         gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient}
         after = {} if is_async else self._publication(take)

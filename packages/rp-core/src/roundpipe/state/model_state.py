@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from rp_optim import Master, write_weights
+from rp_optim import write_weights
 from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, tensors_of
 
 from roundpipe.state.gradient import Gradient
+from roundpipe.state.master import EngineMaster, watch_reads
 
 PinMode = Literal["alloc", "register", "off"]
 
@@ -269,15 +271,31 @@ class Broken:
     error: str
 
 
+class _Reads:
+    """Whether to say that a master's gradient is read where it is not: once, where a step would have it."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = weakref.ref(state)
+        self._is_told = False
+
+    def __call__(self) -> bool:
+        state = self._state()
+        if self._is_told or state is None or state.num_runs == state.stepped_runs:
+            return False
+        self._is_told = True
+        return True
+
+
 class ModelState:
     """The host side of one model. The launcher changes it.
 
     `version`: number of launched publications of new weights. `unpublished`: the optimizer has a result that is
-    not published yet. `quiet`: see `Randomness`. `num_runs`: number of launched runs that add gradients. `broken`:
-    the first of them that failed and left part of its gradients. `failed`: the error of a step that left part of
-    its update. Both store text: an error object would keep its frames alive. `is_stepping`: a step function is
-    running; only the optimizer's thread uses it. `is_part`: another model is stepped together with this one.
-    `double_buffer`: whether trained weights have second blocks; None until that is decided.
+    not published yet. `quiet`: see `Randomness`. `num_runs`: number of launched runs that add gradients;
+    `stepped_runs`: those of them whose gradients a step takes or somebody dropped. `broken`: the first of them
+    that failed and left part of its gradients. `failed`: the error of a step that left part of its update. Both
+    store text: an error object would keep its frames alive. `is_stepping`: a step function is running; only the
+    optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
+    whether trained weights have second blocks; None until that is decided.
     """
 
     def __init__(
@@ -299,6 +317,8 @@ class ModelState:
         self.quiet: set[tuple[str, int]] = set()
         self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
         self.num_runs = 0
+        self.stepped_runs = 0
+        self._reads = _Reads(self)
         self.broken: Broken | None = None
         self._breaking = threading.Lock()
         self.failed: str | None = None
@@ -409,7 +429,9 @@ class ModelState:
             for parameter, value in zip(block.tensors, block.values, strict=True):
                 if parameter not in self.masters:
                     dtype = self.optim_dtype or parameter.dtype
-                    self.masters[parameter] = Master(value.to(dtype, copy=True).contiguous())
+                    master = EngineMaster(value.to(dtype, copy=True).contiguous())
+                    watch_reads(master, self._reads)
+                    self.masters[parameter] = master
 
     @torch.inference_mode(False)
     def make_backs(self) -> None:

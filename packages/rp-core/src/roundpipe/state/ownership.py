@@ -46,12 +46,30 @@ class Claim:
         for parameter in found:
             _CLAIMS[parameter] = weakref.ref(self)
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it owns this parameter."""
+        return id(parameter) in self._held
+
     def _other(self, parameter: torch.Tensor) -> Claim | None:
         found = cast("weakref.ref[Claim]", _CLAIMS[parameter]) if parameter in _CLAIMS else None
         claim = None if found is None else found()
         if claim is None or claim is self:
             return None
-        return claim if id(parameter) in claim._held else None
+        return claim if claim.holds(parameter) else None
+
+
+def owner_of(parameter: torch.Tensor) -> str | None:
+    """The name of the model that owns a parameter; None if there is none.
+
+    >>> layer, claim = nn.Linear(2, 2), Claim("first")
+    >>> claim.take([layer])
+    >>> owner_of(layer.weight), owner_of(nn.Linear(2, 2).weight)
+    ('first', None)
+    """
+    found = _CLAIMS.get(parameter)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    reference = cast("weakref.ref[Claim] | None", found)
+    claim = None if reference is None else reference()
+    return claim.name if claim is not None and claim.holds(parameter) else None
 
 
 _CLAIMS: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -1,0 +1,153 @@
+"""Optimizers are watched where they step: some would train nothing, or with settings that change meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from rp_optim.masters import link_of, own_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from roundpipe.errors import TrainingWarning, TrainsNothing
+from roundpipe.state.master import EngineMaster
+from roundpipe.state.ownership import owner_of
+
+_STEP = "model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
+_OPTIMIZER = "AdamW(model.optim_parameters(), lr=1e-5)"
+_SETTINGS = (
+    "an optimizer's settings, such as its learning rate, were changed outside of the step function while steps "
+    "are asynchronous, so it is left to chance which step they apply to; change them in the step function: "
+    "model.step(lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad())). Or give model.step "
+    "is_async=False, or call synchronize() before"
+)
+
+# The settings of each group of parameters.
+_Settings = list[dict[str, Any]]
+
+
+class Watched:
+    """The optimizers that step in one model's step functions.
+
+    `check`: called with each before it steps. Settings that change outside of step functions while one may be
+    running are told in one `TrainingWarning`.
+    """
+
+    def __init__(self, check: Callable[[Optimizer], None]) -> None:
+        self._check = check
+        self._lock = threading.Lock()
+        # As they were when the last step function had ended.
+        self._known: WeakKeyDictionary[Optimizer, _Settings] = WeakKeyDictionary()
+        self._stepping: WeakKeyDictionary[Optimizer, _Settings] = WeakKeyDictionary()
+        # Whether nothing has been waited for since the last step.
+        self._is_loose = False
+        self._is_told = False
+
+    def launch(self, step_fn: Callable[[], object], *, is_async: bool, is_idle: bool) -> Callable[[], None]:
+        """A step is launched now; returns what runs its function, on the optimizer's thread.
+
+        `is_idle`: all steps before it have ended; one that runs may itself change settings.
+        """
+        before: dict[Optimizer, _Settings] = {}
+        if is_idle:
+            with self._lock:
+                known = dict(self._known)
+            if self._is_loose:
+                self._compare(known)
+            before = {optimizer: _settings(optimizer) for optimizer in known}
+        self._is_loose = is_async
+        return lambda: self._run(step_fn, before)
+
+    def settle(self) -> None:
+        """All steps have been waited for."""
+        self._is_loose = False
+
+    def _run(self, step_fn: Callable[[], object], before: Mapping[Optimizer, _Settings]) -> None:
+        self._compare(before)
+        token = _WATCHED.set(self)
+        try:
+            step_fn()
+        finally:
+            _WATCHED.reset(token)
+            with self._lock:
+                self._known.update({optimizer: _settings(optimizer) for optimizer in list(self._known)})
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """An optimizer steps now."""
+        self._check(optimizer)
+        with self._lock:
+            self._known.setdefault(optimizer, [])
+            self._stepping[optimizer] = _settings(optimizer)
+
+    def end(self, optimizer: Optimizer) -> None:
+        """It has stepped, which takes as long as its gradients do to arrive."""
+        self._compare({optimizer: self._stepping.pop(optimizer, [])})
+
+    def _compare(self, before: Mapping[Optimizer, _Settings]) -> None:
+        if not self._is_told and any(_differ(then, _settings(one)) for one, then in before.items()):
+            self._is_told = True
+            warnings.warn(_SETTINGS, TrainingWarning, stacklevel=2)
+
+
+def _settings(optimizer: Optimizer) -> _Settings:
+    return [{name: value for name, value in group.items() if _is_plain(value)} for group in optimizer.param_groups]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str | tuple | None)
+
+
+def _differ(before: _Settings, after: _Settings) -> bool:
+    """Whether a setting that both have differs; a scheduler adds some of its own."""
+    pairs = zip(before, after, strict=False)
+    return any(one[name] != other[name] for one, other in pairs for name in one.keys() & other.keys())
+
+
+# Whose step function runs.
+_WATCHED: ContextVar[Watched | None] = ContextVar("_WATCHED", default=None)
+
+
+@cache
+def watch_optimizers() -> None:
+    """Look at all optimizers of the process before they step.
+
+    Once and for good: torch must not find other hooks while it goes through them on another thread.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    watched = _WATCHED.get()
+    _refuse_nothing(optimizer, is_inside=watched is not None)
+    if watched is not None:
+        watched.begin(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    if (watched := _WATCHED.get()) is not None:
+        watched.end(optimizer)
+
+
+def _refuse_nothing(optimizer: Optimizer, *, is_inside: bool) -> None:
+    """Raise if the optimizer has parameters of the engine, and no parameter has a gradient."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(link_of(parameter) is not None or own_grad(parameter) is not None for parameter in parameters):
+        return
+    if not is_inside and any(isinstance(parameter, EngineMaster) for parameter in parameters):
+        raise TrainsNothing(
+            "an optimizer stepped outside of a step function, where its parameters have no gradients; write "
+            f"{_STEP}"
+        )
+    for parameter in parameters:
+        if parameter.requires_grad and (name := owner_of(parameter)) is not None:
+            raise TrainsNothing(
+                f"an optimizer was made over the parameters of model {name!r} itself, which have no gradients; "
+                f"make it after wrapping, over the optimizer's: optimizer = {_OPTIMIZER}, and step it by {_STEP}. "
+                "Or call model.synchronize() before it steps: that waits, and weights are then trained in their "
+                "own dtype"
+            )

@@ -1,0 +1,240 @@
+"""Loops that would train nothing, or not what was meant: an error or one warning, with the line to write."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import roundpipe
+import torch
+from plain import batch, mlp, square_error
+from roundpipe import (
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    TrainingWarning,
+    TrainsNothing,
+    wrap_model_to_roundpipe,
+)
+from torch import nn
+
+OPTIMIZERS = {"torch": torch.optim.AdamW, "ours": roundpipe.optim.AdamW}
+RIGHT = r"model\.step\(lambda: \(optimizer\.step\(\), optimizer\.zero_grad\(\)\)\)"
+
+
+def call(model: RoundPipe) -> None:
+    x, y = batch(6)
+    model.forward_backward((x,), None, y, square_error)
+
+
+@pytest.fixture(params=list(OPTIMIZERS))
+def make(request: pytest.FixtureRequest) -> Callable[..., torch.optim.Optimizer]:
+    return OPTIMIZERS[request.param]
+
+
+def test_an_optimizer_made_before_wrapping_is_refused(two: Runtime, make: Callable[..., torch.optim.Optimizer]):
+    layers = mlp()
+    optimizer = make(layers.parameters(), lr=0.1)
+    model = RoundPipe(layers, name="mine", runtime=two)
+    call(model)
+    with pytest.raises(TrainsNothing, match=r"parameters of model 'mine' itself.*model\.optim_parameters\(\)"):
+        optimizer.step()
+    with pytest.raises(TrainsNothing, match=RIGHT):
+        model.step(lambda: optimizer.step(), is_async=False)
+
+
+def test_an_optimizer_over_the_models_parameters_is_refused(
+    two: Runtime, make: Callable[..., torch.optim.Optimizer]
+):
+    model = RoundPipe(mlp(), runtime=two)
+    with pytest.warns(UserWarning, match=r"give an optimizer model\.optim_parameters\(\)"):
+        optimizer = make(model.parameters(), lr=0.1)
+    call(model)
+    with pytest.raises(TrainsNothing, match=r"made over the parameters"):
+        optimizer.step()
+
+
+def test_a_step_outside_of_a_step_function_is_refused(two: Runtime, make: Callable[..., torch.optim.Optimizer]):
+    model = RoundPipe(mlp(), runtime=two)
+    optimizer = make(model.optim_parameters(), lr=0.1)
+    call(model)
+    with pytest.raises(TrainsNothing, match=rf"outside of a step function.*{RIGHT}"):
+        optimizer.step()
+    # Nothing is lost: the gradients are there for a step.
+    before = [master.detach().clone() for master in model.optim_parameters()]
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    assert not any(map(torch.equal, before, model.optim_parameters()))
+
+
+def test_masters_that_have_gradients_of_their_own_may_be_stepped(two: Runtime):
+    model = RoundPipe(mlp(), runtime=two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=1.0)
+    master = next(model.optim_parameters())
+    before = master.detach().clone()
+    master.grad = torch.ones_like(master)
+    optimizer.step()
+    assert torch.equal(master, before - 1)
+
+
+def test_models_of_others_are_left_alone():
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    optimizer.step()
+    with Runtime("cpu:1") as runtime:
+        RoundPipe(nn.Linear(2, 2), runtime=runtime)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, roundpipe.optim.clip_grad_norm_])
+def test_clipping_outside_of_a_step_function_says_so_once(two: Runtime, clip: Callable[..., torch.Tensor]):
+    model = RoundPipe(mlp(), runtime=two)
+    masters = list(model.optim_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clip(masters, 1.0)
+    call(model)
+    with pytest.warns(
+        TrainingWarning, match=r"clip, log and drop them in the step function.*clip_grad_norm_"
+    ) as told:
+        assert [clip(masters, 1.0), clip(masters, 1.0)] == [0, 0]
+    assert len(told) == 1
+    norms: list[torch.Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.step(lambda: norms.append(clip(masters, 1.0)), is_async=False)
+    assert norms[0] > 0
+
+
+def test_dropping_gradients_after_a_step_was_launched_says_nothing(two: Runtime):
+    model = RoundPipe(mlp(), runtime=two)
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            optimizer.zero_grad()
+            call(model)
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        call(model)
+        model.zero_grad()
+        optimizer.zero_grad()
+        model.synchronize()
+
+
+class _Held(torch.autograd.Function):
+    """Backward waits for an event."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, may_go: threading.Event) -> torch.Tensor:
+        ctx.may_go = may_go
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        assert ctx.may_go.wait(60)
+        return grads[0], None
+
+
+class Held(nn.Linear):
+    def __init__(self, may_go: threading.Event) -> None:
+        super().__init__(4, 3)
+        self.may_go = may_go
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return Held(self.may_go)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Held.apply(super().forward(x), self.may_go)
+
+
+def scheduled(model: RoundPipe) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+TOLD = r"left to chance.*\(optimizer\.step\(\), scheduler\.step\(\), optimizer\.zero_grad\(\)\)"
+
+
+def test_a_scheduler_that_steps_while_a_step_is_under_way_is_told_once():
+    may_go = threading.Event()
+    config = RoundPipeRunConfig(num_microbatch=1)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(nn.Sequential(Held(may_go)), runtime=runtime, model_run_config=config)
+        optimizer, scheduler = scheduled(model)
+
+        def train() -> None:
+            for _ in range(3):
+                call(model)
+                model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+                # The first step waits for gradients.
+                scheduler.step()
+                may_go.set()
+            model.synchronize()
+
+        with pytest.warns(TrainingWarning, match=TOLD) as told:
+            train()
+    assert [one.category for one in told].count(TrainingWarning) == 1
+
+
+def test_a_scheduler_that_steps_between_asynchronous_steps_is_told(two: Runtime):
+    model = RoundPipe(mlp(), runtime=two)
+    optimizer, scheduler = scheduled(model)
+    call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    model._joint._step_outcome.result()
+    scheduler.step()
+    call(model)
+    with pytest.warns(TrainingWarning, match=TOLD):
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+
+
+@pytest.mark.parametrize("way", ["in the step function", "synchronous", "after synchronize"])
+def test_a_scheduler_whose_steps_are_in_order_is_not_told_of(two: Runtime, way: str):
+    model = RoundPipe(mlp(), runtime=two)
+    optimizer, scheduler = scheduled(model)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        if way == "in the step function":
+            scheduler.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            call(model)
+            model.step(step, is_async=way != "synchronous")
+            if way == "after synchronize":
+                model.synchronize()
+            if way != "in the step function":
+                scheduler.step()
+        model.synchronize()
+    assert scheduler.get_last_lr() == [0.1 / 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_in_16_bits_are_told_of_unless_asked_for(two: Runtime, dtype: torch.dtype):
+    model = RoundPipe(mlp().to(dtype), name="mine", runtime=two)
+    words = (
+        rf"'mine' are {dtype}, like its weights, so small updates.*optim_dtype=torch\.float32.*optim_dtype={dtype}"
+    )
+    with pytest.warns(TrainingWarning, match=words):
+        list(model.optim_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(model.optim_parameters())
+        for asked in (dtype, torch.float32):
+            list(RoundPipe(mlp().to(dtype), asked, runtime=two).optim_parameters())
+        list(RoundPipe(mlp(), runtime=two).optim_parameters())
+        adapted = mlp().to(dtype).requires_grad_(False)
+        adapted.append(nn.Linear(3, 3))
+        list(RoundPipe(adapted, runtime=two).optim_parameters())
+
+
+def test_wrapping_takes_the_arguments_that_it_names(two: Runtime):
+    with pytest.raises(TypeError, match="optimizer_dtype"):
+        wrap_model_to_roundpipe(mlp(), optimizer_dtype=torch.float32, runtime=two)  # type: ignore[call-arg]
+    model = wrap_model_to_roundpipe(mlp().bfloat16(), optim_dtype=torch.float32, pin_model="register", runtime=two)
+    assert {master.dtype for master in model.optim_parameters()} == {torch.float32}
