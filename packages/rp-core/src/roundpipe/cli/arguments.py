@@ -56,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
             help="tell whether a model fits a machine, how fast it trains there, and what would help",
             description=(
                 "Plan the training of a language model from its config: no weights are read, and no GPU is needed "
-                "if one is named. Times are simulated from counted operations, and from rates that the output says. "
-                "GB is 10^9 bytes, GiB 2^30."
+                "if one is named. Times are simulated from counted operations, and from rates that the output "
+                "says. GB is 10^9 bytes, GiB 2^30."
             ),
             allow_abbrev=False,
         )
@@ -85,7 +85,9 @@ def _add_env_options(env: argparse.ArgumentParser) -> None:
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     for flag, metavar, text in _PLAN_VALUES:
         plan.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text)
-    plan.add_argument("--num-microbatch", metavar="N", default="auto", help="parts of a batch (the fastest number)")
+    plan.add_argument(
+        "--num-microbatch", metavar="N", default="auto", help="parts of a batch (the fastest number)"
+    )
     plan.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one line of JSON")
 
 

@@ -92,7 +92,10 @@ class Foresight:
         nbytes = sum(block.nbytes for block in state.trainable)
         whole = _needed_by(states) + HostBytes(second_blocks=nbytes)
         trained = likely(self._forecast("to train", whole, held_by(states), states))
-        return nbytes <= trained.limit.total_bytes * SECOND_BLOCKS_SHARE and self._without_garbage(trained, states).fits
+        return (
+            nbytes <= trained.limit.total_bytes * SECOND_BLOCKS_SHARE
+            and self._without_garbage(trained, states).fits
+        )
 
     def check_call(
         self, state: ModelState, additions: Mapping[Block, int], activations: int, *, is_measured: bool

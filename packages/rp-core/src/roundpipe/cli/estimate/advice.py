@@ -67,15 +67,23 @@ def _for_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
 
 
 def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    for name in _SMALLER_STATES if options.optimizer in ("adam", "adamw") and now.case.workload.trained else ():
-        yield _change(f"--optimizer {name}", now, workload=replace(now.case.workload, optimizer=name))
+    """The microbatches stay as they are: what the host holds hardly depends on them."""
+    count = None if now.planned is None else now.planned.microbatches
+    is_adam = options.optimizer in ("adam", "adamw")
+    for name in _SMALLER_STATES if is_adam else ():
+        workload = replace(now.case.workload, optimizer=name)
+        change = _change(f"--optimizer {name}", now, workload=workload, microbatches=count)
+        if change.then.fits:
+            yield change
+            break
     found = now
     for _ in range(_MOST_TRIED):
         # What stays free for the system grows with the RAM.
         forecast = found.forecast
         gb = -(-(forecast.limit.total_bytes + forecast.short_bytes) // _GB)
         ram = replace(forecast.limit, total_bytes=gb * _GB, free_bytes=gb * _GB)
-        change = _change(f"--ram {gb}GB", now, machine=replace(now.case.machine, ram=ram))
+        machine = replace(now.case.machine, ram=ram)
+        change = _change(f"--ram {gb}GB", now, machine=machine, microbatches=count)
         found = change.then
         if found.forecast.fits:
             yield change
@@ -92,8 +100,8 @@ def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
 
 
 def _change(option: str, now: Foretold, **changed: Any) -> Change:  # Any: fields of `Case`
-    """The answer with other values; the number of microbatches is chosen anew."""
-    case = replace(now.case, microbatches=None, **changed)
+    """The answer with other values; the number of microbatches is chosen anew unless it is given."""
+    case = replace(now.case, **{"microbatches": None, **changed})
     return Change(option, foretell(case, settles=False))
 
 

@@ -23,9 +23,11 @@ _BOUNDS: Mapping[Resource, str] = {
     "additions": "additions of gradients on the host",
     "optimizer": "the optimizer",
 }
-_MOST_STAGES = 12
+_KINDS = {"F": "forward", "FB": "both", "B": "backward"}
+_MOST_STAGES = 16
 _MOST_CHANGES = 3
-_BYTES_A_PARAMETER = 16
+# Kinds that are a smaller part of host memory are left out.
+_SMALL = 0.001
 
 
 def as_text(found: Foretold, changes: Sequence[Change]) -> str:
@@ -167,12 +169,7 @@ def _switches(found: Foretold) -> str:
 
 def _verdict(found: Foretold) -> str:
     if found.device_short_bytes:
-        return (
-            f"DOES NOT FIT: device memory is short by {_gb(found.device_short_bytes)}, with one sequence in a "
-            "microbatch"
-            if found.case.microbatches is None
-            else f"DOES NOT FIT: device memory is short by {_gb(found.device_short_bytes)}"
-        )
+        return f"DOES NOT FIT: device memory is short by {_gb(found.device_short_bytes)}"
     if not found.forecast.fits:
         return f"DOES NOT FIT: host memory is short by {_gb(found.forecast.short_bytes)}"
     if found.case.machine.ram is None:
@@ -186,39 +183,38 @@ def _wanted(found: Foretold) -> int:
 
 def _host(found: Foretold) -> Iterator[str]:
     whole = found.forecast.whole
-    kinds = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in whole.by_kind() if nbytes)
+    told = [(name, nbytes) for name, nbytes in whole.by_kind() if nbytes > _SMALL * whole.total]
+    kinds = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in told)
     yield f"host memory  {_gb(whole.total)}, and {_gb(found.forecast.reserve_bytes)} kept free: {kinds}"
-    if not found.forecast.fits:
-        yield from _a_parameter(found)
+    if not found.forecast.fits and not found.case.workload.is_adapted:
+        yield _a_parameter(found)
 
 
-def _a_parameter(found: Foretold) -> Iterator[str]:
-    """What weights, one block of gradients, masters and states take of it."""
-    workload, whole = found.case.workload, found.forecast.whole
-    fixed = whole.total - whole.activations - whole.second_blocks
-    if not workload.is_adapted and workload.trained == workload.parameters:
-        gradients = min(whole.gradients, whole.weights)
-        fixed -= whole.gradients - gradients
-        a_parameter = round(fixed / workload.parameters)
-        yield (
-            f"             full fine-tuning with whole masters needs {a_parameter} bytes a parameter, "
-            f"{_gb(fixed)}, and more before activations: {_gb(whole.total - whole.activations)}"
-            if whole.total - whole.activations > fixed
-            else f"             full fine-tuning with whole masters needs {a_parameter} bytes a parameter: "
-            f"{_gb(fixed)} before activations"
-        )
+def _a_parameter(found: Foretold) -> str:
+    """What weights, masters and states, and one block of gradients, take of it."""
+    whole = found.forecast.whole
+    least = whole.total - whole.activations - whole.second_blocks - whole.buffers
+    least -= max(whole.gradients - whole.weights, 0)
+    more = whole.total - whole.activations - least
+    beside = f"; {_gb(more)} more where several tasks add to gradients" if more > _SMALL * least else ""
+    return (
+        f"  full fine-tuning with whole masters needs {round(least / found.case.workload.parameters)} bytes a "
+        f"parameter, {_gb(least)} and more before activations{beside}"
+    )
 
 
 def _run(found: Foretold, planned: Planned) -> Iterator[str]:
     machine = found.case.machine
-    yield f"device memory  {_gb(planned.device_bytes)} of {_gb(machine.card.memory_bytes)} at most, workspace included"
+    memory = _gb(machine.card.memory_bytes)
+    yield f"device memory  {_gb(planned.device_bytes)} of {memory} at most, workspace included"
     chosen = "chosen" if found.case.microbatches is None else "as given"
-    yield f"num_microbatch  {planned.microbatches}, {chosen}: {planned.sequences} sequences each"
-    yield f"a step  {planned.ms / 1e3:.3g} s, {found.tokens_per_s:,.0f} tokens/s"
+    yield f"num_microbatch  {planned.microbatches} ({chosen}), of {_counted(planned.sequences, 'sequence')}"
+    yield f"a step  {_seconds(planned.ms)}, {_rounded(found.tokens_per_s)} tokens/s"
     busy = planned.course.loads_ms(planned.devices)
-    others = ", ".join(f"{name} {ms / 1e3:.3g}" for name, ms in sorted(busy.items(), key=_by_time) if ms)
-    yield f"bound by  {_BOUNDS[planned.bound_by]} (busy, s a step: {others})"
-    yield "stages"
+    others = ", ".join(f"{name} {_seconds(ms)}" for name, ms in sorted(busy.items(), key=_by_time) if ms)
+    yield f"bound by  {_BOUNDS[planned.bound_by]}; busy in a step: {others}"
+    head = len(planned.course.loads.costs) - 1
+    yield f"stages  layer 0 is what runs before the model's layers, layer {head} the head"
     stages = list(_stages(planned))
     yield from stages[:_MOST_STAGES]
     if len(stages) > _MOST_STAGES:
@@ -229,16 +225,17 @@ def _by_time(item: tuple[Resource, float]) -> float:
     return -item[1]
 
 
-_KINDS = {"F": "forward", "FB": "forward and backward", "B": "backward"}
-
-
 def _stages(planned: Planned) -> Iterator[str]:
     costs = planned.course.loads.costs
     for kind, stages, groups in planned.course.plan.phases():
         for stage in stages:
             nbytes = sum(costs[layer].weight_bytes for layer in stage)
-            divided = f", divided in {len(groups)}" if groups else ""
-            yield f"  {_KINDS[str(kind)]} of layers {stage.start} to {stage.stop - 1}: {_gb(nbytes)} of weights{divided}"
+            divided = f", microbatches in {len(groups)} tasks" if groups else ""
+            yield f"  {_KINDS[str(kind)]:<8}  {_span(stage)}, {_gb(nbytes)} of weights{divided}"
+
+
+def _span(stage: range) -> str:
+    return f"layer {stage.start}" if len(stage) == 1 else f"layers {stage.start} to {stage.stop - 1}"
 
 
 def _advice(found: Foretold, changes: Sequence[Change]) -> Iterator[str]:
@@ -253,8 +250,8 @@ def _advice(found: Foretold, changes: Sequence[Change]) -> Iterator[str]:
 def _result(then: Foretold) -> str:
     assert then.planned is not None
     return (
-        f"{_gb(then.forecast.whole.total)} of host memory, about {then.planned.ms / 1e3:.3g} s a step, "
-        f"{then.tokens_per_s:,.0f} tokens/s"
+        f"{_gb(then.forecast.whole.total)} of host memory, about {_seconds(then.planned.ms)} a step, "
+        f"{_rounded(then.tokens_per_s)} tokens/s"
     )
 
 
@@ -262,14 +259,29 @@ def _assumptions(found: Foretold) -> Iterator[str]:
     workload = found.case.workload
     counted = "" if workload.observed.is_counted else "; operations guessed from the shapes of weights"
     yield (
-        f"assumed: compiled layers that reach {workload.utilisation:.3g} of the TFLOP/s{counted}; launching a layer "
-        f"{LAUNCH_MS} ms. GB is 10^9 bytes."
+        f"assumed: compiled layers that reach {workload.utilisation:.3g} of the TFLOP/s (--utilisation){counted}; "
+        f"launching a layer {LAUNCH_MS} ms. GB is 10^9 bytes."
     )
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _rounded(number: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _seconds(ms: float) -> str:
+    return f"{_rounded(ms / 1e3)} s" if ms >= 1 else "less than 1 ms"
+
+
 def _gb(nbytes: int) -> str:
-    gb = nbytes / 1e9
-    return f"{gb:.0f} GB" if gb >= 100 else f"{gb:.1f} GB" if gb >= 1 else f"{gb:.2g} GB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.0f} {unit}" if nbytes >= 100 * size else f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def _billion(count: int) -> str:

@@ -16,6 +16,8 @@ from roundpipe.planning.adaptive import memory_splits
 _MOST_TRIED = 512
 # A plan that is faster by less than this is not worth more microbatches.
 _EQUAL = 0.01
+# Plans that are tried for each number of microbatches, before the best is searched from on.
+_QUICK_PLANS = 3
 # Calls that are simulated to see how much memory devices use.
 _CALLS = 2
 
@@ -106,8 +108,8 @@ def _fastest(case: Case, counts: Iterable[int]) -> tuple[tuple[Search, int] | No
     for count in counts:
         try:
             search = _search(case, count)
-        except Infeasible as error:
-            lacks = error.need_bytes - error.limit_bytes
+        except Infeasible:
+            lacks = _lacking_bytes(case, size_of(case.batch, count))
             short = lacks if short is None else min(short, lacks)
             continue
         if best is None or search.best_ms < best[0].best_ms * (1 - _EQUAL):
@@ -119,17 +121,32 @@ def _search(case: Case, count: int) -> Search:
     """The fastest of the searches for several splits of device memory. Raises `Infeasible` if none has a plan."""
     costs, limits = _problem(case, size_of(case.batch, count))
     found: list[Search] = []
-    refused: list[Infeasible] = []
+    refused: Infeasible | None = None
     for choice in memory_splits(costs, limits):
         try:
             found.append(
-                Search(costs, devices=case.machine.devices, microbatches=count, mode="fused", limits=choice)
+                Search(
+                    costs,
+                    devices=case.machine.devices,
+                    microbatches=count,
+                    mode="fused",
+                    limits=choice,
+                    quick_plans=_QUICK_PLANS,
+                )
             )
         except Infeasible as error:
-            refused.append(error)
+            refused = error
     if not found:
-        raise min(refused, key=lambda error: error.need_bytes - error.limit_bytes)
+        assert refused is not None
+        raise refused
     return min(found, key=lambda search: search.best_ms)
+
+
+def _lacking_bytes(case: Case, sequences: int) -> int:
+    """What a device lacks to run each layer alone: its weights, gradients and activations, and the workspace."""
+    costs = case.workload.costs(sequences, case.machine.card.tflops)
+    most = max(cost.weight_bytes + cost.gradient_bytes + cost.kept_bytes for cost in costs)
+    return max(most + case.workload.working_bytes(sequences) - case.machine.usable_bytes, 1)
 
 
 def _problem(case: Case, sequences: int) -> tuple[list[LayerCost], Limits]:
@@ -153,7 +170,9 @@ def _planned(search: Search, count: int, case: Case, *, settles: bool) -> Planne
         microbatches=count,
         sequences=sequences,
         ms=simulated_ms(course, devices) if settles else search.best_ms,
-        device_bytes=_peak_bytes(course, calls, devices) + case.workload.working_bytes(sequences) if settles else 0,
+        device_bytes=_peak_bytes(course, calls, devices) + case.workload.working_bytes(sequences)
+        if settles
+        else 0,
         devices=devices,
         tasks=calls[0],
     )

@@ -113,7 +113,9 @@ def _switches(counts: tuple[int, ...], link_gb_s: float) -> tuple[Switch, ...]:
 
 def _here(devices: int | None) -> Machine:
     if not torch.cuda.is_available():
-        raise Refused("--gpu must be given, such as --gpu 'RTX 4090', since this machine has no GPU that torch can use")
+        raise Refused(
+            "--gpu must be given, such as --gpu 'RTX 4090', since this machine has no GPU that torch can use"
+        )
     if devices is not None and devices > torch.cuda.device_count():
         raise Refused(f"--devices must be at most {torch.cuda.device_count()} here, but is {devices}; give --gpu")
     try:

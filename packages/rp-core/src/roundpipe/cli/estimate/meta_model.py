@@ -24,13 +24,11 @@ def model_of(path: Path, lora: int | None = None) -> nn.Module:
 
     Its weights are in the config's dtype, bfloat16 if it has none. Raises `Refused` for a config of another kind.
     """
-    config = _config(path)
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if not isinstance(layers, int) or not 0 <= layers <= _MOST_LAYERS:
-        raise Refused(f"--model {path}: num_hidden_layers must be at most {_MOST_LAYERS}, but is {layers!r}")
-    model = _made(path, config)
+    model = _made(path, _config(path))
     if not lists_of_layers(model):
-        raise Refused(f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan")
+        raise Refused(
+            f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
+        )
     if lora is not None and not adapt(model, lora):
         raise Refused(f"--lora: the layers of a {type(model).__name__} have no linear layers to adapt")
     return model.train()
@@ -85,6 +83,8 @@ def _features(module: nn.Module) -> tuple[int, int] | None:
 
 def _config(path: Path) -> Any:  # Any: each model has a class of its own
     from transformers import AutoConfig  # importing transformers takes seconds
+
+    loader: Any = AutoConfig
     from transformers.utils.logging import set_verbosity_error
 
     set_verbosity_error()
@@ -96,20 +96,32 @@ def _config(path: Path) -> Any:  # Any: each model has a class of its own
         raise Refused(f"--model {path} must be a config.json, but is not: {error}") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise Refused(f"--model {path} must be a config.json of transformers, but has no model_type")
-    if cast(dict[str, object], content).get("quantization_config"):
+    fields = cast(dict[str, object], content)
+    if fields.get("quantization_config"):
         raise Refused(f"--model {path} is of quantized weights, which are not trained; take the model before that")
+    _check_layers(path, fields)
     try:
-        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return loader.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers checks configs in many ways
         raise Refused(f"--model {path} cannot be used: {error}") from error
+
+
+def _check_layers(path: Path, fields: dict[str, object]) -> None:
+    """Configs of transformers make lists as long as they have layers, and check nothing."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_layers(path, cast(dict[str, object], value))
+        elif "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+            raise Refused(f"--model {path}: {name} must be at most {_MOST_LAYERS}, but is {value}")
 
 
 def _made(path: Path, config: Any) -> nn.Module:  # Any: each model has a class of its own
     from transformers import AutoModelForCausalLM
 
+    maker: Any = AutoModelForCausalLM
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     try:
         with torch.device("meta"):
-            return cast(nn.Module, AutoModelForCausalLM.from_config(config, dtype=dtype))
+            return cast(nn.Module, maker.from_config(config, dtype=dtype))
     except Exception as error:  # a model's constructor is others' code
         raise Refused(f"--model {path}: no language model can be made of it: {error}") from error

@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import rp_batch
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
@@ -35,7 +35,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, used: Callable[[Tensor], None] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch does not annotate it
         self.flops = 0
         self.peak_bytes = 0
         self._held_bytes = 0
@@ -51,10 +51,10 @@ class Meter(TorchDispatchMode):
             return True
         out = func(*args, **kwargs)
         self._count(func._overloadpacket, args, kwargs, out)
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if self._used is not None:
                 self._used(tensor)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._hold(tensor)
         return out
 
@@ -91,6 +91,15 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dicts.
+
+    >>> len(tensors_in({"a": (torch.zeros(1), 3)}))
+    1
+    """
+    return [leaf for leaf in rp_batch.flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
 @contextmanager
 def kept_tensors() -> Generator[list[Tensor]]:
     """Collect the tensors that autograd keeps for backward meanwhile."""
@@ -111,16 +120,15 @@ def storage_bytes(tensors: list[Tensor], but: list[Tensor]) -> int:
     >>> storage_bytes([tensor, tensor[:4]], []), storage_bytes([tensor], [tensor[2:]])
     (32, 0)
     """
-    without = {tensor.untyped_storage()._cdata for tensor in but}
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(nbytes for key, nbytes in found.items() if key not in without)
+    without = {tensor.untyped_storage() for tensor in but}
+    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors} - without)
 
 
 def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,  # noqa: ARG001 (torch's signature)
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -137,10 +145,6 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
     """Heads repeated in place, without memory."""
     shape = tensor.shape
     return tensor.unsqueeze(-3).expand(*shape[:-2], times, *shape[-2:]).flatten(-4, -3) if times > 1 else tensor
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_flag(value: Any) -> bool:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import rp_batch
 import torch
 from rp_presets import lists_of_layers
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from roundpipe.cli.estimate.meter import FusedAttention, Meter, kept_tensors, storage_bytes
+from roundpipe.cli.estimate.meter import FusedAttention, Meter, kept_tensors, storage_bytes, tensors_in
 
 _BACKWARD_PER_FORWARD = 2
 
@@ -151,7 +151,7 @@ class _Pass:
             self._called.append((layer, facts))
             self._around.append(_Around())
             self._flops = self._meter.flops
-            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+            return _detached(out)
 
         return run
 
@@ -166,11 +166,17 @@ class _Pass:
         if not self._inside and id(tensor) in self._own:
             self._around[-1].tensors[id(tensor)] = tensor
 
+    def _unused(self) -> list[Tensor]:
+        """What no layer has and nothing around them took; the host holds it all the same."""
+        used = {key for around in self._around for key in around.tensors}
+        used |= {id(tensor) for layer, _ in self._called for tensor in (*layer.parameters(), *layer.buffers())}
+        return [tensor for key, tensor in self._own.items() if key not in used]
+
     def _found(self, logits: object, sequence: int) -> Observed:
         first, *between, last = self._around
         hidden_bytes = self._called[-1][1].boundary_bytes
         facts = [_around_facts(first, hidden_bytes)]
-        modules: list[nn.Module] = [Holder(list(first.tensors.values()))]
+        modules: list[nn.Module] = [Holder([*first.tensors.values(), *self._unused()])]
         # What runs between two lists of layers counts as a part of its own only if it does something.
         for (layer, found), after in zip(self._called, [*between, None], strict=True):
             facts.append(found)
@@ -197,7 +203,7 @@ def _measured(
         kept = stack.enter_context(kept_tensors())
         stack.enter_context(meter)
         out = forward(*args, **kwargs)
-        results = [leaf for leaf in _tensors(out) if leaf.requires_grad]
+        results = [leaf for leaf in tensors_in(out) if leaf.requires_grad]
         forward_flops, kept_bytes = meter.flops, storage_bytes(kept, own)
         # What backward is done with is freed.
         kept.clear()
@@ -210,10 +216,10 @@ def _measured(
     return LayerFacts(
         forward_flops,
         meter.flops - forward_flops,
-        storage_bytes(_tensors(out), [*own]),
+        storage_bytes(tensors_in(out), [*own]),
         kept_bytes,
         max(meter.peak_bytes - gradients - kept_bytes, 0),
-    ), tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+    ), _detached(out)
 
 
 def _inputs(tree: Any) -> tuple[Any, list[Tensor]]:
@@ -226,21 +232,23 @@ def _inputs(tree: Any) -> tuple[Any, list[Tensor]]:
         given.append(leaf.detach().requires_grad_())
         return given[0]
 
-    return tree_map(enter, tree), given
+    return rp_batch.map_leaves(enter, tree), given
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """Layers with equal kinds cost the same: equal modules, settings, weights and arguments."""
     shapes = tuple((name, _spec(tensor)) for name, tensor in layer.named_parameters())
-    settings = tuple(
-        (name, attribute, value)
-        for name, module in layer.named_modules()
-        for attribute, value in sorted(vars(module).items())
-        if isinstance(value, str | int | float | bool) and "idx" not in attribute and "index" not in attribute
-    )
+    settings = tuple(setting for module in layer.modules() for setting in _settings(module))
     names = tuple(type(module) for module in layer.modules())
-    given = tuple(_spec(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves((args, kwargs)))
+    given = tuple(map(_spec, tensors_in((args, kwargs))))
     return names, shapes, settings, given
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Numbers and words that a module holds, such as a kind of attention; its own place in the model is none."""
+    for name, value in sorted(vars(module).items()):
+        if isinstance(value, str | int | float) and "idx" not in name and "index" not in name:
+            yield name, value
 
 
 def _spec(tensor: Tensor) -> object:
@@ -287,5 +295,9 @@ def _itemsize(model: nn.Module) -> int:
     return max((tensor.element_size() for tensor in model.parameters()), default=2)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _detached(tree: Any) -> Any:
+    return rp_batch.map_leaves(_without_graph, tree)
+
+
+def _without_graph(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

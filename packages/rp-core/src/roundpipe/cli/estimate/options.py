@@ -25,9 +25,9 @@ _FIELDS = ("memory", "link", "tflops")
 class PlanOptions:
     """What to plan for.
 
-    None: `card`, this machine's, measured; `ram_bytes`, not limited, or this machine's; `link_gb_s`, as the card's;
-    `lora`, full fine-tuning; `num_microbatch`, chosen; `utilisation` and `ram_gb_s`, as documented. `switches`: how
-    many cards are behind each.
+    None: `card`, this machine's, measured; `ram_bytes`, not known, or this machine's; `link_gb_s`, the card's;
+    `lora`, full fine-tuning; `num_microbatch`, chosen; `utilisation` and `ram_gb_s`, as documented. `switches`:
+    how many cards are behind each.
     """
 
     model: Path
@@ -133,7 +133,9 @@ def _optimizer(text: str) -> str:
 
 
 def _microbatches(text: str, batch: int) -> int | None:
-    return None if text == "auto" else _whole("--num-microbatch", text, min(batch, MOST_MICROBATCHES), "'auto' or ")
+    return (
+        None if text == "auto" else _whole("--num-microbatch", text, min(batch, MOST_MICROBATCHES), "'auto' or ")
+    )
 
 
 def _size(flag: str, text: str) -> int:

@@ -132,7 +132,9 @@ class Workload:
         rows = min(LOSS_ROWS, sequences * self.sequence)
         return self.observed.vocabulary * (rows + self.observed.hidden) * LOGIT_BYTES
 
-    def forecast(self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine) -> MemoryForecast:
+    def forecast(
+        self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine
+    ) -> MemoryForecast:
         """The host memory to train under a plan's tasks, as `RoundPipe.memory_forecast` sums it up."""
         additions = max(_additions(tasks, len(self.observed.facts)), default=1)
         inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
