@@ -22,7 +22,7 @@ def state_of(name: str, shapes: Sequence[torch.Size], dtype: torch.dtype) -> int
     """Bytes of an optimizer's state for masters of these shapes.
 
     >>> state_of("adamw", [torch.Size((10, 10))], torch.float32)
-    800
+    804
     """
     optimizer = OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, dtype=dtype))])
     # Host optimizers take no parameters without memory, but only shapes count here.

@@ -49,7 +49,7 @@ class PlanOptions:
 def read_plan_options(given: Given) -> PlanOptions:
     """Check the values of all options, except for what depends on the model.
 
-    >>> read_plan_options(Given(model="config.json", gpu="H100", batch="8")).card.name
+    >>> read_plan_options(Given(model=__file__, gpu="H100", batch="8")).card.name
     'H100'
 
     Raises `Refused` for a value that cannot be used.
