@@ -72,7 +72,7 @@ def test_hardware_words_replace_those_of_the_file(costs: str, capsys: pytest.Cap
     slow = run(capsys, "simulate", costs, *SIZE, "--ram-gb-s", "0.000001")
     assert "bound by host memory" in slow
     assert "device_memory_bytes (4)" in refusal(capsys, "plan", costs, *SIZE, "--device-memory", "8B")
-    assert "Limits.host_memory_bytes is 9" in refusal(capsys, "compare", costs, *SIZE, "--ram", "9")
+    assert "Limits.host_memory_bytes is 9" in refusal(capsys, "plan", costs, *SIZE, "--ram", "9")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ _LINK_GB_S = 0.5
 # The second is the least that plans get, however large the measured workspace.
 USABLE = 0.95
 _LEAST_SHARE = 0.3
+# What launching a layer for a microbatch took of the GIL, forward and backward, and the forward part of it, where
+# it was not measured: compiled decoders on an H200's host (docs/performance.md).
+LAUNCH_MS, FORWARD_PART = 3.1, 0.45
 # A weight in 16 bits, as the scheduler counts parameters.
 _WEIGHT_BYTES = 2
 

@@ -11,7 +11,7 @@ from rp_sched import Resource
 from roundpipe.cli.estimate.advice import Change
 from roundpipe.cli.estimate.foretell import Foretold, Planned
 from roundpipe.cli.estimate.hardware import GIL_MS_PER_GB
-from roundpipe.cli.estimate.workload import LAUNCH_MS
+from roundpipe.planning.pricing import LAUNCH_MS
 
 # In the words of the documentation.
 _BOUNDS: Mapping[Resource, str] = {

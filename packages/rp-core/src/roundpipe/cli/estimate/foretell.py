@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rp_sched import Course, Dealer, Infeasible, LayerCost, Limits, Resource, Search, Task, simulate, simulated_ms
+from rp_sched import Course, Dealer, LayerCost, Limits, Resource, Search, Task, simulate, simulated_ms
 
 from roundpipe.cli.estimate.hardware import Machine
-from roundpipe.cli.estimate.workload import Workload, size_of, sizes_of
+from roundpipe.cli.estimate.workload import Workload, size_of
 from roundpipe.engine.forecast import MemoryForecast
-from roundpipe.planning.adaptive import memory_splits
+from roundpipe.planning.microbatches import counts_of, fastest
 
-# Longer lists are not tried: launching alone would take minutes a step.
-_MOST_TRIED = 512
-# A plan that is faster by less than this is not worth more microbatches.
-_EQUAL = 0.01
-# Plans that are tried for each number of microbatches, before the best is searched from on.
-_QUICK_PLANS = 3
 # Calls that are simulated to see how much memory devices use.
 _CALLS = 2
 
@@ -87,59 +81,19 @@ class Foretold:
 
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
     """Plan, simulate and add up. `settles`: search for longer than for a first plan, and simulate the result."""
-    counts = _counts(case) if case.microbatches is None else [case.microbatches]
-    found, short = _fastest(case, counts)
+    counts = counts_of(case.batch) if case.microbatches is None else [case.microbatches]
+    found = fastest(
+        counts,
+        lambda count: _problem(case, size_of(case.batch, count)),
+        devices=case.machine.devices,
+        mode="fused",
+    )
     planned = None if found is None else _planned(*found, case, settles=settles)
     tasks = () if planned is None else planned.tasks
     count = counts[-1] if planned is None else planned.microbatches
     forecast = case.workload.forecast(tasks, count, size_of(case.batch, count), case.machine)
-    return Foretold(case, planned, forecast, 0 if planned else short)
-
-
-def _counts(case: Case) -> list[int]:
-    """Numbers of microbatches to try: those that divide the batch evenly, fewest first."""
-    return [count for count in sizes_of(case.batch) if count <= max(_MOST_TRIED, case.machine.devices)]
-
-
-def _fastest(case: Case, counts: Iterable[int]) -> tuple[tuple[Search, int] | None, int]:
-    """The search whose first plans are fastest, with its number of microbatches; or else what a device lacks."""
-    best: tuple[Search, int] | None = None
-    short: int | None = None
-    for count in counts:
-        try:
-            search = _search(case, count)
-        except Infeasible:
-            lacks = _lacking_bytes(case, size_of(case.batch, count))
-            short = lacks if short is None else min(short, lacks)
-            continue
-        if best is None or search.best_ms < best[0].best_ms * (1 - _EQUAL):
-            best = (search, count)
-    return best, short or 0
-
-
-def _search(case: Case, count: int) -> Search:
-    """The fastest of the searches for several splits of device memory. Raises `Infeasible` if none has a plan."""
-    costs, limits = _problem(case, size_of(case.batch, count))
-    found: list[Search] = []
-    refused: Infeasible | None = None
-    for choice in memory_splits(costs, limits):
-        try:
-            found.append(
-                Search(
-                    costs,
-                    devices=case.machine.devices,
-                    microbatches=count,
-                    mode="fused",
-                    limits=choice,
-                    quick_plans=_QUICK_PLANS,
-                )
-            )
-        except Infeasible as error:
-            refused = error
-    if not found:
-        assert refused is not None
-        raise refused
-    return min(found, key=lambda search: search.best_ms)
+    short = 0 if planned else min(_lacking_bytes(case, size_of(case.batch, count)) for count in counts)
+    return Foretold(case, planned, forecast, short)
 
 
 def _lacking_bytes(case: Case, sequences: int) -> int:
@@ -159,7 +113,7 @@ def _problem(case: Case, sequences: int) -> tuple[list[LayerCost], Limits]:
     return workload.costs(sequences, machine.card.tflops), limits
 
 
-def _planned(search: Search, count: int, case: Case, *, settles: bool) -> Planned:
+def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planned:
     devices = case.machine.devices
     course = search.settle() if settles else search.best
     dealer = Dealer(devices)

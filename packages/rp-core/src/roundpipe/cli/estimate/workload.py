@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,12 +19,11 @@ from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
+from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
 # full fine-tuning, and adapters, whose thin products take time and are few operations (docs/planning.md).
 UTILISATION, ADAPTERS_UTILISATION = 0.5, 0.38
-# What launching a layer for a microbatch, forward and backward, takes of the GIL, and the forward part of it.
-LAUNCH_MS, FORWARD_PART = 3.1, 0.45
 # Of what autograd keeps in layers that run as written, compiled ones keep so much.
 COMPILED_SHARE = 0.85
 # Rows of logits that the loss has at once, and bytes of each: as computed, and as the kernel writes over them.
@@ -160,15 +159,6 @@ class Workload:
 def _additions(tasks: Sequence[Task], layers: int) -> list[int]:
     """How many tasks of a call add to each layer's gradients."""
     return [sum(task.adds_gradients and layer in task.layers for task in tasks) for layer in range(layers)]
-
-
-def sizes_of(batch: int) -> Mapping[int, int]:
-    """The sequences of a microbatch, by the number of microbatches that divide a batch evenly.
-
-    >>> sizes_of(6)
-    {1: 6, 2: 3, 3: 2, 6: 1}
-    """
-    return {count: batch // count for count in range(1, batch + 1) if batch % count == 0}
 
 
 def size_of(batch: int, microbatches: int) -> int:
