@@ -103,11 +103,10 @@ def test_operations_are_those_of_weights_and_attention() -> None:
     found = observe(on_meta(Qwen3Config(**shape)), tokens)
     layer = 2 * 64 * 16 * (4 + 2) + 3 * 64 * 80
     attention = 2 * 4 * 16 * tokens * tokens
-    assert [facts.forward_flops for facts in found.facts] == [
-        0,
-        *[2 * tokens * layer + attention] * 3,
-        2 * tokens * 64 * 96,
-    ]
+    first, *rest = [facts.forward_flops for facts in found.facts]
+    assert rest == [*[2 * tokens * layer + attention] * 3, 2 * tokens * 64 * 96]
+    # Rotary positions are a product in some versions of transformers.
+    assert first <= 2 * tokens * 16
     assert found.facts[1].backward_flops == 2 * 2 * tokens * layer + attention * 5 // 2
     assert found.facts[1].boundary_bytes == tokens * 64 * 2
     assert (found.hidden, found.vocabulary, found.is_counted) == (64, 96, True)

@@ -101,7 +101,8 @@ class Workload:
         flops_ms = 1 / (card_tflops * self.utilisation * 1e9)
         found: list[LayerCost] = []
         for at, facts in enumerate(self.observed.facts):
-            launch_ms = LAUNCH_MS if facts.forward_flops else 0.0
+            # What runs before the layers is an embedding, a small part of a layer's launching.
+            launch_ms = LAUNCH_MS if at else 0.0
             found.append(
                 LayerCost(
                     sequences * facts.forward_flops * flops_ms,
