@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -216,7 +214,7 @@ def test_what_would_fit_does_fit(config: Write, capsys: pytest.CaptureFixture[st
 
 
 def test_less_ram_than_is_proposed_does_not_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(TINY | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 40})
+    path = config(TINY | {"hidden_size": 4096, "intermediate_size": 16384})
     machine = ("--gpu", "RTX 4090", "--batch", "2", "--sequence", "64")
     options = [
         change["option"].split()
@@ -341,12 +339,3 @@ def test_a_folder_is_read_like_its_config(config: Write) -> None:
 def test_endless_files_are_no_models() -> None:
     with pytest.raises(Refused):
         read_plan_options(parse(["plan", "--model", "/dev/zero", *SMALL]))
-
-
-def test_a_mistyped_option_need_not_wait_for_transformers() -> None:
-    code = "import sys; from roundpipe.cli import main; main(sys.argv[1:]); print('transformers' in sys.modules)"
-    arguments = ["plan", "--model", "nowhere", "--gpu", "H100"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=100
-    )
-    assert done.stdout == "False\n"
