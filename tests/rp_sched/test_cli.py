@@ -43,20 +43,65 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["adaptive", "roundrobin"])
-def test_plan_prints_a_plan_and_tasks_that_run(costs: str, strategy: str, capsys: pytest.CaptureFixture[str]):
+def test_plan_prints_a_summary_first_and_tasks_when_asked(
+    costs: str, strategy: str, capsys: pytest.CaptureFixture[str]
+):
     lines = run(capsys, "plan", costs, *SIZE, "--strategy", strategy).splitlines()
-    assert lines[0].startswith("Plan(")
+    assert lines[0] == "7 layers, 4 microbatches, 2 devices, of which 2 are used"
     assert re.search(r"follow each other: \S+ ms a call \(\d\.\d+ of ideal\); alone: ", lines[1])
-    tasks = [Task.parse(line) for line in lines if line.startswith(("F[", "FB[", "B["))]
-    check_order(tasks, 7, 4, "fused", devices=2)
+    assert re.match(r"bound by \w+; busy, ms a call: ", lines[2])
+    assert re.fullmatch(r"memory, bytes: \d+ on a device at most, \d+ on the host .*", lines[3])
+    assert lines[4].startswith("Plan(")
     assert [line[:8] for line in lines[-3:-1]] == ["device 0", "device 1"]
+    assert not tasks_in(lines)
+    shown = run(capsys, "plan", costs, *SIZE, "--strategy", strategy, "--show-tasks").splitlines()
+    check_order(tasks_in(shown), 7, 4, "fused", devices=2)
+    assert [line for line in shown if line in lines] == lines
+
+
+def tasks_in(lines: list[str]) -> list[Task]:
+    return [Task.parse(line) for line in lines if line.startswith(("F[", "FB[", "B["))]
+
+
+def test_hardware_words_replace_those_of_the_file(costs: str, capsys: pytest.CaptureFixture[str]):
+    words = ("--link", "0.000001", "--switches", "2")
+    bound = [
+        run(capsys, "plan", costs, *SIZE, *given).splitlines()[2].split(";")[0] for given in ((), words[:2], words)
+    ]
+    assert bound == ["bound by device", "bound by link", "bound by switch"]
+    slow = run(capsys, "simulate", costs, *SIZE, "--ram-gb-s", "0.000001")
+    assert "bound by host memory" in slow
+    assert "device_memory_bytes (4)" in refusal(capsys, "plan", costs, *SIZE, "--device-memory", "8B")
+    assert "Limits.host_memory_bytes is 9" in refusal(capsys, "plan", costs, *SIZE, "--ram", "9")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--link", "fast"),
+        ("--link", "0"),
+        ("--link=--",),
+        ("--ram", "64G"),
+        ("--ram", "0"),
+        ("--ram-gb-s", "-1"),
+        ("--device-memory", "much"),
+        ("--switches", "4,4"),
+        ("--switches", "1,one"),
+        ("--switches", "9" * 4000),
+        ("--switches", "2"),
+    ],
+)
+def test_hardware_that_cannot_be_is_refused_in_one_line(
+    words: tuple[str, ...], costs: str, capsys: pytest.CaptureFixture[str]
+):
+    refusal(capsys, "plan", costs, *SIZE, *words)
 
 
 def test_the_knobs_reach_the_published_strategy(costs: str, capsys: pytest.CaptureFixture[str]):
     knobs = ("--mode", "infer", "--strategy", "roundrobin", "--upper-threshold", "4.0")
     limited = run(capsys, "plan", costs, *SIZE, *knobs, "--model-memory-limit", "4.5")
     few, many = (run(capsys, "plan", costs, *SIZE, *knobs, "--min-stages", count) for count in ("1", "7"))
-    assert [out.splitlines()[0].count("F[") for out in (limited, few, many)] == [3, 2, 7]
+    assert [out.splitlines()[4].count("F[") for out in (limited, few, many)] == [3, 2, 7]
     assert "--min-stages is for --strategy roundrobin" in refusal(
         capsys, "plan", costs, *SIZE, "--min-stages", "3"
     )
@@ -194,7 +239,7 @@ def test_the_module_runs_as_a_program(costs: str):
         for devices in ("2", "0")
     ]
     assert [found.returncode for found in ran] == [0, 2]
-    assert ran[0].stdout.startswith("Plan(")
+    assert ran[0].stdout.startswith("7 layers")
     assert (ran[1].stderr.count("\n"), ran[1].stdout) == (1, "")
 
 

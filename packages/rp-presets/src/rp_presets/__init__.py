@@ -4,6 +4,7 @@ from rp_presets.convert import to_sequential
 from rp_presets.errors import NotARow, UnknownLoss, UnsupportedModel
 from rp_presets.loading import checkpoint_bytes, load_pretrained
 from rp_presets.losses import LazyLogits, OwnLoss, OwnLosses, Share, causal_lm_loss, lazy_logits, observe_loss
+from rp_presets.observing.candidates import lists_of_layers
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "causal_lm_loss",
     "checkpoint_bytes",
     "lazy_logits",
+    "lists_of_layers",
     "load_pretrained",
     "observe_loss",
     "to_sequential",

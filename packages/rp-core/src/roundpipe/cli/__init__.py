@@ -49,6 +49,14 @@ def _run(given: Given) -> None:
 
         env(given.devices, json=given.json)
         return
+    if given.command == "plan":
+        from roundpipe.cli.estimate.options import read_plan_options
+
+        plan_options = read_plan_options(given)
+        from roundpipe.cli.plan import plan
+
+        plan(plan_options)
+        return
     options = read_options(given)
     from roundpipe.cli.train import train
 

@@ -50,6 +50,18 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
     )
+    _add_plan_options(
+        commands.add_parser(
+            "plan",
+            help="tell whether a model fits a machine, how fast it trains there, and what would help",
+            description=(
+                "Plan the training of a language model from its config: no weights are read, and no GPU is needed "
+                "if one is named. Times are simulated from counted operations, and from rates that the output "
+                "says. GB is 10^9 bytes, GiB 2^30."
+            ),
+            allow_abbrev=False,
+        )
+    )
     _add_env_options(
         commands.add_parser(
             "env",
@@ -68,6 +80,15 @@ def _add_env_options(env: argparse.ArgumentParser) -> None:
     flag, metavar, text = next(value for value in _VALUES if value[0] == "--devices")
     env.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text.replace("cpu:2", "cpu"))
     env.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one line of JSON")
+
+
+def _add_plan_options(plan: argparse.ArgumentParser) -> None:
+    for flag, metavar, text in _PLAN_VALUES:
+        plan.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    plan.add_argument(
+        "--num-microbatch", metavar="N", default="auto", help="parts of a batch (the fastest number)"
+    )
+    plan.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one line of JSON")
 
 
 def _add_options(train: argparse.ArgumentParser) -> None:
@@ -103,4 +124,18 @@ _VALUES = (
     ("--devices", "DEVICES", "such as cuda, cuda:0,2, cpu or cpu:4 (all GPUs, else cpu:2)"),
     ("--output", "FOLDER", "where to write the model, the metrics and the options used (nowhere)"),
     ("--profile", "PATH", "where to write a trace of the training steps, for Perfetto (nowhere)"),
+)
+_PLAN_VALUES = (
+    ("--model", "PATH", "the folder of a checkpoint, or its config.json"),
+    ("--gpu", "GPU", "such as 'RTX 4090', or memory=24GB,link=25,tflops=165 (this machine's, measured)"),
+    ("--devices", "N", "GPUs (1; measured: all)"),
+    ("--ram", "SIZE", "host memory, such as 512GB (measured: this machine's, or its container's)"),
+    ("--ram-gb-s", "RATE", "10^9 bytes a second of host memory (165)"),
+    ("--link", "RATE", "10^9 bytes a second to each GPU, and as many back (the GPU's)"),
+    ("--switches", "N,N", "GPUs behind each PCIe switch, which share one link, such as 4,4 (none)"),
+    ("--batch", "N", f"sequences in a step ({options.Given.batch})"),
+    ("--sequence", "N", f"tokens in a sequence ({options.Given.sequence})"),
+    ("--lora", "RANK", "train adapters of this rank on all linear layers inside layers (all weights are trained)"),
+    ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({options.Given.optimizer})"),
+    ("--utilisation", "PART", "of the GPU's TFLOP/s that layers reach (0.5; adapters 0.38)"),
 )

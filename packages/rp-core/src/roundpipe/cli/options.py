@@ -37,6 +37,17 @@ class Given(argparse.Namespace):
     devices: str | None = None
     output: str | None = None
     profile: str | None = None
+    model: str | None = None
+    gpu: str | None = None
+    ram: str | None = None
+    ram_gb_s: str | None = None
+    link: str | None = None
+    switches: str | None = None
+    batch: str = "32"
+    sequence: str = "2048"
+    lora: str | None = None
+    optimizer: str = "adamw"
+    utilisation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,7 @@ class Boundaries:
 
     def expect(self, tasks: Sequence[Task], parts: Sequence[Any], *, keeps_outputs: bool) -> Expected:
         """What the next call takes: proportional to its rows, as `rp_sched.host_bytes` counts them."""
-        entered = {task.layers.start for task in tasks if task.layers.start > 0}
-        saved = {task.layers.start for task in tasks if task.layers.start > 0 and task.runs_backward}
-        widths = sum(self._inputs[layer] for layer in saved) + max((self._inputs[at] for at in entered), default=0)
+        widths = held_at_once(tasks, self._inputs)
         guessed = rows_of(parts) * len(parts) * (widths + (self._outputs if keeps_outputs else 0))
         if self._factor is None or guessed > _KNOWN_UP_TO * self._most_guessed:
             return Expected(guessed, guessed, is_measured=False)
@@ -67,6 +65,18 @@ class Boundaries:
         elif self._before is not None and pool_bytes > self._before:
             factor = (pool_bytes - self._before) / self._most_guessed
             self._factor = factor if self._factor is None else min(self._factor, factor)
+
+
+def held_at_once(tasks: Sequence[Task], input_bytes: Sequence[int]) -> int:
+    """Bytes of activations on the host, of one microbatch in each task, where layers have inputs of `input_bytes`.
+
+    >>> tasks = [Task("F", range(0, 2), range(1), 0), Task("FB", range(2, 3), range(1), 0)]
+    >>> held_at_once(tasks, [1, 10, 100])
+    200
+    """
+    entered = {task.layers.start for task in tasks if task.layers.start > 0}
+    saved = {task.layers.start for task in tasks if task.layers.start > 0 and task.runs_backward}
+    return sum(input_bytes[at] for at in saved) + max((input_bytes[at] for at in entered), default=0)
 
 
 def _width(layer: LayerState, *, of_output: bool = False) -> int:

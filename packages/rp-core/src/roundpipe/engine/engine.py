@@ -61,6 +61,12 @@ class Engine:
         """The planner's cost estimate for each layer."""
         return self._planner.costs(mode)
 
+    def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
+        """The number of microbatches that is chosen for calls of this mode; see `Planner.microbatches`."""
+        if (chosen := self._planner.chosen.get(mode)) is not None:
+            return min(chosen, batch_size)
+        return self._runtime.launch(partial(self._planner.microbatches, mode, batch_size, rows))
+
     # Bodies of the model's methods: the public half on the caller's thread, the private half on the launcher's
 
     def forward(

@@ -16,15 +16,14 @@ from rp_transfer import Group, MappedFiles, give_back_freed
 from torch.optim import Optimizer
 
 from roundpipe.engine.forecast import MemoryForecast, likely
-from roundpipe.engine.host_bytes import HostBytes, added, given_to, held_by, needed_by
+from roundpipe.engine.host_bytes import HostBytes, added, given_to, gradient_bytes, held_by, needed_by
 from roundpipe.engine.memory_report import state_bytes_now
 from roundpipe.errors import HostMemoryWarning
 from roundpipe.runtime.runtime import Runtime
-from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, ModelState, PinMode, moves
 
 # Share of the host's memory up to which weights get second blocks by default.
-_LITTLE = 1 / 16
+SECOND_BLOCKS_SHARE = 1 / 16
 
 
 class Foresight:
@@ -93,7 +92,10 @@ class Foresight:
         nbytes = sum(block.nbytes for block in state.trainable)
         whole = _needed_by(states) + HostBytes(second_blocks=nbytes)
         trained = likely(self._forecast("to train", whole, held_by(states), states))
-        return nbytes <= trained.limit.total_bytes * _LITTLE and self._without_garbage(trained, states).fits
+        return (
+            nbytes <= trained.limit.total_bytes * SECOND_BLOCKS_SHARE
+            and self._without_garbage(trained, states).fits
+        )
 
     def check_call(
         self, state: ModelState, additions: Mapping[Block, int], activations: int, *, is_measured: bool
@@ -145,8 +147,7 @@ class Foresight:
         """What training the model takes in all; Adam's state is assumed if no optimizers are given."""
         state_now = sum(map(state_bytes_now, optimizers))
         held = held_by(states) + HostBytes(optimizer_state=state_now, activations=self.pool_bytes())
-        more = [_all_gradients(block, additions) - block.nbytes for state in states for block in state.trainable]
-        whole = _needed_by(states) + HostBytes(gradients=sum(more), activations=held.activations)
+        whole = _needed_by(states, additions) + HostBytes(activations=held.activations)
         found = self._forecast("to train", whole, held, states)
         if not optimizers:
             return likely(found)
@@ -196,10 +197,16 @@ class Foresight:
         return sum(_needed_by([state]).beyond(held_by([state])).total for state in others)
 
 
-def _needed_by(states: Sequence[ModelState]) -> HostBytes:
+def _needed_by(states: Sequence[ModelState], additions: int = 1) -> HostBytes:
     """What training takes, with the second blocks that were decided for."""
     return added(
-        needed_by(state.blocks, state.pin, state.optim_dtype, second_blocks=state.double_buffer is True)
+        needed_by(
+            state.blocks,
+            state.pin,
+            state.optim_dtype,
+            second_blocks=state.double_buffer is True,
+            additions=additions,
+        )
         for state in states
     )
 
@@ -236,10 +243,4 @@ def _will_train(state: ModelState) -> bool:
 def _missing_gradients(block: Block, additions: int) -> int:
     """Bytes of gradient blocks that are not allocated yet."""
     assert block.gradient is not None
-    return max(_all_gradients(block, additions) - block.gradient.nbytes, 0)
-
-
-def _all_gradients(block: Block, additions: int) -> int:
-    """Bytes of gradients to which so many tasks add: in 16 bits two blocks at most, otherwise one."""
-    most = 1 if sum_dtype(block.layout.dtype) == block.layout.dtype else 2
-    return min(additions, most) * block.nbytes
+    return max(gradient_bytes(block, additions) - block.gradient.nbytes, 0)

@@ -9,6 +9,7 @@ from functools import reduce
 import torch
 from rp_transfer import Group
 
+from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, ModelState, PinMode, moves
 
 _NAMES = {
@@ -84,14 +85,31 @@ def given_to(states: Sequence[ModelState]) -> int:
 
 
 def needed_by(
-    blocks: Iterable[Group | Block], pin: PinMode, optim_dtype: torch.dtype | None, *, second_blocks: bool
+    blocks: Iterable[Group | Block],
+    pin: PinMode,
+    optim_dtype: torch.dtype | None,
+    *,
+    second_blocks: bool,
+    additions: int = 1,
 ) -> HostBytes:
     """What a model will hold once it is trained, without the optimizer's state and activations.
 
-    `blocks`: the model's, or the groups that they will be made from. One task between steps adds to each gradient;
-    more tasks may take a second block.
+    `blocks`: the model's, or the groups that they will be made from. `additions`: how many tasks add to each
+    gradient between two steps.
     """
-    return added(_needed(block, pin, optim_dtype, second_blocks) for block in blocks)
+    return added(_needed(block, pin, optim_dtype, second_blocks, additions) for block in blocks)
+
+
+def gradient_bytes(block: Group | Block, additions: int) -> int:
+    """Bytes of a block's gradients to which so many tasks add: in 16 bits two blocks at most, otherwise one.
+
+    >>> found = Group("trainable", (0,), (torch.zeros(8, dtype=torch.bfloat16),))
+    >>> [gradient_bytes(found, additions) for additions in (1, 2, 3)]
+    [16, 32, 32]
+    """
+    layout = block.layout
+    most = 1 if sum_dtype(layout.dtype) == layout.dtype else 2
+    return min(additions, most) * layout.nbytes
 
 
 def _held(block: Block) -> HostBytes:
@@ -107,7 +125,9 @@ def _beside_weights(block: Block) -> tuple[int, int]:
     return second, 0 if block.gradient is None else block.gradient.nbytes
 
 
-def _needed(block: Group | Block, pin: PinMode, optim_dtype: torch.dtype | None, second_blocks: bool) -> HostBytes:
+def _needed(
+    block: Group | Block, pin: PinMode, optim_dtype: torch.dtype | None, second_blocks: bool, additions: int
+) -> HostBytes:
     is_moved = moves(block, pin) if isinstance(block, Group) else block.memory is not None
     nbytes = layout_bytes = block.layout.nbytes
     if not is_moved:
@@ -117,6 +137,6 @@ def _needed(block: Group | Block, pin: PinMode, optim_dtype: torch.dtype | None,
     return HostBytes(
         weights=nbytes,
         second_blocks=layout_bytes if is_moved and second_blocks else 0,
-        gradients=layout_bytes,
+        gradients=gradient_bytes(block, additions),
         masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in block.tensors),
     )

@@ -21,6 +21,7 @@ from roundpipe.execution.packed_data import Arrivals
 from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.own_loss import call_loss, outputs_are_loss, with_loss
 from roundpipe.planning.call_log import CallTime
+from roundpipe.planning.footprint import rows_of
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.model_state import PinMode
@@ -157,7 +158,7 @@ class RoundPipe(RoundPipeBase):
         _check_outputs(config)
         chosen = call_loss(self.model, input_kwargs or {}, label, loss_fn, config.split_label)
         arrivals = Arrivals(self.runtime.backend, (input_args, chosen.kwargs, label))
-        parts = self._split(input_args, chosen.kwargs, arrivals, config)
+        parts = self._split(input_args, chosen.kwargs, arrivals, config, "fused")
         labels, loss_fn = chosen.in_parts(parts)
         losses, outputs = self._engine.forward_backward(
             parts, labels, arrivals, loss_fn, config, keep=return_outputs
@@ -174,8 +175,9 @@ class RoundPipe(RoundPipeBase):
 
     @property
     def num_microbatch(self) -> int | None:
-        """Microbatches per batch in `model_run_config`; None: number of devices + 1."""
-        return self.model_run_config.num_microbatch
+        """Microbatches per batch in `model_run_config`; None: chosen at the first call, or devices + 1."""
+        count = self.model_run_config.num_microbatch
+        return None if count == "auto" else count
 
     def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
         """The planner's cost of each layer: measured in calls of this type, otherwise guessed from sizes."""
@@ -220,13 +222,37 @@ class RoundPipe(RoundPipeBase):
         return parts, self._run(parts, arrivals, config)
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], arrivals: Arrivals, config: RoundPipeRunConfig
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arrivals: Arrivals,
+        config: RoundPipeRunConfig,
+        mode: Mode = "train",
     ) -> rp_batch.Parts[Any]:
-        count = config.num_microbatch or len(self.runtime.lanes) + 1
         spec = _whole(self.model, kwargs) if config.split_input is None else config.split_input
+        count = self._count(args, kwargs, spec, config, mode)
         parts = rp_batch.split((args, kwargs), count, spec)
         arrivals.check(count, parts)
         return parts
+
+    def _count(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any, config: RoundPipeRunConfig, mode: Mode
+    ) -> int:
+        """The number of microbatches: as given, chosen at the first call, or one more than there are devices."""
+        given, more = config.num_microbatch, len(self.runtime.lanes) + 1
+        on_host = self.runtime.lanes[0].device.torch_device.type == "cpu"
+        if isinstance(given, int):
+            return given
+        if config.execute_plan is not None or (given is None and on_host):
+            return more
+        # A split into one tells the size of the batch. A function of the caller's runs once, so it is not asked.
+        whole = None if callable(spec) else rp_batch.split((args, kwargs), 1, spec)
+        if whole is not None and len(whole) > 1:
+            # Outputs that another model left in microbatches.
+            return len(whole)
+        if whole is None or not whole.sizes or whole.sizes[0] < 1:
+            return more
+        return self._engine.microbatches(mode, whole.sizes[0], rows_of(whole))
 
     def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
         if config.merge_output is False:

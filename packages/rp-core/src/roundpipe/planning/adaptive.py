@@ -51,7 +51,7 @@ class PlanInUse:
         self._mode: Mode = mode
         # The search's first plan: a longer search is not worth its time while costs are only guessed.
         self._course, self._limits = min(
-            ((self._first(choice), choice) for choice in _choices(guesses, limits)),
+            ((self._first(choice), choice) for choice in memory_splits(guesses, limits)),
             key=lambda found: found[0].alone_ms(devices),
         )
         self._replanner: Replanner | None = None
@@ -131,7 +131,7 @@ class PlanInUse:
         return self._call_ms[1]
 
 
-def _choices(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
+def memory_splits(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
     """The limits to try: several splits of device memory between prefetched weights and activations.
 
     Where all fits, `limits` alone. Otherwise large stages leave little room for activations, and small stages are

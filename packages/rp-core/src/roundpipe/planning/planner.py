@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import rp_sched
-from rp_sched import LayerCost, Mode, Plan, Task
+from rp_sched import LayerCost, Limits, Mode, Plan, Task
 
 from roundpipe.planning.adaptive import PlanInUse
 from roundpipe.planning.call_log import CallLog
 from roundpipe.planning.footprint import Footprint, resident_bytes, rows_of
-from roundpipe.planning.pricing import Pricing
+from roundpipe.planning.microbatches import counts_of, fastest
+from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.execute_plan import ModelExecutePlan
 from roundpipe.settings.run_config import RoundPipeRunConfig
@@ -24,9 +26,14 @@ from roundpipe.state.model_state import LayerState, ModelState
 from roundpipe.telemetry.launch_times import Launches
 from roundpipe.telemetry.layer_times import LayerTimes, ModelTimer
 
+_LOG = logging.getLogger(__name__)
 # Guessed costs until times are measured; only their ratio matters, also to the guessed link (`pricing`). A byte of
 # weights takes this many ms in a microbatch's forward pass: about right for 4096 tokens on an H100 with PCIe 5.
 _FORWARD_MS_PER_BYTE = 1e-6
+# The same in real time and by row: a byte of weights takes this many ms for a row on an H100, and a link of PCIe 5
+# moves so many 10^9 bytes a second. For the number of microbatches, which also depends on launching.
+_REAL_FORWARD_MS = 1e-8 / 4096
+_REAL_LINK_GB_S = 50.0
 # Measured launches to remember: those that may be in flight at once, and some that failed.
 _LAUNCHES = 8
 
@@ -42,6 +49,8 @@ class Planner:
         self._state = state
         self._runtime = runtime
         self._on_host = runtime.lanes[0].device.torch_device.type == "cpu"
+        # Numbers of microbatches by mode. Kept when layers change: what a model computes must not depend on that.
+        self.chosen: dict[Mode, int] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -185,6 +194,47 @@ class Planner:
                 plan.tell(before)
         return plan
 
+    def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
+        """The number of microbatches for calls of this mode: chosen once, and logged, then kept.
+
+        The least within 1 % of the fastest plan by guessed costs. Where no plan fits as guessed, as many as the
+        batch allows.
+
+        Args:
+            batch_size: samples of the first call; a later batch that has fewer gets a microbatch for each.
+            rows: of that call, as `rows_of` counts them.
+        """
+        if mode not in self.chosen:
+            counts = counts_of(batch_size)
+            found = fastest(counts, partial(self._real_problem, rows), devices=len(self._runtime.lanes), mode=mode)
+            self.chosen[mode] = counts[-1] if found is None else found[0]
+            _LOG.info(
+                "model %r: %d microbatches in each call of mode %s, chosen for a batch of %d",
+                self._name,
+                self.chosen[mode],
+                mode,
+                batch_size,
+            )
+        return min(self.chosen[mode], batch_size)
+
+    def _real_problem(self, rows: int, count: int) -> tuple[list[LayerCost], Limits]:
+        """Guessed costs and limits in real time, if so many rows are split into `count` microbatches."""
+        part = -(-rows // count)
+        costs = [
+            replace(
+                cost,
+                forward_ms=_REAL_FORWARD_MS * part * (cost.weight_bytes + 1),
+                backward_ms=2 * _REAL_FORWARD_MS * part * (cost.weight_bytes + 1),
+                forward_launch_ms=FORWARD_PART * LAUNCH_MS,
+                recompute_launch_ms=FORWARD_PART * LAUNCH_MS,
+                backward_launch_ms=(1 - FORWARD_PART) * LAUNCH_MS,
+            )
+            for cost in self._guesses(part)
+        ]
+        limits = self._pricing.limits(costs)
+        ups, downs = self._runtime.machine.rates().up_gb_s, self._runtime.machine.rates().down_gb_s
+        return costs, replace(limits, upload_gb_s=_least(ups), download_gb_s=_least(downs))
+
     def costs(self, mode: Mode) -> list[LayerCost]:
         """The cost assumed for each layer: measured if calls of this mode were, otherwise guessed."""
         guesses = self._guesses(0)
@@ -215,6 +265,11 @@ class Planner:
             mode=mode,
             priced=partial(self._pricing.priced, timer),
         )
+
+
+def _least(rates: Sequence[float | None]) -> float:
+    """The slowest of the links that were measured."""
+    return min((rate for rate in rates if rate is not None), default=_REAL_LINK_GB_S)
 
 
 def _shapes(tasks: Sequence[Task], rows: int) -> set[object]:

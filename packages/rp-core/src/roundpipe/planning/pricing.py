@@ -21,8 +21,11 @@ from roundpipe.telemetry.machine import Rates, near
 _LINK_GB_S = 0.5
 # Shares of a device's memory. Plans may use the first once calls are measured; the rest is lost to fragmentation.
 # The second is the least that plans get, however large the measured workspace.
-_USABLE = 0.95
+USABLE = 0.95
 _LEAST_SHARE = 0.3
+# What launching a layer for a microbatch took of the GIL, forward and backward, and the forward part of it, where
+# it was not measured: compiled decoders on an H200's host (docs/performance.md).
+LAUNCH_MS, FORWARD_PART = 3.1, 0.45
 # A weight in 16 bits, as the scheduler counts parameters.
 _WEIGHT_BYTES = 2
 
@@ -88,7 +91,7 @@ class Pricing:
     @property
     def usable_bytes(self) -> int:
         """What plans may use of a device's memory once calls are measured."""
-        return int(self._device_bytes() * _USABLE)
+        return int(self._device_bytes() * USABLE)
 
     def _device_bytes(self) -> int:
         return min(use.total_bytes for use in self._runtime.memory())

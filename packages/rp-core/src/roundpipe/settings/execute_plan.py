@@ -25,7 +25,7 @@ class Plannable(Protocol):
 
     @property
     def num_microbatch(self) -> int | None:
-        """Microbatches per batch as configured; None: number of devices + 1."""
+        """Microbatches per batch as configured; None: chosen at the first call, or number of devices + 1."""
         ...
 
     def layer_costs(self, run_type: Mode) -> list[LayerCost]:

@@ -24,7 +24,9 @@ class RoundPipeRunConfig:
             when they are recomputed; default: True.
         recompute_grain: whether a backward stage is recomputed whole (``"stage"``, the default) or layer by
             layer (``"layer"``: less memory, more transfers).
-        num_microbatch: number of microbatches that a batch is split into; default: number of devices + 1.
+        num_microbatch: number of microbatches that a batch is split into. ``"auto"``, the default on GPUs: the
+            least whose plan is about the fastest, chosen at the first call and kept. Default on CPU devices, and
+            with an `execute_plan`: number of devices + 1.
         split_input, split_label, merge_output: specs or functions for `rp_batch`; default: inferred.
             ``merge_output=False`` returns the outputs as microbatches on the host, see `RoundPipePackedData`.
         execute_plan: a `ModelExecutePlan` or an `rp_sched.Plan`; default: planned automatically.
@@ -39,7 +41,7 @@ class RoundPipeRunConfig:
     output_device: torch.device | None = None
     preserve_rng_state: bool | None = None
     recompute_grain: Grain | None = None
-    num_microbatch: int | None = None
+    num_microbatch: int | Literal["auto"] | None = None
     split_input: Any = None
     split_label: Any = None
     merge_output: Any = None
@@ -85,9 +87,9 @@ def _check_grain(grain: object) -> None:
 
 
 def _check_microbatches(count: object) -> None:
-    if count is None:
+    if count is None or count == "auto":
         return
     if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"num_microbatch must be an int or None, but is {count!r} instead")
+        raise TypeError(f"num_microbatch must be an int, 'auto' or None, but is {count!r} instead")
     if count < 1:
         raise ValueError(f"num_microbatch must be at least 1, but is {count} instead")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, get_args
 
+from rp_sched.cli.hardware import add_hardware, with_hardware
 from rp_sched.errors import InvalidTask
 from rp_sched.planners.planner import Strategy
 from rp_sched.planners.roundrobin import RoundRobin
@@ -73,7 +74,11 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="rp-sched", description="Plan and simulate pipeline schedules from layer costs.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    _add_plan(_command(commands.add_parser, "plan", "print the best plan, its times and its tasks", _plan))
+    _add_plan(
+        _command(
+            commands.add_parser, "plan", "print the best plan: its times, what bounds it, and its stages", _plan
+        )
+    )
     _add_simulate(_command(commands.add_parser, "simulate", "simulate a schedule or a list of tasks", _simulate))
     _command(commands.add_parser, "compare", "print a table of all schedules", _compare)
     return parser
@@ -92,6 +97,7 @@ def _command(
         "--microbatches", type=_count("--microbatches", bounds.MICROBATCHES), required=True, help="number per call"
     )
     command.add_argument("--mode", choices=get_args(Mode), default="fused", help="default: fused")
+    add_hardware(command)
     return command
 
 
@@ -104,6 +110,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model-memory-limit", type=float, help="roundrobin: device memory for two stages, in GB"
     )
+    command.add_argument("--show-tasks", action="store_true", help="print the tasks of a call, too")
     _add_pictures(command)
 
 
@@ -140,7 +147,7 @@ def _setting(options: argparse.Namespace) -> Setting:
     problem = read(options.costs)
     return Setting(
         costs=problem.costs,
-        limits=problem.limits,
+        limits=with_hardware(problem.limits, options),
         devices=options.devices,
         microbatches=options.microbatches,
         mode=options.mode,
@@ -153,12 +160,17 @@ def _plan(options: argparse.Namespace) -> str:
     steady_ms, alone_ms = course.steady_ms(setting.devices), course.alone_ms(setting.devices)
     calls = setting.dealt(course, STEADY_CALLS)
     loads_ms = course.loads_ms(setting.devices)
+    timeline = setting.play(calls)
     lines = [
-        repr(course.plan),
+        f"{len(setting.costs)} layers, {setting.microbatches} microbatches, {setting.devices} devices, "
+        f"of which {course.used(setting.devices)} are used",
         f"calls that follow each other: {_against(steady_ms, setting)}; alone: {_against(alone_ms, setting)}",
-        f"busy, ms a call: {_listed(loads_ms)}; bound by {course.bottleneck(setting.devices)}",
-        *map(repr, calls[0]),
-        _pictures(options, setting.play(calls)),
+        f"bound by {course.bottleneck(setting.devices)}; busy, ms a call: {_listed(loads_ms)}",
+        f"memory, bytes: {max(timeline.peak_bytes)} on a device at most, {timeline.host_peak_bytes} on the host "
+        "without optimizer state",
+        repr(course.plan),
+        *(map(repr, calls[0]) if options.show_tasks else ()),
+        _pictures(options, timeline),
     ]
     return "\n".join(lines)
 

@@ -1,0 +1,121 @@
+"""The nearest changes that would make training fit, or pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roundpipe.cli.estimate.cards import CARDS
+from roundpipe.cli.estimate.foretell import Foretold, foretell
+from roundpipe.cli.estimate.meta_model import model_of
+from roundpipe.cli.estimate.options import PlanOptions
+from roundpipe.cli.estimate.workload import Workload
+
+# The rank that is proposed for adapters.
+RANK = 16
+# A change that makes training faster by less does not pay.
+_PAYS = 1.05
+_SHORTEST = 128
+_GB = 10**9
+_SMALLER_STATES = ("lion", "adafactor")
+# Amounts of RAM to try, each larger by what was short.
+_MOST_TRIED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One option that is given otherwise, and the answer then."""
+
+    option: str
+    then: Foretold
+
+
+def changes(options: PlanOptions, now: Foretold) -> list[Change]:
+    """Where it does not fit: what fits then, smallest changes first; otherwise what pays, fastest first."""
+    if not now.fits:
+        return [change for change in _smaller(options, now) if change.then.fits]
+    least = _PAYS * now.tokens_per_s
+    found = [change for change in _faster(options, now) if change.then.fits and change.then.tokens_per_s > least]
+    return sorted(found, key=lambda change: -change.then.tokens_per_s)
+
+
+def _smaller(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+    """Changes to take less memory, or to have more."""
+    if now.planned is None:
+        yield from _for_devices(options, now)
+    if options.lora is None:
+        yield _change(f"--lora {RANK}", now, workload=_of(options, lora=RANK))
+    if not now.forecast.fits:
+        yield from _for_host(options, now)
+
+
+def _for_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+    if now.case.microbatches is not None:
+        yield _change("--num-microbatch auto", now)
+    sequence = options.sequence // 2
+    while sequence >= _SHORTEST:
+        found = _change(f"--sequence {sequence}", now, workload=_of(options, sequence=sequence))
+        if found.then.fits:
+            yield found
+            break
+        sequence //= 2
+    wanted = now.case.machine.card.memory_bytes + now.device_short_bytes
+    larger = sorted((card for card in CARDS if card.memory_bytes >= wanted), key=lambda card: card.memory_bytes)
+    for card in larger[:1]:
+        yield _change(f"--gpu '{card.name}'", now, machine=replace(now.case.machine, card=card))
+
+
+def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+    """The microbatches stay as they are: what the host holds hardly depends on them."""
+    count = None if now.planned is None else now.planned.microbatches
+    is_adam = options.optimizer in ("adam", "adamw")
+    for name in _SMALLER_STATES if is_adam else ():
+        workload = replace(now.case.workload, optimizer=name)
+        change = _change(f"--optimizer {name}", now, workload=workload, microbatches=count)
+        if change.then.fits:
+            yield change
+            break
+    found = now
+    for _ in range(_MOST_TRIED):
+        # What stays free for the system grows with the RAM.
+        forecast = found.forecast
+        gb = -(-(forecast.limit.total_bytes + forecast.short_bytes) // _GB)
+        ram = replace(forecast.limit, total_bytes=gb * _GB, free_bytes=gb * _GB)
+        machine = replace(now.case.machine, ram=ram)
+        change = _change(f"--ram {gb}GB", now, machine=machine, microbatches=count)
+        found = change.then
+        if found.forecast.fits:
+            yield change
+            return
+
+
+def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+    """Changes that are near: settings first, then twice of something."""
+    if now.case.microbatches is not None:
+        yield _change("--num-microbatch auto", now)
+    yield _change(f"--batch {2 * options.batch}", now, batch=2 * options.batch)
+    devices = 2 * now.case.machine.devices
+    yield _change(f"--devices {devices}", now, machine=now.case.machine.with_devices(devices))
+
+
+def _change(option: str, now: Foretold, **changed: Any) -> Change:  # Any: fields of `Case`
+    """The answer with other values; the number of microbatches is chosen anew unless it is given."""
+    case = replace(now.case, **{"microbatches": None, **changed})
+    return Change(option, foretell(case, settles=False))
+
+
+def _of(options: PlanOptions, *, sequence: int | None = None, lora: int | None = None) -> Workload:
+    """The workload with another sequence, or with adapters."""
+    return workload_of(replace(options, sequence=sequence or options.sequence, lora=lora or options.lora))
+
+
+def workload_of(options: PlanOptions) -> Workload:
+    """The workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
+    return Workload.of(
+        model_of(options.model, options.lora),
+        sequence=options.sequence,
+        optimizer=options.optimizer,
+        utilisation=options.utilisation,
+        is_adapted=options.lora is not None,
+    )

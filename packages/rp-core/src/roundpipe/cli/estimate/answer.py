@@ -1,0 +1,288 @@
+"""The answer of `roundpipe plan`: one screen of text, or one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rp_sched import Resource
+
+from roundpipe.cli.estimate.advice import Change
+from roundpipe.cli.estimate.foretell import Foretold, Planned
+from roundpipe.cli.estimate.hardware import GIL_MS_PER_GB
+from roundpipe.planning.pricing import LAUNCH_MS
+
+# In the words of the documentation.
+_BOUNDS: Mapping[Resource, str] = {
+    "device": "the devices' arithmetic",
+    "link": "the links",
+    "switch": "the switches that links share",
+    "host memory": "host memory",
+    "GIL": "launching (the GIL)",
+    "additions": "additions of gradients on the host",
+    "optimizer": "the optimizer",
+}
+_KINDS = {"F": "forward", "FB": "both", "B": "backward"}
+_MOST_STAGES = 16
+_MOST_CHANGES = 3
+# Kinds that are a smaller part of host memory are left out.
+_SMALL = 0.001
+
+
+def as_text(found: Foretold, changes: Sequence[Change]) -> str:
+    """At most some 40 lines."""
+    return "\n".join(_lines(found, changes))
+
+
+def as_json(found: Foretold, changes: Sequence[Change]) -> str:
+    """One object; names end with their units."""
+    return json.dumps(
+        {
+            "fits": found.fits,
+            "short": _short(found),
+            "model": _model(found),
+            "machine": _machine(found),
+            "batch": found.case.batch,
+            "sequence": found.case.workload.sequence,
+            "host_bytes": _host_bytes(found),
+            "plan": None if found.planned is None else _plan(found, found.planned),
+            "changes": [_told(change) for change in changes],
+            "assumed": {
+                "utilisation": found.case.workload.utilisation,
+                "launch_ms": LAUNCH_MS,
+                "gil_ms_per_gb": GIL_MS_PER_GB,
+                "ram_gb_s": found.case.machine.ram_gb_s,
+                "layers_are_compiled": True,
+                "operations_are_counted": found.case.workload.observed.is_counted,
+            },
+        }
+    )
+
+
+# JSON
+
+
+def _short(found: Foretold) -> dict[str, Any] | None:
+    if found.device_short_bytes:
+        return {"memory": "device", "bytes": found.device_short_bytes}
+    return None if found.forecast.fits else {"memory": "host", "bytes": found.forecast.short_bytes}
+
+
+def _model(found: Foretold) -> dict[str, Any]:
+    workload = found.case.workload
+    return {
+        "name": workload.name,
+        "parameters": workload.parameters,
+        "trained_parameters": workload.trained,
+        "layers": len(workload.observed.facts) - 2,
+        "optimizer": workload.optimizer,
+    }
+
+
+def _machine(found: Foretold) -> dict[str, Any]:
+    machine = found.case.machine
+    return {
+        "gpu": machine.card.name,
+        "devices": machine.devices,
+        "device_memory_bytes": machine.card.memory_bytes,
+        "link_gb_s": machine.card.link_gb_s,
+        "bf16_tflops": machine.card.tflops,
+        "ram_bytes": None if machine.ram is None else machine.ram.total_bytes,
+        "switches": [list(switch.devices) for switch in machine.switches],
+        "is_measured": machine.is_measured,
+    }
+
+
+def _host_bytes(found: Foretold) -> dict[str, Any]:
+    kinds = {name.replace(" ", "_"): nbytes for name, nbytes in found.forecast.whole.by_kind()}
+    return {**kinds, "total": found.forecast.whole.total, "kept_free": found.forecast.reserve_bytes}
+
+
+def _plan(found: Foretold, planned: Planned) -> dict[str, Any]:
+    return {
+        "num_microbatch": planned.microbatches,
+        "sequences_a_microbatch": planned.sequences,
+        "stages": [
+            {"kind": str(kind), "layers": [stage.start, stage.stop], "tasks": len(groups) or 1}
+            for kind, stages, groups in planned.course.plan.phases()
+            for stage in stages
+        ],
+        "devices_used": planned.course.used(planned.devices),
+        "device_bytes": planned.device_bytes,
+        "step_s": planned.ms / 1e3,
+        "tokens_per_s": found.tokens_per_s,
+        "bound_by": planned.bound_by,
+        "busy_s": {name: ms / 1e3 for name, ms in planned.course.loads_ms(planned.devices).items()},
+    }
+
+
+def _told(change: Change) -> dict[str, Any]:
+    then = change.then
+    planned = then.planned
+    return {
+        "option": change.option,
+        "fits": then.fits,
+        "host_bytes": then.forecast.whole.total,
+        "step_s": None if planned is None else planned.ms / 1e3,
+        "tokens_per_s": None if planned is None else then.tokens_per_s,
+    }
+
+
+# Text
+
+
+def _lines(found: Foretold, changes: Sequence[Change]) -> Iterator[str]:
+    yield from _headings(found)
+    yield ""
+    yield _verdict(found)
+    yield from _host(found)
+    if found.planned is not None and found.forecast.fits:
+        yield from _run(found, found.planned)
+    yield ""
+    yield from _advice(found, changes)
+    yield from _assumptions(found)
+
+
+def _headings(found: Foretold) -> Iterator[str]:
+    workload, machine = found.case.workload, found.case.machine
+    parts = len(workload.observed.facts)
+    what = f"adapters of {_billion(workload.trained)}" if workload.is_adapted else "full fine-tuning"
+    yield (
+        f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
+        f"{workload.optimizer}, fp32 masters"
+    )
+    card = machine.card
+    ram = "RAM not given" if machine.ram is None else f"RAM {_gb(machine.ram.total_bytes)}"
+    source = ", measured" if machine.is_measured else ""
+    yield (
+        f"{machine.devices} x {card.name}: {_gb(card.memory_bytes)} each, link {card.link_gb_s:.3g} GB/s, "
+        f"{card.tflops:.3g} TFLOP/s{source}; {_switches(found)}{ram}, {machine.ram_gb_s:.3g} GB/s"
+    )
+    yield f"a step: {found.case.batch} sequences of {workload.sequence} tokens"
+
+
+def _switches(found: Foretold) -> str:
+    sizes = [len(switch.devices) for switch in found.case.machine.switches]
+    return f"switches of {', '.join(map(str, sizes))}; " if sizes else ""
+
+
+def _verdict(found: Foretold) -> str:
+    if found.device_short_bytes:
+        return f"DOES NOT FIT: device memory is short by {_gb(found.device_short_bytes)}"
+    if not found.forecast.fits:
+        return f"DOES NOT FIT: host memory is short by {_gb(found.forecast.short_bytes)}"
+    if found.case.machine.ram is None:
+        return f"fits the devices; the host must have {_gb(_wanted(found))} of free memory"
+    return "fits"
+
+
+def _wanted(found: Foretold) -> int:
+    return found.forecast.missing_bytes + found.forecast.reserve_bytes
+
+
+def _host(found: Foretold) -> Iterator[str]:
+    whole = found.forecast.whole
+    told = [(name, nbytes) for name, nbytes in whole.by_kind() if nbytes > _SMALL * whole.total]
+    kinds = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in told)
+    yield f"host memory  {_gb(whole.total)}, and {_gb(found.forecast.reserve_bytes)} kept free: {kinds}"
+    if not found.forecast.fits and not found.case.workload.is_adapted:
+        yield _a_parameter(found)
+
+
+def _a_parameter(found: Foretold) -> str:
+    """What weights, masters and states, and one block of gradients, take of it."""
+    whole = found.forecast.whole
+    least = whole.total - whole.activations - whole.second_blocks - whole.buffers
+    least -= max(whole.gradients - whole.weights, 0)
+    more = whole.total - whole.activations - least
+    beside = f"; {_gb(more)} more where several tasks add to gradients" if more > _SMALL * least else ""
+    return (
+        f"  full fine-tuning with whole masters needs {round(least / found.case.workload.parameters)} bytes a "
+        f"parameter, {_gb(least)} and more before activations{beside}"
+    )
+
+
+def _run(found: Foretold, planned: Planned) -> Iterator[str]:
+    machine = found.case.machine
+    memory = _gb(machine.card.memory_bytes)
+    yield f"device memory  {_gb(planned.device_bytes)} of {memory} at most, workspace included"
+    chosen = "chosen" if found.case.microbatches is None else "as given"
+    yield f"num_microbatch  {planned.microbatches} ({chosen}), of {_counted(planned.sequences, 'sequence')}"
+    yield f"a step  {_seconds(planned.ms)}, {_rounded(found.tokens_per_s)} tokens/s"
+    busy = planned.course.loads_ms(planned.devices)
+    others = ", ".join(f"{name} {_seconds(ms)}" for name, ms in sorted(busy.items(), key=_by_time) if ms)
+    yield f"bound by  {_BOUNDS[planned.bound_by]}; busy in a step: {others}"
+    head = len(planned.course.loads.costs) - 1
+    yield f"stages  layer 0 is what runs before the model's layers, layer {head} the head"
+    stages = list(_stages(planned))
+    yield from stages[:_MOST_STAGES]
+    if len(stages) > _MOST_STAGES:
+        yield f"  and {len(stages) - _MOST_STAGES} more (--json has all)"
+
+
+def _by_time(item: tuple[Resource, float]) -> float:
+    return -item[1]
+
+
+def _stages(planned: Planned) -> Iterator[str]:
+    costs = planned.course.loads.costs
+    for kind, stages, groups in planned.course.plan.phases():
+        for stage in stages:
+            nbytes = sum(costs[layer].weight_bytes for layer in stage)
+            divided = f", microbatches in {len(groups)} tasks" if groups else ""
+            yield f"  {_KINDS[str(kind)]:<8}  {_span(stage)}, {_gb(nbytes)} of weights{divided}"
+
+
+def _span(stage: range) -> str:
+    return f"layer {stage.start}" if len(stage) == 1 else f"layers {stage.start} to {stage.stop - 1}"
+
+
+def _advice(found: Foretold, changes: Sequence[Change]) -> Iterator[str]:
+    if not found.fits:
+        yield "what would fit" if changes else "no single change of an option would make it fit"
+    elif changes:
+        yield "what would pay"
+    for change in changes[:_MOST_CHANGES]:
+        yield f"  {change.option}: {_result(change.then)}"
+
+
+def _result(then: Foretold) -> str:
+    assert then.planned is not None
+    return (
+        f"{_gb(then.forecast.whole.total)} of host memory, about {_seconds(then.planned.ms)} a step, "
+        f"{_rounded(then.tokens_per_s)} tokens/s"
+    )
+
+
+def _assumptions(found: Foretold) -> Iterator[str]:
+    workload = found.case.workload
+    counted = "" if workload.observed.is_counted else "; operations guessed from the shapes of weights"
+    yield (
+        f"assumed: compiled layers that reach {workload.utilisation:.3g} of the TFLOP/s (--utilisation){counted}; "
+        f"launching a layer {LAUNCH_MS} ms. GB is 10^9 bytes."
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _rounded(number: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _seconds(ms: float) -> str:
+    return f"{_rounded(ms / 1e3)} s" if ms >= 1 else "less than 1 ms"
+
+
+def _gb(nbytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.0f} {unit}" if nbytes >= 100 * size else f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _billion(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.3g} million"

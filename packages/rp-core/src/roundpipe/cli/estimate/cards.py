@@ -1,0 +1,61 @@
+"""Cards by name: memory, link and dense bf16 rate, as their makers publish them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_GIB = 1 << 30
+# What copies reach of a link of sixteen lanes: PCIe 4 and PCIe 5; some cards have eight lanes.
+_PCIE_4, _PCIE_5, _PCIE_4_X8 = 25.0, 55.0, 12.5
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A kind of device.
+
+    `memory_bytes`: as sold. `link_gb_s`: 10^9 bytes a second to the device, and as many back at the same time.
+    `tflops`: 10^12 dense bf16 operations a second with sums in fp32, at most.
+    """
+
+    name: str
+    memory_bytes: int
+    link_gb_s: float
+    tflops: float
+
+
+CARDS = (
+    Card("RTX 3090", 24 * _GIB, _PCIE_4, 71),
+    Card("RTX 4060 Ti 16GB", 16 * _GIB, _PCIE_4_X8, 44),
+    Card("RTX 4070 Ti SUPER", 16 * _GIB, _PCIE_4, 88),
+    Card("RTX 4080", 16 * _GIB, _PCIE_4, 97),
+    Card("RTX 4090", 24 * _GIB, _PCIE_4, 165),
+    Card("RTX 5090", 32 * _GIB, _PCIE_5, 210),
+    Card("RTX A6000", 48 * _GIB, _PCIE_4, 155),
+    Card("RTX 6000 Ada", 48 * _GIB, _PCIE_4, 364),
+    Card("L4", 24 * _GIB, _PCIE_4_X8, 121),
+    Card("L40S", 48 * _GIB, _PCIE_4, 362),
+    Card("A10", 24 * _GIB, _PCIE_4, 125),
+    Card("A100 40GB", 40 * _GIB, _PCIE_4, 312),
+    Card("A100 80GB", 80 * _GIB, _PCIE_4, 312),
+    Card("H100", 80 * _GIB, _PCIE_5, 989),
+    Card("H100 PCIe", 80 * _GIB, _PCIE_5, 756),
+    Card("H200", 140 * _GIB, _PCIE_5, 989),
+    Card("B200", 180 * _GIB, _PCIE_5, 2250),
+)
+
+
+def card_named(name: str) -> Card | None:
+    """The card with this name, whatever its case, spaces and maker; None if the table has none.
+
+    >>> card_named("NVIDIA GeForce rtx4090").memory_bytes >> 30
+    24
+    >>> card_named("TPU") is None
+    True
+    """
+    wanted = _plain(name)
+    return next((card for card in CARDS if _plain(card.name) == wanted), None)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())

@@ -1,0 +1,167 @@
+"""The machine to plan for: devices, links and host, in the scheduler's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from rp_sched import Host, Limits, Switch
+from rp_transfer import BackendUnavailable, HostLimit
+
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.estimate.cards import Card, card_named
+from roundpipe.cli.estimate.options import PlanOptions
+from roundpipe.planning.pricing import USABLE
+from roundpipe.planning.probe import probe
+from roundpipe.runtime.runtime import Runtime
+
+# Of a device's memory, CUDA's context and libraries take so much.
+CONTEXT_BYTES = 600 * 10**6
+# What was measured on hosts of H200s, where no figure is given (docs/scaling.md).
+RAM_GB_S = 165.0
+OPTIMIZER_SHARE = 0.9
+GIL_MS_PER_GB = 7.0
+ADD_GB_S = 12.5
+GRADIENT_BUFFERS = 2
+# A matrix product large enough to reach a device's rate.
+_MATRIX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine. `is_measured`: its card, links and host memory were measured here.
+
+    `ram`: None if it is not known. `switches`: cards by number, as they share one link each, unless measured.
+    """
+
+    card: Card
+    devices: int
+    ram: HostLimit | None
+    ram_gb_s: float
+    switches: tuple[Switch, ...] = ()
+    is_measured: bool = False
+
+    @property
+    def usable_bytes(self) -> int:
+        """What plans may use of a device's memory: the rest is CUDA's, or lost to fragmentation."""
+        return max(int((self.card.memory_bytes - CONTEXT_BYTES) * USABLE), 1)
+
+    def limits(self, working_bytes: int, *, optimizer_bytes: float, double_buffer: bool) -> Limits:
+        """Limits for a plan beside a workspace of so many bytes on each device.
+
+        `optimizer_bytes`: host memory that a step moves for each trained 16-bit weight.
+        """
+        return Limits(
+            device_memory_bytes=max(self.usable_bytes - working_bytes, 1),
+            upload_gb_s=self.card.link_gb_s,
+            download_gb_s=self.card.link_gb_s,
+            switches=self.switches,
+            host=Host(
+                memory_gb_s=self.ram_gb_s,
+                gil_ms_per_gb=GIL_MS_PER_GB,
+                add_gb_s=ADD_GB_S,
+                add_threads=self.devices,
+                gradient_buffers=GRADIENT_BUFFERS,
+                optimizer_bytes=optimizer_bytes,
+                optimizer_gb_s=OPTIMIZER_SHARE * self.ram_gb_s,
+                double_buffer=double_buffer,
+            ),
+        )
+
+    def with_devices(self, devices: int) -> Machine:
+        """The same with so many devices: as many more switches as there are, if they do not fill one."""
+        if not self.switches:
+            return replace(self, devices=devices)
+        first = self.switches[0]
+        size = len(first.devices)
+        groups = [range(at, min(at + size, devices)) for at in range(0, devices, size)]
+        switches = tuple(replace(first, devices=tuple(group)) for group in groups)
+        return replace(self, devices=devices, switches=switches)
+
+
+def machine_of(options: PlanOptions) -> Machine:
+    """The machine that the options describe, or this one, measured; options count before what was measured.
+
+    Raises `Refused` if this machine is to be measured, but has no GPU.
+    """
+    found = _here(options.devices) if options.card is None else _described(options.card, options.devices or 1)
+    link = options.link_gb_s
+    card = found.card if link is None else replace(found.card, link_gb_s=link)
+    ram = None if options.ram_bytes is None else HostLimit("the given RAM", options.ram_bytes, options.ram_bytes)
+    return replace(
+        found,
+        card=card,
+        ram=ram or found.ram,
+        ram_gb_s=options.ram_gb_s or found.ram_gb_s,
+        switches=_switches(options.switches, card.link_gb_s) or found.switches,
+    )
+
+
+def _described(card: Card, devices: int) -> Machine:
+    return Machine(card, devices, None, RAM_GB_S)
+
+
+def _switches(counts: tuple[int, ...], link_gb_s: float) -> tuple[Switch, ...]:
+    """Cards behind each switch share one link as fast as each of theirs."""
+    starts = [sum(counts[:at]) for at in range(len(counts))]
+    return tuple(
+        Switch(devices=tuple(range(start, start + count)), upload_gb_s=link_gb_s, download_gb_s=link_gb_s)
+        for start, count in zip(starts, counts, strict=True)
+    )
+
+
+def _here(devices: int | None) -> Machine:
+    if not torch.cuda.is_available():
+        raise Refused(
+            "--gpu must be given, such as --gpu 'RTX 4090', since this machine has no GPU that torch can use"
+        )
+    if devices is not None and devices > torch.cuda.device_count():
+        raise Refused(f"--devices must be at most {torch.cuda.device_count()} here, but is {devices}; give --gpu")
+    try:
+        with Runtime("cuda" if devices is None else f"cuda:{','.join(map(str, range(devices)))}") as runtime:
+            return measured(runtime)
+    except BackendUnavailable as error:
+        raise Refused(f"devices cannot be opened: {error}") from error
+
+
+def measured(runtime: Runtime) -> Machine:
+    """The machine of an open runtime, by the engine's probe and one matrix product.
+
+    A card that the table knows has the table's rate: what a product reaches depends on its size and on the clock.
+    """
+    rates = probe(runtime)
+    uses = runtime.memory()
+    device = runtime.lanes[0].device.torch_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else uses[0].name
+    known = card_named(name)
+    links = [rate for rate in (*rates.up_gb_s, *rates.down_gb_s) if rate is not None]
+    card = Card(
+        name,
+        min(use.total_bytes for use in uses),
+        min(links),
+        known.tflops if known else _tflops(device, _MATRIX if device.type == "cuda" else 256),
+    )
+    return Machine(
+        card, len(uses), runtime.host_limit(), rates.memory_gb_s or RAM_GB_S, rates.switches, is_measured=True
+    )
+
+
+def _tflops(device: torch.device, size: int) -> float:
+    """10^12 operations a second of a square bf16 product."""
+    one = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+    return max(2 * size**3 / _seconds(lambda: one @ one, device) / 1e12, 1e-3)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The least of five times."""
+    import time
+
+    found: list[float] = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return max(min(found), 1e-9)

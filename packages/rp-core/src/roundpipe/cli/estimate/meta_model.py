@@ -1,0 +1,127 @@
+"""A language model from its config alone: on the meta device, where tensors have shapes and no memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rp_presets import lists_of_layers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe.cli.errors import Refused
+
+# A config has some kilobytes: what is larger is none, and is not read.
+_MOST_BYTES = 16 * 2**20
+# The scheduler's own limit.
+_MOST_LAYERS = 4000
+
+
+def model_of(path: Path, lora: int | None = None) -> nn.Module:
+    """The model of a config file, with adapters of rank `lora` and all else frozen if that is given.
+
+    Its weights are in the config's dtype, bfloat16 if it has none. Raises `Refused` for a config of another kind.
+    """
+    model = _made(path, _config(path))
+    if not lists_of_layers(model):
+        raise Refused(
+            f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
+        )
+    if lora is not None and not adapt(model, lora):
+        raise Refused(f"--lora: the layers of a {type(model).__name__} have no linear layers to adapt")
+    return model.train()
+
+
+def adapt(model: nn.Module, rank: int) -> int:
+    """Freeze the model and put adapters beside all linear layers inside its layers; return how many.
+
+    As PEFT does with ``target_modules="all-linear"``: adapters are in fp32.
+    """
+    model.requires_grad_(False)
+    found = [
+        (module, name, child)
+        for layers in lists_of_layers(model).values()
+        for module in layers.modules()
+        for name, child in module.named_children()
+        if _features(child) is not None
+    ]
+    for module, name, child in found:
+        setattr(module, name, Adapted(child, rank))
+    return len(found)
+
+
+class Adapted(nn.Module):
+    """A linear layer, and beside it two thin matrices that are trained (Hu et al., 2021)."""
+
+    def __init__(self, base: nn.Module, rank: int) -> None:
+        super().__init__()
+        features = _features(base)
+        assert features is not None
+        inside, outside = features
+        self.base = base
+        self.a = nn.Parameter(torch.empty(rank, inside, dtype=torch.float32, device="meta"))
+        self.b = nn.Parameter(torch.empty(outside, rank, dtype=torch.float32, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's result with the adapter's added."""
+        result = cast(Tensor, self.base(x))
+        return result + functional.linear(functional.linear(x.to(self.a.dtype), self.a), self.b).to(result.dtype)
+
+
+def _features(module: nn.Module) -> tuple[int, int] | None:
+    """Widths of a linear layer's inputs and outputs; None for another module."""
+    if type(module) is nn.Linear:
+        return module.in_features, module.out_features
+    # GPT-2's: a linear layer whose weight is transposed.
+    if type(module).__name__ == "Conv1D":
+        weight = cast(Tensor, module.weight)
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def _config(path: Path) -> Any:  # Any: each model has a class of its own
+    from transformers import AutoConfig  # importing transformers takes seconds
+
+    loader: Any = AutoConfig
+    from transformers.utils.logging import set_verbosity_error
+
+    set_verbosity_error()
+    if path.stat().st_size > _MOST_BYTES:
+        raise Refused(f"--model {path} must be a config.json, but has more than {_MOST_BYTES} bytes")
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"--model {path} must be a config.json, but is not: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise Refused(f"--model {path} must be a config.json of transformers, but has no model_type")
+    fields = cast(dict[str, object], content)
+    if fields.get("quantization_config"):
+        raise Refused(f"--model {path} is of quantized weights, which are not trained; take the model before that")
+    _check_layers(path, fields)
+    try:
+        return loader.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers checks configs in many ways
+        raise Refused(f"--model {path} cannot be used: {error}") from error
+
+
+def _check_layers(path: Path, fields: dict[str, object]) -> None:
+    """Configs of transformers make lists as long as they have layers, and check nothing."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_layers(path, cast(dict[str, object], value))
+        elif "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+            raise Refused(f"--model {path}: {name} must be at most {_MOST_LAYERS}, but is {value}")
+
+
+def _made(path: Path, config: Any) -> nn.Module:  # Any: each model has a class of its own
+    from transformers import AutoModelForCausalLM
+
+    maker: Any = AutoModelForCausalLM
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        with torch.device("meta"):
+            return cast(nn.Module, maker.from_config(config, dtype=dtype))
+    except Exception as error:  # a model's constructor is others' code
+        raise Refused(f"--model {path}: no language model can be made of it: {error}") from error

@@ -1,0 +1,183 @@
+"""The options of `roundpipe plan`, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.estimate.cards import CARDS, Card, card_named
+from roundpipe.cli.estimate.optimizers import OPTIMIZERS
+from roundpipe.cli.options import MOST_MICROBATCHES, Given
+from roundpipe.runtime.host_limit import parse_bytes
+
+THIS = "this"
+MOST_DEVICES = 256
+MOST_BATCH = 2**16
+MOST_SEQUENCE = 2**24
+MOST_RANK = 2**14
+_FIELDS = ("memory", "link", "tflops")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What to plan for.
+
+    None: `card`, this machine's, measured; `ram_bytes`, not known, or this machine's; `link_gb_s`, the card's;
+    `lora`, full fine-tuning; `num_microbatch`, chosen; `utilisation` and `ram_gb_s`, as documented. `switches`:
+    how many cards are behind each.
+    """
+
+    model: Path
+    card: Card | None
+    devices: int | None
+    ram_bytes: int | None
+    ram_gb_s: float | None
+    link_gb_s: float | None
+    switches: tuple[int, ...]
+    batch: int
+    sequence: int
+    lora: int | None
+    optimizer: str
+    num_microbatch: int | None
+    utilisation: float | None
+    json: bool = False
+
+
+def read_plan_options(given: Given) -> PlanOptions:
+    """Check the values of all options, except for what depends on the model.
+
+    >>> read_plan_options(Given(model=__file__, gpu="H100", batch="8")).card.name
+    'H100'
+
+    Raises `Refused` for a value that cannot be used.
+    """
+    if given.model is None:
+        raise Refused("--model must be given: the folder of a checkpoint, or its config.json")
+    devices = None if given.devices is None else _whole("--devices", given.devices, MOST_DEVICES)
+    card = _card(given.gpu)
+    batch = _whole("--batch", given.batch, MOST_BATCH)
+    return PlanOptions(
+        model=_config_file(given.model),
+        card=card,
+        devices=1 if devices is None and card is not None else devices,
+        ram_bytes=None if given.ram is None else _size("--ram", given.ram),
+        ram_gb_s=None if given.ram_gb_s is None else _above_0("--ram-gb-s", given.ram_gb_s),
+        link_gb_s=None if given.link is None else _above_0("--link", given.link),
+        switches=() if given.switches is None else _switches(given.switches, devices or 1),
+        batch=batch,
+        sequence=_whole("--sequence", given.sequence, MOST_SEQUENCE),
+        lora=None if given.lora is None else _whole("--lora", given.lora, MOST_RANK),
+        optimizer=_optimizer(given.optimizer),
+        num_microbatch=_microbatches(given.num_microbatch, batch),
+        utilisation=None if given.utilisation is None else _part("--utilisation", given.utilisation),
+        json=given.json,
+    )
+
+
+def _config_file(text: str) -> Path:
+    if not text or "\0" in text:
+        raise Refused(f"--model must name a path, but is {text!r}")
+    path = Path(text)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise Refused(f"--model must be the folder of a checkpoint, or its config.json, but there is no {path}")
+    return path
+
+
+def _card(text: str | None) -> Card | None:
+    if text is None or text == THIS:
+        return None
+    if "=" in text:
+        return _described(text)
+    found = card_named(text)
+    if found is None:
+        names = ", ".join(card.name for card in CARDS)
+        raise Refused(
+            f"--gpu must be '{THIS}', numbers like 'memory=24GB,link=25,tflops=165', or one of {names}, but is "
+            f"{text!r}"
+        )
+    return found
+
+
+def _described(text: str) -> Card:
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    found: Mapping[str, str] = {name: value for name, _, value in pairs}
+    if sorted(name for name, _, _ in pairs) != sorted(_FIELDS):
+        raise Refused(f"--gpu must have each of {', '.join(_FIELDS)} once, but is {text!r}")
+    return Card(
+        text,
+        _size("--gpu: memory", found["memory"]),
+        _above_0("--gpu: link (GB/s)", found["link"]),
+        _above_0("--gpu: tflops", found["tflops"]),
+    )
+
+
+def _switches(text: str, devices: int) -> tuple[int, ...]:
+    counts = [_integer(part) for part in text.split(",")]
+    if any(count is None or count < 1 for count in counts):
+        raise Refused(f"--switches must be numbers of cards, such as 4,4, but is {text!r}")
+    found = tuple(count for count in counts if count is not None)
+    if sum(found) != devices:
+        raise Refused(f"--switches must add up to --devices, {devices}, but {text} is {sum(found)}")
+    return found
+
+
+def _optimizer(text: str) -> str:
+    if text not in OPTIMIZERS:
+        raise Refused(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, but is {text!r}")
+    return text
+
+
+def _microbatches(text: str, batch: int) -> int | None:
+    return (
+        None if text == "auto" else _whole("--num-microbatch", text, min(batch, MOST_MICROBATCHES), "'auto' or ")
+    )
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        found = parse_bytes(text)
+    except ValueError as error:
+        raise Refused(f"{flag}: {error}") from None
+    if not 0 < found < 2**60:
+        raise Refused(f"{flag} must be above 0 and below 2^60 bytes, but is {text!r}")
+    return found
+
+
+def _whole(flag: str, text: str, most: int, also: str = "") -> int:
+    number = _integer(text)
+    if number is None or not 1 <= number <= most:
+        raise Refused(f"{flag} must be {also}a whole number of at least 1 and at most {most}, but is {text!r}")
+    return number
+
+
+def _integer(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def _above_0(flag: str, text: str) -> float:
+    number = _number(text)
+    if not (math.isfinite(number) and 1e-6 <= number <= 1e9):
+        raise Refused(f"{flag} must be a number above 0, such as 25, but is {text!r}")
+    return number
+
+
+def _part(flag: str, text: str) -> float:
+    number = _number(text)
+    if not 0.001 <= number <= 1:
+        raise Refused(f"{flag} must be a number from 0.001 to 1, but is {text!r}")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,167 @@
+"""A model to train: the costs of its layers for a plan, and its host memory by the engine's own forecast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from rp_sched import LayerCost, Task
+from rp_transfer import Group, HostLimit, group
+from torch import nn
+
+from roundpipe.cli.estimate.hardware import Machine
+from roundpipe.cli.estimate.observe import Observed, observe
+from roundpipe.cli.estimate.optimizers import state_of
+from roundpipe.engine.boundaries import held_at_once
+from roundpipe.engine.forecast import MemoryForecast
+from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
+from roundpipe.engine.host_bytes import HostBytes, needed_by
+from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS
+
+# The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
+# full fine-tuning, and adapters, whose thin products take time and are few operations (docs/planning.md).
+UTILISATION, ADAPTERS_UTILISATION = 0.5, 0.38
+# Of what autograd keeps in layers that run as written, compiled ones keep so much.
+COMPILED_SHARE = 0.85
+# Rows of logits that the loss has at once, and bytes of each: as computed, and as the kernel writes over them.
+LOSS_ROWS, LOGIT_BYTES = 2048, 2
+OPTIM_DTYPE = torch.float32
+# Gradient, master and moments read, master, moments and weight written.
+_STEP_BYTES, _STEP_STATE_TIMES = 12, 2
+_WEIGHT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate."""
+
+    name: str
+    observed: Observed
+    groups: tuple[Group, ...]
+    sequence: int
+    optimizer: str
+    utilisation: float
+    is_adapted: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        sequence: int,
+        optimizer: str = "adamw",
+        utilisation: float | None = None,
+        is_adapted: bool = False,
+    ) -> Workload:
+        """Of a model on the meta device."""
+        observed = observe(model, sequence)
+        usual = ADAPTERS_UTILISATION if is_adapted else UTILISATION
+        return cls(
+            type(model).__name__,
+            observed,
+            group(observed.modules),
+            sequence,
+            optimizer,
+            utilisation or usual,
+            is_adapted,
+        )
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of weights."""
+        return sum(tensor.numel() for found in self.groups if found.kind != "buffer" for tensor in found.tensors)
+
+    @cached_property
+    def trained(self) -> int:
+        """Elements of weights that are trained."""
+        return sum(tensor.numel() for found in self._trainable for tensor in found.tensors)
+
+    @cached_property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        shapes = [tensor.shape for found in self._trainable for tensor in found.tensors]
+        return state_of(self.optimizer, shapes, OPTIM_DTYPE) if shapes else 0
+
+    @property
+    def step_bytes(self) -> float:
+        """Host memory that a step moves, for every two bytes of trained weights: as the scheduler counts."""
+        nbytes = sum(found.layout.nbytes for found in self._trainable)
+        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * self.optimizer_bytes
+        return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
+
+    @property
+    def _trainable(self) -> list[Group]:
+        return [found for found in self.groups if found.kind == "trainable"]
+
+    def costs(self, sequences: int, card_tflops: float) -> list[LayerCost]:
+        """The cost of each part of the row, for microbatches of so many sequences."""
+        flops_ms = 1 / (card_tflops * self.utilisation * 1e9)
+        found: list[LayerCost] = []
+        for at, facts in enumerate(self.observed.facts):
+            # What runs before the layers is an embedding, a small part of a layer's launching.
+            launch_ms = LAUNCH_MS if at else 0.0
+            found.append(
+                LayerCost(
+                    sequences * facts.forward_flops * flops_ms,
+                    sequences * facts.backward_flops * flops_ms,
+                    weight_bytes=self._block_bytes(at, {"trainable", "frozen", "buffer"}),
+                    trainable_bytes=self._block_bytes(at, {"trainable"}),
+                    boundary_bytes=sequences * facts.boundary_bytes,
+                    kept_bytes=int(sequences * facts.kept_bytes * COMPILED_SHARE),
+                    forward_launch_ms=FORWARD_PART * launch_ms,
+                    backward_launch_ms=(1 - FORWARD_PART) * launch_ms,
+                )
+            )
+        return found
+
+    def _block_bytes(self, at: int, kinds: set[str]) -> int:
+        # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
+        own = [found for found in self.groups if max(found.users) == at and found.kind in kinds]
+        return sum(found.layout.nbytes for found in own)
+
+    def working_bytes(self, sequences: int) -> int:
+        """The most that a layer has on a device beyond weights, gradients and what it keeps."""
+        layers = max(facts.working_bytes for facts in self.observed.facts)
+        return max(int(sequences * layers * COMPILED_SHARE), self._loss_bytes(sequences))
+
+    def _loss_bytes(self, sequences: int) -> int:
+        """Logits of some rows, and the gradient of the head's weight of these rows."""
+        rows = min(LOSS_ROWS, sequences * self.sequence)
+        return self.observed.vocabulary * (rows + self.observed.hidden) * LOGIT_BYTES
+
+    def forecast(
+        self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine
+    ) -> MemoryForecast:
+        """The host memory to train under a plan's tasks, as `RoundPipe.memory_forecast` sums it up."""
+        additions = max(_additions(tasks, len(self.observed.facts)), default=1)
+        inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
+        activations = microbatches * held_at_once(tasks, inputs)
+        limit = machine.ram or HostLimit("the machine", 2**63, 2**63)
+        is_double = machine.ram is not None and self.is_double(machine.ram)
+        return self._forecast(limit, activations, second_blocks=is_double, additions=max(additions, 1))
+
+    def is_double(self, ram: HostLimit) -> bool:
+        """Whether weights get second blocks by default, as the engine decides it."""
+        nbytes = sum(found.layout.nbytes for found in self._trainable)
+        is_little = nbytes <= ram.total_bytes * SECOND_BLOCKS_SHARE
+        return is_little and self._forecast(ram, 0, second_blocks=True, additions=1).fits
+
+    def _forecast(
+        self, limit: HostLimit, activations: int, *, second_blocks: bool, additions: int
+    ) -> MemoryForecast:
+        blocks = needed_by(self.groups, "alloc", OPTIM_DTYPE, second_blocks=second_blocks, additions=additions)
+        more = HostBytes(optimizer_state=self.optimizer_bytes, activations=activations)
+        return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
+
+
+def _additions(tasks: Sequence[Task], layers: int) -> list[int]:
+    """How many tasks of a call add to each layer's gradients."""
+    return [sum(task.adds_gradients and layer in task.layers for task in tasks) for layer in range(layers)]
+
+
+def size_of(batch: int, microbatches: int) -> int:
+    """The sequences of the largest microbatch."""
+    return math.ceil(batch / microbatches)

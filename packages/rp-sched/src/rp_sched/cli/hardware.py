@@ -1,0 +1,98 @@
+"""Options that describe the machine, in the words of `roundpipe plan`; they replace those of the costs file."""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from rp_sched.problem.limits import Limits, Switch
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
+_COUNTS = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+
+
+def add_hardware(command: argparse.ArgumentParser) -> None:
+    """Add the options to a command."""
+    command.add_argument("--device-memory", type=_asked(size), help="memory of each device, such as 24GB or 24GiB")
+    command.add_argument("--link", type=_asked(_rate), help="GB/s of each device's link, each way")
+    command.add_argument("--switches", type=_asked(_counts), help="devices behind each switch, such as 4,4")
+    command.add_argument("--ram", type=_asked(size), help="host memory, such as 512GB")
+    command.add_argument("--ram-gb-s", type=_asked(_rate), help="GB/s of host memory")
+
+
+def with_hardware(limits: Limits, options: argparse.Namespace) -> Limits:
+    """The limits with what the options say. Devices behind a switch share one link as fast as each of theirs.
+
+    Raises `ValueError` for switches that do not add up to the devices, or without a rate of links.
+    """
+    if options.device_memory is not None:
+        limits = replace(limits, device_memory_bytes=options.device_memory)
+    if options.link is not None:
+        limits = replace(limits, upload_gb_s=options.link, download_gb_s=options.link)
+    if options.ram is not None:
+        limits = replace(limits, host_memory_bytes=options.ram)
+    if options.ram_gb_s is not None:
+        limits = replace(limits, host=replace(limits.host, memory_gb_s=options.ram_gb_s))
+    return limits if options.switches is None else _switched(limits, options.switches, options.devices)
+
+
+def size(text: str) -> int:
+    """Read a size such as ``48GB`` (10^9 bytes) or ``48 GiB`` (2^30).
+
+    >>> size("2GB"), size("1.5KiB")
+    (2000000000, 1536)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("must read like 48GB (10^9 bytes) or 48GiB (2^30 bytes)")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _switched(limits: Limits, counts: tuple[int, ...], devices: int) -> Limits:
+    if sum(counts) != devices:
+        raise ValueError(f"--switches must add up to --devices, {devices}, but add up to {sum(counts)}")
+    if limits.upload_gb_s is None or limits.download_gb_s is None:
+        raise ValueError("--switches share the rate of a link, but none is known; give --link")
+    starts = [sum(counts[:at]) for at in range(len(counts))]
+    switches = tuple(
+        Switch(
+            devices=tuple(range(start, start + count)),
+            upload_gb_s=limits.upload_gb_s,
+            download_gb_s=limits.download_gb_s,
+        )
+        for start, count in zip(starts, counts, strict=True)
+    )
+    return replace(limits, switches=switches)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 1e-9 <= rate <= 1e9:
+        raise ValueError("must be a number above 0, in 10^9 bytes a second")
+    return rate
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    if _COUNTS.fullmatch(text) is None:
+        raise ValueError("must be numbers of devices, such as 4,4")
+    return tuple(map(int, text.split(",")))
+
+
+def _asked(read: Callable[[str], object]) -> Callable[[str], object]:
+    """The reader with errors that argparse reports in one line."""
+
+    def value(text: str) -> object:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}, but is {text[:40]!r}") from None
+
+    return value

@@ -1,0 +1,341 @@
+"""`roundpipe plan` answers from a config alone whether training fits, how fast it is, and what would help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from roundpipe.cli import main
+from roundpipe.cli.arguments import parse
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.estimate.options import read_plan_options
+
+pytestmark = pytest.mark.usefixtures("no_model")
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+# Qwen3-32B's: 64 layers, and a head of its own.
+QWEN3_32B = TINY | {
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+GPT_2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 512}
+MIXTURE = TINY | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+SMALL = ("--gpu", "memory=2GB,link=10,tflops=1", "--batch", "8", "--sequence", "64", "--ram", "4GB")
+
+Write = Callable[[Mapping[str, object]], str]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Write:
+    """Write a config.json; return its path."""
+
+    def write(content: Mapping[str, object]) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        return str(tmp_path / "config.json")
+
+    return write
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    return json.loads(told(capsys, *arguments, "--json"))
+
+
+def test_32b_on_eight_cards_is_told_what_it_needs_and_what_fits(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ("--gpu", "RTX 4090", "--devices", "8", "--switches", "4,4", "--ram", "512GB")
+    shown = told(capsys, "--model", config(QWEN3_32B), *machine, "--batch", "8")
+    assert "DOES NOT FIT: host memory is short by" in shown
+    assert "full fine-tuning with whole masters needs 16 bytes a parameter, 524 GB and more before act" in shown
+    fitting = shown.split("what would fit\n")[1].splitlines()
+    assert fitting[0].startswith("  --lora 16: ")
+    assert any(line.startswith("  --ram ") for line in fitting)
+    assert len(shown.splitlines()) < 40
+
+
+def test_a_small_model_is_told_all_on_one_screen(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "--model", config(TINY), *SMALL, "--devices", "2").splitlines()
+    assert lines[0] == (
+        "Qwen3ForCausalLM: 0.181 million parameters, 4 layers; full fine-tuning, adamw, fp32 masters"
+    )
+    assert lines[2:5] == ["a step: 8 sequences of 64 tokens", "", "fits"]
+    starts = ["host memory", "device memory", "num_microbatch", "a step", "bound by", "stages"]
+    assert [line.split("  ")[0] for line in lines[5:11]] == starts
+    assert lines[-1].startswith("assumed: ")
+    assert lines[-1].endswith("GB is 10^9 bytes.")
+    assert len(lines) < 40
+
+
+TABLE = {
+    # name: config, options; fits, short of, bound by
+    "it fits": (TINY, (), True, None, "GIL"),
+    "one large microbatch computes for longer than launching takes": (
+        TINY,
+        ("--sequence", "2048", "--num-microbatch", "1"),
+        True,
+        None,
+        "device",
+    ),
+    "a slow link": (TINY, ("--link", "0.00001"), True, None, "link"),
+    "slow host memory": (TINY, ("--ram-gb-s", "0.0001"), True, None, "host memory"),
+    "host memory is short": (TINY, ("--ram", "2MB"), False, "host", "GIL"),
+    "device memory is short": (
+        TINY,
+        ("--gpu", "memory=601MB,link=10,tflops=1", "--sequence", "4096"),
+        False,
+        "device",
+        None,
+    ),
+    "layers with transposed weights": (GPT_2, ("--lora", "4"), True, None, "GIL"),
+    "a mixture of experts": (MIXTURE, (), True, None, "GIL"),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_the_table_of_answers(case: str, config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    content, options, fits, short, bound_by = TABLE[case]
+    answer = found(capsys, "--model", config(content), *SMALL, *options)
+    plan = answer["plan"]
+    assert answer["fits"] is fits
+    assert (answer["short"] or {"memory": None})["memory"] == short
+    assert (plan and plan["bound_by"]) == bound_by
+
+
+def test_switches_are_a_bound_of_their_own(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ("--devices", "4", "--switches", "4", "--link", "0.00001")
+    assert found(capsys, "--model", config(TINY), *SMALL, *slow)["plan"]["bound_by"] == "switch"
+
+
+SCHEMA: dict[str, Any] = {
+    "fits": bool,
+    "short": dict,
+    "model": {"name": str, "parameters": int, "trained_parameters": int, "layers": int, "optimizer": str},
+    "machine": {
+        "gpu": str,
+        "devices": int,
+        "device_memory_bytes": int,
+        "link_gb_s": float,
+        "bf16_tflops": float,
+        "ram_bytes": int,
+        "switches": list,
+        "is_measured": bool,
+    },
+    "batch": int,
+    "sequence": int,
+    "host_bytes": dict.fromkeys(
+        (
+            *("weights", "second_blocks", "buffers", "gradients", "masters", "optimizer_state"),
+            *("activations_and_pool", "total", "kept_free"),
+        ),
+        int,
+    ),
+    "plan": {
+        "num_microbatch": int,
+        "sequences_a_microbatch": int,
+        "stages": list,
+        "devices_used": int,
+        "device_bytes": int,
+        "step_s": float,
+        "tokens_per_s": float,
+        "bound_by": str,
+        "busy_s": dict,
+    },
+    "changes": list,
+    "assumed": {
+        "utilisation": float,
+        "launch_ms": float,
+        "gil_ms_per_gb": float,
+        "ram_gb_s": float,
+        "layers_are_compiled": bool,
+        "operations_are_counted": bool,
+    },
+}
+
+
+def check(value: Any, schema: Any) -> None:
+    if isinstance(schema, dict):
+        assert value.keys() == schema.keys()
+        for name, inner in schema.items():
+            check(value[name], inner)
+    else:
+        assert isinstance(value, schema)
+
+
+def test_the_json_has_its_schema(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = found(capsys, "--model", config(TINY), *SMALL, "--ram", "2MB", "--num-microbatch", "2")
+    check(answer, SCHEMA)
+    assert answer["plan"]["num_microbatch"] == 2
+    assert {"kind", "layers", "tasks"} == answer["plan"]["stages"][0].keys()
+    assert {"option", "fits", "host_bytes", "step_s", "tokens_per_s"} == answer["changes"][0].keys()
+    assert answer["short"].keys() == {"memory", "bytes"}
+
+
+def test_what_would_fit_does_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(TINY)
+    answer = found(capsys, "--model", path, *SMALL, "--ram", "2MB")
+    options = [change["option"] for change in answer["changes"]]
+    assert len(options) > 1
+    for option in options:
+        again = found(capsys, "--model", path, *SMALL, "--ram", "2MB", *option.split())
+        assert again["fits"], option
+
+
+def test_less_ram_than_is_proposed_does_not_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(TINY | {"hidden_size": 4096, "intermediate_size": 16384})
+    machine = ("--gpu", "RTX 4090", "--batch", "2", "--sequence", "64")
+    options = [
+        change["option"].split()
+        for change in found(capsys, "--model", path, *machine, "--ram", "5GB")["changes"]
+        if change["option"].startswith("--ram")
+    ]
+    (flag, size), *_ = options
+    less = f"{int(size.removesuffix('GB')) - 1}GB"
+    assert found(capsys, "--model", path, *machine, flag, size)["fits"]
+    assert not found(capsys, "--model", path, *machine, flag, less)["fits"]
+
+
+def test_without_ram_it_is_told_how_much_there_must_be(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "fits the devices; the host must have " in told(capsys, "--model", config(TINY), *SMALL[:6])
+
+
+def test_twice_the_devices_are_told_if_they_pay(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", config(TINY), *SMALL, "--sequence", "4096")
+    one = found(capsys, *arguments)
+    (change,) = [change for change in one["changes"] if change["option"] == "--devices 2"]
+    two = found(capsys, *arguments, "--devices", "2")["plan"]["tokens_per_s"]
+    assert change["tokens_per_s"] == pytest.approx(two, rel=0.05)
+    assert two > 1.5 * one["plan"]["tokens_per_s"]
+
+
+WRONG = {
+    "no model": [],
+    "a model that is nowhere": ["--model", "nowhere/config.json"],
+    "an empty path": ["--model", ""],
+    "a path that no system takes": ["--model", "a\0b"],
+    "an unknown card": ["--gpu", "RTX 9999"],
+    "a card without its link": ["--gpu", "memory=24GB,tflops=165"],
+    "a card with two links": ["--gpu", "memory=24GB,link=1,link=2,tflops=165"],
+    "a card with memory in no unit": ["--gpu", "memory=24G,link=25,tflops=165"],
+    "a card that is infinitely fast": ["--gpu", "memory=24GB,link=25,tflops=inf"],
+    "no device": ["--devices", "0"],
+    "too many devices": ["--devices", "9999"],
+    "devices that are no number": ["--devices", "cuda:0"],
+    "RAM in words": ["--ram", "much"],
+    "no RAM": ["--ram", "0"],
+    "more RAM than there is": ["--ram", "99999999999999TiB"],
+    "RAM that stands still": ["--ram-gb-s", "0"],
+    "a link that is no number": ["--link", "fast"],
+    "a negative link": ["--link", "-1"],
+    "switches that do not add up": ["--devices", "8", "--switches", "4,3"],
+    "a switch of none": ["--devices", "4", "--switches", "4,0"],
+    "switches in words": ["--switches", "two"],
+    "an empty batch": ["--batch", "0"],
+    "half a sequence": ["--sequence", "1.5"],
+    "a sequence without end": ["--sequence", "9" * 4000],
+    "adapters of rank 0": ["--lora", "0"],
+    "an unknown optimizer": ["--optimizer", "adamww"],
+    "no microbatch": ["--num-microbatch", "0"],
+    "more microbatches than sequences": ["--batch", "4", "--num-microbatch", "5"],
+    "microbatches in words": ["--num-microbatch", "some"],
+    "more than all TFLOP/s": ["--utilisation", "1.5"],
+    "an option cut short": ["--seq", "3"],
+    "an option with dashes for a value": ["--gpu=--"],
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_option_is_refused_in_one_line(
+    case: str, config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [] if case == "no model" else ["--model", config(TINY)]
+    assert refused(capsys, *model, *SMALL[:2], *WRONG[case])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+NO_MODEL = {
+    "no JSON": "{",
+    "a list": "[]",
+    "no kind": "{}",
+    "an unknown kind": '{"model_type": "no-such-model"}',
+    "no language model": '{"model_type": "vit"}',
+    "quantized weights": json.dumps(TINY | {"quantization_config": {"quant_method": "fp8"}}),
+    "a billion layers": json.dumps(TINY | {"num_hidden_layers": 10**9}),
+    "layers that are no number": json.dumps(TINY | {"num_hidden_layers": "many"}),
+    "heads that do not divide": json.dumps(TINY | {"hidden_size": -1}),
+}
+
+
+@pytest.mark.parametrize("case", NO_MODEL)
+def test_a_config_that_is_none_is_refused_in_one_line(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(NO_MODEL[case])
+    assert "--model" in refused(capsys, "--model", str(tmp_path), "--gpu", "H100")
+
+
+def test_this_machine_without_a_gpu_is_refused(
+    config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--gpu must be given, such as --gpu 'RTX 4090'" in refused(capsys, "--model", config(TINY))
+
+
+def test_more_gpus_than_this_machine_has_are_refused(
+    config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "--devices must be at most 2 here" in refused(capsys, "--model", config(TINY), "--devices", "3")
+
+
+def test_a_folder_is_read_like_its_config(config: Write) -> None:
+    path = config(TINY)
+    options = [
+        read_plan_options(parse(["plan", "--model", given, *SMALL])) for given in (path, str(Path(path).parent))
+    ]
+    assert options[0] == options[1]
+
+
+def test_endless_files_are_no_models() -> None:
+    with pytest.raises(Refused):
+        read_plan_options(parse(["plan", "--model", "/dev/zero", *SMALL]))
