@@ -165,6 +165,11 @@ class CudaDevice:
         for stream in self._streams:
             stream.native.synchronize()
 
+    def release_unused(self) -> None:
+        """Empty the caches of torch's and CuPy's allocators: cuBLAS and cuDNN allocate past both."""
+        torch.cuda.empty_cache()
+        cupy.get_default_memory_pool().free_all_blocks()
+
 
 class _CudaPins:
     """Pins host memory by registering it with the CUDA driver.
