@@ -15,6 +15,7 @@ from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import (
     Busy,
+    DeviceMemoryWarning,
     GradientsIncomplete,
     HostMemoryShort,
     HostMemoryWarning,
@@ -42,6 +43,7 @@ __all__ = [
     "AutoRoundPipe",
     "Busy",
     "CallTime",
+    "DeviceMemoryWarning",
     "GradScaler",
     "GradientsIncomplete",
     "HostMemoryShort",

@@ -8,7 +8,8 @@
     ├── GradientsIncomplete   a call failed and left part of its gradients
     ├── StepFailed            a step function failed and left part of its update
     └── HostMemoryShort       what a model, call or step needs does not fit into host memory
-    HostMemoryWarning (RuntimeWarning)  what a model is likely to need does not fit
+    HostMemoryWarning (RuntimeWarning)    what a model is likely to need does not fit
+    DeviceMemoryWarning (RuntimeWarning)  a device ran out of memory, and the call went on in smaller parts
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class HostMemoryShort(RoundPipeError):
 
 class HostMemoryWarning(RuntimeWarning):
     """Host memory will not suffice, if the model is used as is likely; the message has the sum by kind."""
+
+
+class DeviceMemoryWarning(RuntimeWarning):
+    """A device ran out of memory; what was unfinished ran again in smaller parts. The message says where."""
 
 
 # User code may raise any class, whose `__repr__` or `add_note` may itself raise. These helpers never raise: their

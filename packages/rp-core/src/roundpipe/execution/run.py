@@ -68,6 +68,7 @@ class Run:
         self.span = CallSpan()
         # Where device memory ran out, while the run went on.
         self.shortages: list[Shortage] = []
+        self._is_told = False
         # This run's place in the sequence of the model's runs that add gradients.
         self.number = 0
         self._batch = batch
@@ -268,6 +269,26 @@ class Run:
         """A task ran out of device memory, and what is unfinished of it runs again. Called by any lane."""
         self.shortages.append(Shortage(task, where, in_words(error)))
 
+    def explain_shortages(self) -> str | None:
+        """What happened where device memory ran out, in words, once; None if it did not."""
+        if self._is_told or not self.shortages:
+            return None
+        self._is_told = True
+        first, count = self.shortages[0], len(self.shortages)
+        times = "once" if count == 1 else f"{count} times, first"
+        planned = "Later calls are planned to take less."
+        advice = planned if self.call.is_planned else "Stages of fewer layers in your execute_plan avoid that."
+        return (
+            f"model {self.call.name!r} ran out of device memory in one call, {times} {first.where}: {first.error}. "
+            "What was unfinished ran again in smaller parts, so layers, hooks and the loss function have run twice "
+            f"there; the results are the same. {advice}"
+        )
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The arguments of each microbatch."""
+        return self._batch.parts
+
     # The end
 
     def note_end(self) -> None:
@@ -341,12 +362,9 @@ class Run:
         return self.aborted or wait_for_any(self._outcomes, seconds)
 
     def take_times(self) -> list[LayerTimes]:
-        """Remove and return the layers' times of a run that has ended, one entry a launch.
-
-        Empty if it failed, or if tasks were run again: their times would be those of several attempts.
-        """
+        """Remove and return the layers' times of a run that has ended, one entry a launch; empty if it failed."""
         found, self._times = self._times, []
-        return [] if self.aborted or self.shortages else found
+        return [] if self.aborted else found
 
     def finish(self) -> None:
         """Block until all tasks have ended; raise the run's error, once."""
