@@ -22,11 +22,12 @@ class Part:
     tries: int = 0
 
 
-def smaller(part: Part, layers: Sequence[LayerState], num_microbatches: int) -> list[Part]:
+def smaller(part: Part, layers: Sequence[LayerState], num_microbatches: int, *, by_layer: bool) -> list[Part]:
     """Parts of about half as many layers each; none if there is no place to cut.
 
-    A backward pass through the lower layers alone starts from the activations between the two halves' layers, so
-    that a part that computes these comes first. Gradients pass between parts as between stages.
+    The backward pass of the upper half starts from the activations between the halves: a part that computes them
+    comes first, unless the inputs of all layers were saved (`by_layer`). Gradients pass between parts as between
+    stages.
 
     `num_microbatches`: of the call. Layers that write a buffer together stay together.
     """
@@ -39,10 +40,10 @@ def smaller(part: Part, layers: Sequence[LayerState], num_microbatches: int) -> 
         case TaskKind.FORWARD:
             return [_over(part, TaskKind.FORWARD, low), _over(part, TaskKind.FORWARD, high)]
         case TaskKind.BACKWARD:
-            first = replace(_over(part, TaskKind.FORWARD, low), again=True)
+            first = [] if by_layer else [replace(_over(part, TaskKind.FORWARD, low), again=True)]
         case TaskKind.FUSED:
-            first = _over(part, TaskKind.FORWARD, low)
-    return [first, _over(part, task.kind, high), _over(part, TaskKind.BACKWARD, low)]
+            first = [_over(part, TaskKind.FORWARD, low)]
+    return [*first, _over(part, task.kind, high), _over(part, TaskKind.BACKWARD, low)]
 
 
 def _over(part: Part, kind: TaskKind, layers: range) -> Part:

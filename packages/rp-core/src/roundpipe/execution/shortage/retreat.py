@@ -62,7 +62,7 @@ class Retreat:
     def _instead(self, part: Part, error: BaseException) -> list[Part]:
         """What to run in the place of a part that failed."""
         call = self._place.call
-        parts = smaller(part, call.state.layers, call.num_microbatches)
+        parts = smaller(part, call.state.layers, call.num_microbatches, by_layer=call.grain == "layer")
         self._slots.expect(cut.task for cut in parts)
         if parts:
             return parts
