@@ -60,7 +60,7 @@ class Tied(nn.Module):
 
 
 def varied(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Buffers that are written, random numbers, saved decisions, a weight of two layers: (batch, 4) to (batch, 3)."""
+    """Written buffers, random numbers, saved decisions, a weight of two layers: (batch, 4) to (batch, 3)."""
     torch.manual_seed(0)
     first = nn.Linear(4, 4)
     layers = nn.Sequential(
@@ -86,7 +86,7 @@ class Kind:
 
     @property
     def tolerance(self) -> float:
-        """In 16 bits, gradients of a weight that two layers use are rounded elsewhere if the layers are cut apart."""
+        """In 16 bits, gradients of a weight of two layers are rounded elsewhere if the layers are cut apart."""
         return 1e-6 if self.dtype is torch.float32 else 1e-2
 
     def config(self) -> RoundPipeRunConfig:
@@ -109,6 +109,7 @@ KINDS = {
     "apart, in stages": Kind(
         Plan([range(2), range(2, 6)], None, [range(4, 6), range(4)]), how="forward", devices=2
     ),
+    "divided": Kind(Plan([range(3)], range(3, 6), [range(3)], groups=EACH, backward_groups=EACH), devices=2),
     "packed": Kind(Plan([range(4), range(4, 6)], None, [range(3, 6), range(3)]), how="packed", devices=2),
     "inference": Kind(Plan([range(3), range(3, 6)]), how="inference"),
     "planned": Kind(None, devices=2),

@@ -169,6 +169,10 @@ class Device(Protocol):
         """Used, peak and total bytes of this device."""
         ...
 
+    def obtainable_bytes(self) -> int:
+        """How many bytes this process could have in use at once, now: what others use is not among them."""
+        ...
+
     def reset_peak_memory(self) -> None:
         """Set the peak to the bytes in use."""
         ...

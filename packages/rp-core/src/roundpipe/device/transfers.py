@@ -113,8 +113,8 @@ def save(porter: Porter, memory: torch.Tensor, arrived: Event) -> torch.Tensor:
     """Copy a block, (numel,), from a device to the host: its turn was left, so the host may have newer weights."""
     held = torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
     porter.stream.wait(arrived)
+    # The host's memory is not pinned: the copy is over on return.
     porter.conveyor.download(held, memory)
-    porter.conveyor.drain()
     return held
 
 

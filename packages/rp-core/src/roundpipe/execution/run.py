@@ -279,9 +279,9 @@ class Run:
         planned = "Later calls are planned to take less."
         advice = planned if self.call.is_planned else "Stages of fewer layers in your execute_plan avoid that."
         return (
-            f"model {self.call.name!r} ran out of device memory in one call, {times} {first.where}: {first.error}. "
-            "What was unfinished ran again in smaller parts, so layers, hooks and the loss function have run twice "
-            f"there; the results are the same. {advice}"
+            f"model {self.call.name!r} ran out of device memory in a call, {times} {first.where}: {first.error}. "
+            "What was unfinished ran again in smaller parts: layers, hooks and the loss function may have run "
+            f"twice, with the same results. {advice}"
         )
 
     @property

@@ -83,8 +83,8 @@ class Pricing:
     def _budget(self, costs: Sequence[LayerCost], rows: int, *, is_known: bool) -> int:
         smallest = self._device_bytes()
         guessed = int(smallest * MODEL_SHARE)
-        # A layer that fitted the first call's budget must fit later ones, however large the measured workspace.
-        largest_layer = min(max(cost.weight_bytes + cost.gradient_bytes for cost in costs), guessed)
+        # Whether a single layer fits is decided by the device's allocator when it runs, not by a guess.
+        largest_layer = max(cost.weight_bytes + cost.gradient_bytes for cost in costs)
         if not is_known:
             # A layer works in no more than it keeps, as far as is known; so do those that run forward only.
             found = guessed - max(cost.kept_bytes for cost in costs)
@@ -101,7 +101,9 @@ class Pricing:
         return int(self._device_bytes() * _USABLE)
 
     def _device_bytes(self) -> int:
-        return min(use.total_bytes for use in self._runtime.memory())
+        # What other processes and libraries have taken is not there for plans.
+        obtainable = min(lane.device.obtainable_bytes() for lane in self._runtime.lanes)
+        return min(obtainable, *(use.total_bytes for use in self._runtime.memory()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,10 @@ class CpuDevice:
         share = _physical_bytes() // len(self._backend.devices)
         return MemoryUse(self._name, self._used, self._peak, share, is_complete=False)
 
+    def obtainable_bytes(self) -> int:
+        """All of the device's memory."""
+        return self.memory().total_bytes
+
     def reset_peak_memory(self) -> None:
         """Set the peak to the bytes in use."""
         self._backend.streams.lock.catch_up()

@@ -156,6 +156,11 @@ class CudaDevice:
         used = torch.cuda.memory_allocated(self._index)
         return MemoryUse(self._name, used, torch.cuda.max_memory_allocated(self._index), total)
 
+    def obtainable_bytes(self) -> int:
+        """What torch's allocator holds, used or not, and what is free, within the process's share."""
+        free, _ = torch.cuda.mem_get_info(self._index)
+        return min(free + torch.cuda.memory_reserved(self._index), self.memory().total_bytes)
+
     def reset_peak_memory(self) -> None:
         """Set the peak to the bytes in use."""
         torch.cuda.reset_peak_memory_stats(self._index)

@@ -87,4 +87,4 @@ class Retreat:
     def close(self) -> None:
         """Wait until nothing that the parts have queued uses the task's memory; then its turns may be left."""
         self._place.lane.outbox.wait_for_room(0)
-        self._place.lane.device.synchronize()
+        self._place.lane.settle_device()
