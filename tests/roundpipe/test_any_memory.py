@@ -36,13 +36,17 @@ MAKE = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, a batch, and the share of the memory that a whole fused stage takes."""
+    """A model, a batch, and the share of the memory that the whole model in one stage takes.
+
+    `planned`: the engine chooses the plan; otherwise all is in one stage. `apart`: backward is a call of its own.
+    """
 
     kinds: tuple[str, ...]
     microbatches: int
     rows: int
     share: float
     apart: bool
+    planned: bool
 
     def layers(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -81,8 +85,9 @@ def problems(draw: st.DrawFn) -> Problem:
         kinds=tuple(draw(st.lists(st.sampled_from(list(MAKE)), min_size=1, max_size=3))),
         microbatches=draw(st.integers(1, 3)),
         rows=draw(st.sampled_from([2, 16, 64])),
-        share=draw(st.floats(0.15, 1.0)),
+        share=draw(st.floats(0.3, 1.0)),
         apart=draw(st.booleans()),
+        planned=draw(st.booleans()),
     )
 
 
@@ -134,7 +139,7 @@ def check(problem: Problem) -> str:
         limit = int(runtime.memory()[0].peak_bytes * problem.share)
     with Runtime("cpu:1", device_memory_bytes=limit) as runtime, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        model = wrap(problem, runtime, None)
+        model = wrap(problem, runtime, None if problem.planned else problem.whole)
         found, notes = attempt(model, problem)
         if found is None:
             assert "to need less memory" in notes[-1]
@@ -189,5 +194,5 @@ def check_any(count: int) -> Counter[str]:
 
 @pytest.mark.timeout(1200)
 def test_a_call_succeeds_if_any_plan_of_its_microbatches_fits() -> None:
-    seen = check_any(examples(100))
+    seen = check_any(examples(60))
     assert set(seen) == {"as planned", "in parts", "nothing fits"}

@@ -73,7 +73,7 @@ class Planner:
         On CPU devices a call with a user's plan is measured only if `ModelTimer.VERBOSE`: nothing depends on it.
         """
         timer = self._timer(mode, len(parts))
-        is_given = config.execute_plan is not None and not self._sees_memory
+        is_given = config.execute_plan is not None and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
         # A CPU device computes on the thread that launches: nothing tells the two apart.
