@@ -104,6 +104,18 @@ WAITS = [
         "self._retainer.keep(done, list(compress(self._visiting, map(not_, stays))))",
         "activations live until the layers are done",
     ),
+    Wait(
+        "device/transfers.py",
+        "    porter.stream.wait(arrived)\n",
+        "weights are saved after they have come",
+        "",
+    ),
+    Wait(
+        "runtime/runtime.py",
+        "        self.device.synchronize()\n",
+        "a part of a task begins when the one before is over",
+        "",
+    ),
     Wait("runtime/runtime.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait("execution/run.py", "event.synchronize()", "the caller reads results when they have come"),
     Wait("execution/run.py", "self._await_all()", "random layers are done when the call returns"),

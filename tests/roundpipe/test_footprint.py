@@ -105,6 +105,7 @@ def test_a_peak_counts_although_the_next_call_was_launched_before_this_one_was_o
 ) -> None:
     planner = RoundPipe(layers, runtime=two)._engine._planner
     planner._on_host = False
+    planner._sees_memory = planner._pricing._sees_memory = True
     peak = 0
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, peak, 100_000),))
     parts = [((torch.zeros(4, 4),), {})]
@@ -113,15 +114,19 @@ def test_a_peak_counts_although_the_next_call_was_launched_before_this_one_was_o
     assert first is not None
     assert second is not None
     first.keep(0, 40)
-    cautious = planner._pricing._budget(0)
+
+    def budget() -> int:
+        return planner._pricing._budget(planner._guesses(4), 4, is_known=True)
+
+    cautious = budget()
     planner._footprint.note_kept(first.kept, 4)
     # What layers work in is not known yet.
-    assert planner._pricing._budget(0) == cautious
+    assert budget() == cautious
     peak = 20_000
     planner.take(first)
     resident = resident_bytes(tasks, planner._guesses(4))
     assert planner._footprint.working_bytes == peak - resident
-    assert planner._pricing._budget(0) == 95_000 - planner._footprint.working_bytes
+    assert budget() == 95_000 - planner._footprint.working_bytes
 
 
 def test_a_call_leaves_what_it_is_not_foreseen_to_take_once_a_peak_is_known(
@@ -150,6 +155,7 @@ def test_there_is_room_for_leaving_gradients_from_the_first_call_after_a_measure
 ) -> None:
     planner = RoundPipe(layers, runtime=two)._engine._planner
     planner._on_host = False
+    planner._sees_memory = planner._pricing._sees_memory = True
     peak = 0
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, peak, 100_000),))
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=Plan(fused=range(0, 3)))
@@ -184,6 +190,7 @@ def test_a_task_that_is_new_leaves_no_room_while_calls_are_measured(
 ) -> None:
     planner = RoundPipe(layers, runtime=two)._engine._planner
     planner._on_host = False
+    planner._sees_memory = planner._pricing._sees_memory = True
     monkeypatch.setattr(two, "memory", lambda: (MemoryUse("cuda:0", 0, 0, 100_000),))
     planner._footprint.note_kept({0: 40}, rows=4)
     planner._footprint.note_peak(20_000, [], [])

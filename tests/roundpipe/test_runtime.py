@@ -267,8 +267,8 @@ def test_nothing_grows_over_many_calls(runtime: Runtime) -> None:
 
 
 def test_training_is_the_same_where_pinning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def limited(devices: str | None, *, strict: bool) -> CpuBackend:
-        del devices
+    def limited(devices: str | None, *, strict: bool, memory_bytes: int | None) -> CpuBackend:
+        del devices, memory_bytes
         return CpuBackend(2, strict=strict, pin_limit_bytes=100)
 
     monkeypatch.setattr("roundpipe.runtime.runtime.open_backend", limited)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from unittest import mock
 
 import pytest
@@ -20,6 +22,7 @@ from roundpipe.device import transfers
 from roundpipe.device.randomness import Drawer, Randomness
 from roundpipe.execution import stage
 from rp_sched import Plan
+from rp_transfer.cpu.backend import CpuDevice
 from torch import nn
 
 STAGED = Plan([range(0, 1), range(1, 3)], range(3, 5), [range(2, 3), range(0, 2)])
@@ -671,6 +674,28 @@ def syncing_waits_for_steps() -> None:
         assert all(bool((weight == 0.5).all()) for weight in ours.parameters())
 
 
+def memory_that_runs_out(plan: Plan) -> None:
+    """A task whose allocations fail runs again in parts, which leave gradients and buffers as one task does."""
+    take = CpuDevice._take
+    for nth in range(2, 200, 11):
+        ours, theirs = layers(), layers()
+        numbers = count(1)
+
+        def limited(device: CpuDevice, nbytes: int, numbers: Iterator[int] = numbers, nth: int = nth) -> None:
+            if next(numbers) == nth:
+                raise torch.OutOfMemoryError("as arranged")
+            take(device, nbytes)
+
+        with Runtime("cpu:2", device_memory_bytes=1 << 30) as runtime:
+            model = wrap(ours, runtime, plan)
+            with mock.patch.object(CpuDevice, "_take", limited), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                same(call(model, 0), plain(theirs, 0))
+                model.synchronize()
+            same_gradients(ours, theirs)
+            same_weights(ours, theirs)
+
+
 SCENARIOS: list[Callable[[], None]] = [
     lambda: delayed_training(STAGED),
     lambda: delayed_training(DIVIDED),
@@ -697,6 +722,8 @@ SCENARIOS: list[Callable[[], None]] = [
     an_error_waits_for_gradients_on_their_way,
     packed_outputs_are_read_when_they_have_come,
     syncing_waits_for_steps,
+    lambda: memory_that_runs_out(STAGED),
+    lambda: memory_that_runs_out(Plan(fused=range(0, 5))),
 ]
 
 

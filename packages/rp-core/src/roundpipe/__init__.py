@@ -15,6 +15,7 @@ from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import (
     Busy,
+    DeviceMemoryWarning,
     GradientsIncomplete,
     HostMemoryShort,
     HostMemoryWarning,
@@ -44,6 +45,7 @@ __all__ = [
     "AutoRoundPipe",
     "Busy",
     "CallTime",
+    "DeviceMemoryWarning",
     "GradScaler",
     "GradientsIncomplete",
     "HostMemoryShort",

@@ -9,8 +9,9 @@
     ├── StepFailed            a step function failed and left part of its update
     ├── HostMemoryShort       what a model, call or step needs does not fit into host memory
     └── TrainsNothing         an optimizer steps, but not the parameters that train
-    HostMemoryWarning (RuntimeWarning)  what a model is likely to need does not fit
-    TrainingWarning (UserWarning)       a training loop that runs, but is unlikely to do what was meant
+    HostMemoryWarning (RuntimeWarning)    what a model is likely to need does not fit
+    DeviceMemoryWarning (RuntimeWarning)  a device ran out of memory, and the call went on in smaller parts
+    TrainingWarning (UserWarning)         a training loop that runs, but is unlikely to do what was meant
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class TrainingWarning(UserWarning):
 
 class HostMemoryWarning(RuntimeWarning):
     """Host memory will not suffice, if the model is used as is likely; the message has the sum by kind."""
+
+
+class DeviceMemoryWarning(RuntimeWarning):
+    """A device ran out of memory; what was unfinished ran again in smaller parts. The message says where."""
 
 
 # User code may raise any class, whose `__repr__` or `add_note` may itself raise. These helpers never raise: their

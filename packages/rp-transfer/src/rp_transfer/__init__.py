@@ -18,6 +18,7 @@ from rp_transfer.errors import (
     PinningWarning,
     TransferError,
     Unordered,
+    is_out_of_memory,
 )
 from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, tensors_of
 from rp_transfer.memory.files import GivingBack, MappedFiles
@@ -59,6 +60,7 @@ __all__ = [
     "give_back_freed",
     "group",
     "host_limits",
+    "is_out_of_memory",
     "open_backend",
     "parse_devices",
     "resident_bytes",

@@ -20,6 +20,8 @@ from rp_transfer.memory.blocks import Layout
 class MemoryUse:
     """Memory of one device, in bytes.
 
+    `is_complete`: whether what torch operations allocate is counted.
+
     >>> MemoryUse(name="cpu:0", used_bytes=3, peak_bytes=5, total_bytes=8).used_bytes
     3
     """
@@ -28,6 +30,7 @@ class MemoryUse:
     used_bytes: int
     peak_bytes: int
     total_bytes: int
+    is_complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ class Device(Protocol):
         """Make this device current for the calling thread. A worker thread calls this once, before any work."""
         ...
 
-    def computing(self) -> AbstractContextManager[None]:
+    def computing(self) -> AbstractContextManager[object]:
         """A context in which torch operations of the calling thread run on `compute`."""
         ...
 
@@ -166,12 +169,20 @@ class Device(Protocol):
         """Used, peak and total bytes of this device."""
         ...
 
+    def obtainable_bytes(self) -> int:
+        """How many bytes this process could have in use at once, now: what others use is not among them."""
+        ...
+
     def reset_peak_memory(self) -> None:
         """Set the peak to the bytes in use."""
         ...
 
     def synchronize(self) -> None:
         """Block until all work on the five streams has finished."""
+        ...
+
+    def release_unused(self) -> None:
+        """Return memory that the process holds unused to the device, for others that allocate from it."""
         ...
 
 

@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class TransferError(RuntimeError):
     """Base class of the errors that devices and copies raise."""
@@ -48,3 +50,35 @@ class DeviceStringError(ValueError):
 
 class NotConforming(AssertionError):
     """A backend breaks a promise of `rp_transfer.api`; the message has the seed or promise that reproduces it."""
+
+
+# What libraries that allocate past torch's allocator say in a RuntimeError.
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device's memory is short: torch's, CuPy's, cuBLAS's, cuDNN's or the driver's.
+
+    >>> is_out_of_memory(torch.OutOfMemoryError("too much"))
+    True
+    >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    True
+    >>> is_out_of_memory(RuntimeError("shapes differ"))
+    False
+    """
+    # `type(error)` rather than `isinstance`: a class of the user's may lie about what it is.
+    if issubclass(type(error), torch.OutOfMemoryError) or _is_of_cupy(type(error)):
+        return True
+    return issubclass(type(error), RuntimeError) and any(words in _text(error) for words in _OUT_OF_MEMORY)
+
+
+def _is_of_cupy(kind: type[BaseException]) -> bool:
+    # By name: only the CUDA backend imports CuPy.
+    return any(one.__module__.startswith("cupy.") and one.__name__ == "OutOfMemoryError" for one in kind.__mro__)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""

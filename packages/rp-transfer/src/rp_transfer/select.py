@@ -75,15 +75,17 @@ def default_devices() -> str:
     return os.environ.get(VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def open_backend(devices: str | None = None, *, strict: bool = True) -> Backend:
+def open_backend(devices: str | None = None, *, strict: bool = True, memory_bytes: int | None = None) -> Backend:
     """Open the devices that a string names, or the default ones.
 
     Args:
         devices: see `parse_devices`. None takes the environment variable ``ROUNDPIPE_DEVICES``; if that is unset,
             all CUDA devices, or one CPU device without CUDA.
         strict: whether CPU devices poison memory and check the order of its uses.
+        memory_bytes: memory of each CPU device, see `CpuBackend`; None for no limit.
 
-    Raises `DeviceStringError` for a malformed string, `BackendUnavailable` for devices that cannot be opened here.
+    Raises `DeviceStringError` for a malformed string, `BackendUnavailable` for devices that cannot be opened here,
+    `ValueError` for a limit of CUDA devices, which torch sets.
 
     >>> backend = open_backend("cpu:2")
     >>> backend.devices[1].name
@@ -92,7 +94,11 @@ def open_backend(devices: str | None = None, *, strict: bool = True) -> Backend:
     """
     choice = parse_devices(default_devices() if devices is None else devices)
     if choice.kind == "cpu":
-        return CpuBackend(choice.count, strict=strict)
+        return CpuBackend(choice.count, strict=strict, memory_bytes=memory_bytes)
+    if memory_bytes is not None:
+        raise ValueError(
+            "memory_bytes limits CPU devices; limit CUDA devices with torch.cuda.set_per_process_memory_fraction"
+        )
     return _open_cuda(choice.indices)
 
 

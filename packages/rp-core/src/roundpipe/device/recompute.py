@@ -29,7 +29,11 @@ class Shelf(Protocol):
         ...
 
     def fetch(self, slot: Slot) -> Packet | None:
-        """Remove and return the slot's packet; None if it has none."""
+        """The slot's packet; None if it has none."""
+        ...
+
+    def drop(self, slot: Slot) -> None:
+        """Remove the slot's packet, if it has one."""
         ...
 
 
@@ -63,7 +67,7 @@ class Memory:
         if not self._shelf.will_recompute(layer, microbatch):
             return ForwardCtx(None)
         saved = Slot("saved", layer, microbatch)
-        self._shelf.fetch(saved)
+        self._shelf.drop(saved)
         return ForwardCtx(partial(self._keep, saved))
 
     def again(self, layer: int, microbatch: int) -> LayerCtx:

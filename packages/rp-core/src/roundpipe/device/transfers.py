@@ -84,11 +84,17 @@ def bring(
     ticket: Ticket,
     times: LayerTimes | None,
     tracer: Tracer,
+    saved: torch.Tensor | None = None,
 ) -> Event:
     """Upload a block into device memory (numel,) and leave its turn; a buffer keeps it, as layers may write there.
 
+    `saved`: what `save` returned, (numel,) on the host: uploaded instead, without a turn.
+
     Returns the event after which the memory is readable.
     """
+    if saved is not None:
+        porter.conveyor.upload(memory, saved)
+        return porter.conveyor.record()
     with _told(tracer, porter, block, "wait"):
         ticket.enter(None if block.is_staged else porter.stream)
     with _told(tracer, porter, block, "upload"):
@@ -101,6 +107,15 @@ def bring(
     if block.kind != "buffer":
         ticket.leave(arrived)
     return arrived
+
+
+def save(porter: Porter, memory: torch.Tensor, arrived: Event) -> torch.Tensor:
+    """Copy a block, (numel,), from a device to the host: its turn was left, so the host may have newer weights."""
+    held = torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
+    porter.stream.wait(arrived)
+    # The host's memory is not pinned: the copy is over on return.
+    porter.conveyor.download(held, memory)
+    return held
 
 
 def _told(

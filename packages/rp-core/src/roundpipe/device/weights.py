@@ -11,7 +11,7 @@ from rp_optim.jobs import Outcome, wait_for_all
 from rp_transfer import Event, Ticket
 
 from roundpipe.device.replica import Twins
-from roundpipe.device.transfers import Delivery, bring
+from roundpipe.device.transfers import Delivery, bring, save
 from roundpipe.runtime.runtime import Lane
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
@@ -31,10 +31,11 @@ class _Additions:
 
 
 class Weights:
-    """The blocks of one task on its device.
+    """The blocks of one task, or of a part of it, on its device.
 
-    `turns` and `gradient_turns`: the tickets that the calling thread took for this task. `spare_bytes`: how much
-    device memory gradient sums of earlier tasks may still occupy while this one runs.
+    `turns` and `gradient_turns`: the tickets that the calling thread took for this task; gradients of blocks
+    without a ticket are dropped. `spare_bytes`: how much device memory gradient sums of earlier tasks may still
+    occupy while this one runs. `saved`: blocks, (numel,) on the host, that are uploaded instead of the model's.
     """
 
     def __init__(
@@ -46,14 +47,16 @@ class Weights:
         spare_bytes: int,
         times: LayerTimes | None,
         tracer: Tracer,
+        saved: dict[Block, torch.Tensor] | None = None,
     ) -> None:
+        self.saved = {} if saved is None else saved
         self._times = times
         self._spare_bytes = spare_bytes
         self._tracer = tracer
         self._lane = lane
         self._device = lane.device
         self._twins = twins
-        self._turns = turns
+        self.turns = turns
         self._gradient_turns = gradient_turns
         self._arriving: dict[Block, tuple[torch.Tensor, Outcome[Event]]] = {}
         self._bound: dict[Block, torch.Tensor] = {}
@@ -66,7 +69,7 @@ class Weights:
 
     def prefetch(self) -> None:
         """Queue uploads, in order, of the blocks whose turn is open; stop at the first that is not."""
-        for block, ticket in self._turns.items():
+        for block, ticket in self.turns.items():
             if block not in self._arriving:
                 if not ticket.open():
                     return
@@ -74,7 +77,7 @@ class Weights:
 
     def upload(self) -> None:
         """Queue uploads of the remaining blocks; the porter waits for their turns."""
-        for block, ticket in self._turns.items():
+        for block, ticket in self.turns.items():
             if block not in self._arriving:
                 self._send_for(block, ticket)
 
@@ -82,7 +85,7 @@ class Weights:
         stream = self._lane.inbox.stream
         memory = self._device.empty((block.layout.numel,), block.layout.dtype, stream=stream)
         arriving = self._lane.inbox.submit(
-            bring, self._lane.inbox, block, memory, ticket, self._times, self._tracer
+            bring, self._lane.inbox, block, memory, ticket, self._times, self._tracer, self.saved.get(block)
         )
         self._arriving[block] = (memory, arriving)
 
@@ -154,8 +157,12 @@ class Weights:
                 )
 
     def all_sums(self) -> list[Block]:
-        """The blocks whose gradient sums are still on the device."""
-        return list(self._sums)
+        """The blocks whose gradient sums are still on the device and are to be delivered."""
+        return [block for block in self._sums if block in self._gradient_turns]
+
+    def undelivered(self) -> dict[Block, Ticket]:
+        """The tickets of the blocks whose gradients were not delivered."""
+        return dict(self._gradient_turns)
 
     # Buffers
 
@@ -171,9 +178,14 @@ class Weights:
         """Mark a buffer block as written: `return_buffers` downloads it at the end of the task."""
         self._written.add(block)
 
+    @property
+    def has_written(self) -> bool:
+        """Whether any buffer was written."""
+        return bool(self._written)
+
     def return_buffers(self) -> None:
         """Download the buffers that were written, and leave the turns of all buffers."""
-        for block, ticket in self._turns.items():
+        for block, ticket in self.turns.items():
             if block.kind == "buffer":
                 ticket.leave(self._return_buffer(block))
 
@@ -214,7 +226,7 @@ class Weights:
         """
         return [
             block
-            for block in self._sums
+            for block in self.all_sums()
             if all(user > layer for user in block.users if user in layers) and self._has_all(block)
         ]
 
@@ -227,6 +239,9 @@ class Weights:
 
     def deliver(self, blocks: Sequence[Block]) -> Delivery:
         """Detach the gradient sums of these blocks and return the delivery that downloads them."""
+        self._device.compute.touch(write=[self._sums[block][0] for block in blocks], what="gradients")
+        # First: if it fails, the turns are still here.
+        made = self._device.compute.record()
         for block in blocks:
             self._twins.detach(block, self._sums[block][1])
         chosen = [(block, *self._sums.pop(block)) for block in blocks]
@@ -234,8 +249,7 @@ class Weights:
             (block, memory, _written(views), self._gradient_turns.pop(block)) for block, memory, views in chosen
         ]
         self._delivered += blocks
-        self._device.compute.touch(write=[memory for _, memory, _, _ in sums], what="gradients")
-        return Delivery(self._lane.outbox, self._device.compute.record(), sums, self._times, self._tracer)
+        return Delivery(self._lane.outbox, made, sums, self._times, self._tracer)
 
     # The end
 
@@ -248,9 +262,21 @@ class Weights:
         self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)
         self._bound, self._arriving, self._sums, self._trained = {}, {}, {}, []
 
+    def withdraw(self) -> None:
+        """Free all device memory, to begin again later; blocks whose turns are left already are saved first."""
+        self._stop_uploads()
+        for block, (memory, arriving) in self._arriving.items():
+            if block.kind != "buffer" and block not in self.saved and arriving.exception() is None:
+                saving = self._lane.outbox.submit(save, self._lane.outbox, memory, arriving.result())
+                self.saved[block] = saving.result()
+        self.release()
+
+    def _stop_uploads(self) -> None:
+        wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())
+
     def abandon(self) -> None:
         """Leave all turns after a failure; later turns still wait for the copies already queued."""
-        wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())
+        self._stop_uploads()
         begun = (self._lane.inbox.stream.record(), self._device.results_out.record())
         for ticket in self.tickets():
             ticket.leave(*begun)
@@ -259,7 +285,7 @@ class Weights:
 
     def tickets(self) -> Iterable[Ticket]:
         """The tickets that the task itself must leave; a delivery leaves those it was given."""
-        yield from self._turns.values()
+        yield from self.turns.values()
         yield from self._gradient_turns.values()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.boundaries import Boundaries
 from roundpipe.engine.host_parameters import HostParameters, Launched
-from roundpipe.errors import RoundPipeError
+from roundpipe.errors import DeviceMemoryWarning, RoundPipeError
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
 from roundpipe.execution.call import Call, LossFn, Streams
@@ -94,7 +95,9 @@ class Engine:
             self.host.get_ready(training=False)
             with_grad = bool(batch.inputs) or (wants_grad and bool(self.host.state.trainable))
             run = self._start("train" if with_grad else "infer", batch, config)
-            return run, run.outputs(wait=config.merge_output is not False), self.host.state.version
+            outputs = run.outputs(wait=config.merge_output is not False)
+            _warn_of_shortages(run)
+            return run, outputs, self.host.state.version
 
     def _backward(
         self,
@@ -116,6 +119,7 @@ class Engine:
             run.backward(outputs, grads, streams, times)
             returned = run.input_grads()
             run.finish()
+            _warn_of_shortages(run)
             return returned
 
     def forward_backward(
@@ -151,7 +155,9 @@ class Engine:
                 )
             run = self._start("fused", batch, config, loss_fn, keep=keep)
             self._planner.improve_while(config, "fused", batch.parts, run.wait_for_any)
-            return run.losses(), run.outputs(wait=config.merge_output is not False), run.input_grads()
+            found = run.losses(), run.outputs(wait=config.merge_output is not False), run.input_grads()
+            _warn_of_shortages(run)
+            return found
 
     def _returned(
         self, trees: list[Any], outputs: Sequence[Packet], batch: Batch, config: RoundPipeRunConfig
@@ -222,11 +228,16 @@ class Engine:
     # Notices of changes on the host: see `Observer`
 
     def note_over(self, work: Launched) -> None:
-        """Give the measured times of a run and of its layers to the planner."""
-        if isinstance(work, Run) and not work.aborted:
+        """Give what was measured of a run and of its layers to the planner; tell of memory that ran out."""
+        if not isinstance(work, Run):
+            return
+        self._planner.note_shortages([shortage.task for shortage in work.shortages], work.parts)
+        if not work.aborted:
             for times in work.take_times():
-                self._planner.take(times)
-            self._planner.log.note(work.call.mode, work.call.num_microbatches, work.span)
+                self._planner.take(times, is_whole=not work.shortages)
+            if not work.shortages:
+                self._planner.log.note(work.call.mode, work.call.num_microbatches, work.span)
+        _warn_of_shortages(work)
 
     def note_altered(self) -> None:
         """Replace the device copies of the layers."""
@@ -241,3 +252,8 @@ class Engine:
     def _new_twins(self) -> list[Twins]:
         layers, compiler = self.host.state.layers, self._compiler
         return [Twins(lane.device.torch_device, layers, compiler) for lane in self._runtime.lanes]
+
+
+def _warn_of_shortages(run: Run) -> None:
+    if not run.aborted and (words := run.explain_shortages()) is not None:
+        warnings.warn(words, DeviceMemoryWarning, stacklevel=2)

@@ -73,7 +73,7 @@ class Exchange:
     def expect_tasks(self, tasks: Iterable[Task], *, by_layer: bool) -> None:
         """Expect the slots that these tasks take. `by_layer`: backward tasks recompute one layer at a time."""
         for task in tasks:
-            self.expect(_taken_by(task, by_layer=by_layer))
+            self.expect(taken_by(task, by_layer=by_layer))
             if task.recomputes:
                 self._recomputed.update((layer, m) for m in task.microbatches for layer in task.layers)
 
@@ -139,7 +139,8 @@ class Exchange:
         self._kept.clear()
 
 
-def _taken_by(task: Task, *, by_layer: bool) -> Iterator[Slot]:
+def taken_by(task: Task, *, by_layer: bool) -> Iterator[Slot]:
+    """The slots that a task takes. `by_layer`: a backward task recomputes one layer at a time."""
     for boundary in task.layers if by_layer and task.recomputes else task.layers[:1]:
         yield from (Slot("input", boundary, microbatch) for microbatch in task.microbatches)
     if task.takes_gradients:

@@ -8,14 +8,15 @@ they hold without running.
 from __future__ import annotations
 
 import threading
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from rp_optim.jobs import Outcome, wait_for_all, wait_for_any
 from rp_sched import Task
+from rp_transfer import is_out_of_memory
 
 from roundpipe.device.packet import Packet, Slot
 from roundpipe.device.replica import Twins
@@ -25,9 +26,12 @@ from roundpipe.errors import add_note, class_name, in_words
 from roundpipe.execution.batch import Batch
 from roundpipe.execution.call import Call, Streams
 from roundpipe.execution.exchange import Aborted, Exchange
-from roundpipe.execution.oom_advice import remedies
 from roundpipe.execution.packed_data import Arrivals
-from roundpipe.execution.stage import Stage
+from roundpipe.execution.shortage.advice import remedies
+from roundpipe.execution.shortage.ran_out import clear_frames
+from roundpipe.execution.shortage.slots import TaskSlots
+from roundpipe.execution.stage import Workplace
+from roundpipe.execution.task_job import TaskJob
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Lane, Runtime
 from roundpipe.runtime.tickets import taking
@@ -37,38 +41,13 @@ from roundpipe.telemetry.late_errors import Late
 from roundpipe.telemetry.layer_times import LayerTimes
 
 
-class _TaskJob:
-    """A task in its lane's queue; its errors abort the run."""
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A task that ran out of device memory: where, and the error, in words."""
 
-    def __init__(self, run: Run, stage: Stage, weights: Weights) -> None:
-        self._run = run
-        self._stage = stage
-        self._weights = weights
-
-    def prefetch(self) -> None:
-        if not self._run.aborted:
-            self._guard(self._weights.prefetch)
-
-    def run(self) -> None:
-        if not self._run.aborted:
-            self._guard(self._stage.run)
-        if self._run.aborted:
-            self._guard(self._stage.step_aside)
-        self.leave()
-        self._run.note_end()
-
-    def leave(self) -> None:
-        """Release the tickets that it still holds."""
-        for ticket in self._weights.tickets():
-            ticket.leave()
-
-    def _guard(self, body: Callable[[], None]) -> None:
-        try:
-            body()
-        except Aborted:
-            pass
-        except BaseException as error:
-            self._run.abort(error, self._stage.where())
+    task: Task
+    where: str
+    error: str
 
 
 class Run:
@@ -87,6 +66,9 @@ class Run:
         self.aborted = False
         # From its latest launch to the end of its latest task or delivery.
         self.span = CallSpan()
+        # Where device memory ran out, while the run went on.
+        self.shortages: list[Shortage] = []
+        self._is_told = False
         # This run's place in the sequence of the model's runs that add gradients.
         self.number = 0
         self._batch = batch
@@ -220,7 +202,7 @@ class Run:
         # A layer that cannot be copied must fail before any ticket is taken: no task would release the ticket.
         for task in tasks:
             self._twins[task.device].ensure(task.layers)
-        jobs: deque[tuple[Lane, _TaskJob]] = deque()
+        jobs: deque[tuple[Lane, TaskJob]] = deque()
         try:
             jobs.extend(self._prepare(task, times) for task in tasks)
             while jobs:
@@ -240,7 +222,7 @@ class Run:
         self._tracer.follow(outcome)
         return outcome
 
-    def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, _TaskJob]:
+    def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, TaskJob]:
         lane, twins = self._runtime.lanes[task.device], self._twins[task.device]
         blocks = dict.fromkeys(block for layer in task.layers for block in self.call.state.layers[layer].blocks)
         with taking() as take:
@@ -253,19 +235,9 @@ class Run:
                 if block.gradient is not None and task.adds_gradients
             }
             weights = Weights(lane, twins, turns, gradient_turns, self.call.spare_bytes, times, self._tracer)
-            stage = Stage(
-                self.call,
-                task,
-                lane,
-                self._runtime.backend,
-                twins,
-                weights,
-                self._exchange,
-                self,
-                times,
-                self._tracer,
-            )
-            return lane, _TaskJob(self, stage, weights)
+            place = Workplace(self.call, lane, self._runtime.backend, twins, self, self._tracer)
+            slots = TaskSlots(self._exchange, by_layer=self.call.grain == "layer")
+            return lane, TaskJob(self, place, task, weights, slots, times)
 
     # Gradients on their way to the host
 
@@ -290,6 +262,32 @@ class Run:
         with self._lock:
             self._has_delivered |= not self.aborted
             return not self.aborted
+
+    # Device memory that ran out
+
+    def note_shortage(self, task: Task, error: BaseException, where: str) -> None:
+        """A task ran out of device memory, and what is unfinished of it runs again. Called by any lane."""
+        self.shortages.append(Shortage(task, where, in_words(error)))
+
+    def explain_shortages(self) -> str | None:
+        """What happened where device memory ran out, in words, once; None if it did not."""
+        if self._is_told or not self.shortages:
+            return None
+        self._is_told = True
+        first, count = self.shortages[0], len(self.shortages)
+        times = "once" if count == 1 else f"{count} times, first"
+        planned = "Later calls are planned to take less."
+        advice = planned if self.call.is_planned else "Stages of fewer layers in your execute_plan avoid that."
+        return (
+            f"model {self.call.name!r} ran out of device memory in a call, {times} {first.where}: {first.error}. "
+            "What was unfinished ran again in smaller parts: layers, hooks and the loss function may have run "
+            f"twice, with the same results. {advice}"
+        )
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The arguments of each microbatch."""
+        return self._batch.parts
 
     # The end
 
@@ -317,9 +315,9 @@ class Run:
     def _describe(self, error: BaseException, where: str) -> None:
         # After the wake-up and without the lock: formatting the error and clearing frames may run users' code.
         add_note(error, f"RoundPipe: in model {self.call.name!r}, {where}")
-        if issubclass(type(error), torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             add_note(error, remedies(self.call.num_microbatches, self.call.grain, is_planned=self.call.is_planned))
-            _clear_frames(error)
+            clear_frames(error)
         self._late.note(error)
         if self._adds_gradients:
             self.call.state.describe_broken(self.number, in_words(error))
@@ -387,15 +385,3 @@ class Run:
     def over(self) -> bool:
         """Whether all tasks have ended, or one has failed."""
         return self.aborted or all(outcome.done() for outcome in [*self._outcomes, *self._deliveries])
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Clear the frames of an error and of its causes: their tensors would keep device memory allocated."""
-    behind: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while behind:
-        one = behind.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            behind += (one.__cause__, one.__context__)

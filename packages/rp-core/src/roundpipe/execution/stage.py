@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, assert_never, cast
 
 import rp_batch
@@ -19,9 +20,9 @@ from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
 from roundpipe.execution.call import Call
-from roundpipe.execution.exchange import Exchange
 from roundpipe.execution.lazy import Lazy, computed, value_of
 from roundpipe.execution.losses import check_losses
+from roundpipe.execution.shortage.slots import TaskSlots
 from roundpipe.runtime.runtime import Lane
 from roundpipe.state.model_state import Block
 from roundpipe.telemetry.layer_times import LayerTimes
@@ -44,34 +45,67 @@ class Outbox(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """Where the tasks of a call run on one device, and what they share there."""
+
+    call: Call
+    lane: Lane
+    backend: Backend
+    twins: Twins
+    outbox: Outbox
+    tracer: Tracer
+
+    def stage(
+        self,
+        task: Task,
+        weights: Weights,
+        slots: TaskSlots,
+        times: LayerTimes | None = None,
+        *,
+        again: bool = False,
+        is_part: bool = False,
+    ) -> Stage:
+        """A task at this place; see `Stage`."""
+        return Stage(self, task, weights, slots, times, again=again, is_part=is_part)
+
+
 class Stage:
-    """Runs one task on its lane's device."""
+    """Runs one task on its lane's device.
+
+    `again`: a forward task that recomputes. `is_part`: other parts of the same task follow; the next task's
+    weights are not fetched meanwhile. `next_microbatch`: from which one on the task runs again if this fails.
+    """
 
     def __init__(
         self,
-        call: Call,
+        place: Workplace,
         task: Task,
-        lane: Lane,
-        backend: Backend,
-        twins: Twins,
         weights: Weights,
-        exchange: Exchange,
-        outbox: Outbox,
+        slots: TaskSlots,
         times: LayerTimes | None,
-        tracer: Tracer,
+        *,
+        again: bool,
+        is_part: bool,
     ) -> None:
+        call, lane = place.call, place.lane
         self._times = times
-        self._tracer = tracer
+        self._tracer = place.tracer
         self._call = call
         self._task = task
+        self._again = again
+        self._is_part = is_part
         self._lane = lane
         self._device = lane.device
-        self._twins = twins
+        self._twins = place.twins
         self._weights = weights
-        self._exchange = exchange
-        self._outbox = outbox
-        self._courier = Courier(backend, lane, weights.holds, tracer)
-        self._memory = Memory(lane.device.torch_device, self._courier, exchange)
+        self._exchange = slots
+        self._outbox = place.outbox
+        self._courier = Courier(place.backend, lane, weights.holds, place.tracer)
+        self._memory = Memory(lane.device.torch_device, self._courier, slots)
+        self.next_microbatch = task.microbatches.start
+        # Once buffers are on their way, the host no longer has those that a second run would start from.
+        self._is_returning = False
         # Current activity, layer and microbatch; `where` formats the layer's name as ``{0}``, the microbatch as
         # ``{1}``.
         self._place: tuple[str, int, int] | None = None
@@ -96,12 +130,34 @@ class Stage:
                 with NOTHING if self._times is None else self._times.microbatch(self._task):
                     with self._told(microbatch):
                         body(microbatch)
+                    self._note_done(microbatch)
                     self._end_of_microbatch()
             self._check_layers()
+            self._is_returning = True
             self._weights.return_buffers()
             if self._task.adds_gradients:
                 self._send_home(self._weights.all_sums())
             self._weights.release()
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether the task can be run again after a failure."""
+        return not (self._is_returning and self._weights.has_written)
+
+    def withdraw(self) -> None:
+        """After a failure, free all device memory; the task keeps its turns and will run again."""
+        with self._device.computing():
+            self._courier.let_go(self._device.compute.record())
+            self._weights.withdraw()
+
+    def _note_done(self, microbatch: int) -> None:
+        if not self._task.sends_outputs or self._again:
+            return
+        self._exchange.note_done(self._task.layers, microbatch)
+        # A second run starts from the buffers on the host, which are those before the first microbatch.
+        if not self._is_part and not self._weights.has_written:
+            self._exchange.let_go(microbatch)
+            self.next_microbatch = microbatch + 1
 
     def _body(self) -> Callable[[int], None]:
         match self._task.kind:
@@ -146,7 +202,8 @@ class Stage:
     def _end_of_microbatch(self) -> None:
         self._weights.note_microbatch()
         self._end_of_part()
-        self._lane.prefetch_next()
+        if not self._is_part:
+            self._lane.prefetch_next()
 
     def _end_of_part(self, still: Sequence[Any] = ()) -> None:
         done = self._device.compute.record()
@@ -156,6 +213,8 @@ class Stage:
     def _pace(self, done: Event) -> None:
         self._courier.carried_bytes = 0
         self._lane.pace(done)
+        if self._is_part:
+            self._lane.settle_device()
 
     # Forward: each layer's graph is dropped at once; it only shows which results require grad.
 
@@ -164,7 +223,7 @@ class Stage:
         for layer in self._task.layers:
             self._weights.bind(self._call.state.layers[layer], training=False)
             # No name for the output: it would keep the graph while the next layer runs.
-            arrived = self._cut(self._layer(layer, microbatch, arrived.tree(), again=False), origins)
+            arrived = self._cut(self._layer(layer, microbatch, arrived.tree(), again=self._again), origins)
             self._hand_over(layer + 1, microbatch, arrived, origins)
             if layer + 1 < self._task.layers.stop and self._courier.carried_bytes >= _LARGE_BYTES:
                 # No release of the stage's inputs: a layer may pass them through to the next one.
@@ -376,7 +435,7 @@ class Stage:
         layers = self._task.layers
         arrived, _ = self._arrive(layers.start, microbatch)
         output = self._through(layers, microbatch, arrived.tree(), again=False)
-        if self._call.keep_outputs:
+        if self._exchange.is_expected(Slot("input", layers.stop, microbatch)):
             found, treedef = rp_batch.flatten(output)
             leaves = list(map(value_of, found))
             packet = self._courier.send(treedef, leaves, [False] * len(leaves), Origins(), in_use=True)

@@ -18,6 +18,8 @@ from roundpipe.state.model_state import LayerState
 
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
 _GUESSED_FACTOR = 2
+# Of what did not fit, as much is tried next.
+_RETREAT = 0.75
 # Relative change of a measurement below which plans are not remade.
 _NEWS = 0.05
 
@@ -45,44 +47,80 @@ class Footprint:
     """Memory measurements of one model.
 
     `version` counts the measurements that require new plans. `working_bytes`: the workspace. `knows_peak`: whether
-    the workspace was measured.
+    the workspace was measured. `most_rows`: the most rows of microbatches whose layers were measured; 0 before.
     """
 
     def __init__(self, layers: Sequence[LayerState]) -> None:
         self.version = 0
         self.working_bytes = 0
         self.knows_peak = False
+        self.most_rows = 0
+        self._working_rows = 0
+        # What tasks that ran out of memory were foreseen to take, by the rows of their microbatches.
+        self._too_much: dict[int, int] = {}
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
         # For each layer, kept bytes by rows, for the fewest and the most rows measured.
         self._measured: dict[int, dict[int, int]] = {}
 
     @property
     def is_measured(self) -> bool:
-        """Whether any layer was measured."""
-        return bool(self._measured)
+        """Whether all layers were measured that run backward."""
+        return self.most_rows > 0
 
     def kept_bytes(self, layer: int, rows: int) -> int:
         """Bytes that a layer keeps for a microbatch's backward; 0 for a layer never measured where others were."""
-        if not self.is_measured:
-            return self._guessed[layer] * rows
         ends = self._measured.get(layer)
-        return 0 if ends is None else _on_line(ends, rows)
+        if ends is not None:
+            return _on_line(ends, rows)
+        return 0 if self.is_measured else self._guessed[layer] * rows
 
-    def note_kept(self, kept: Mapping[int, int], rows: int) -> None:
-        """Record measured bytes by layer; smaller values count only for more rows than were measured before."""
+    def working_at(self, rows: int) -> int:
+        """The workspace for microbatches of so many rows: as measured, and in proportion for more rows."""
+        return self.working_bytes * max(rows, self._working_rows) // max(self._working_rows, 1)
+
+    def note_kept(self, kept: Mapping[int, int], rows: int, *, is_whole: bool = True) -> None:
+        """Record measured bytes by layer; smaller values count only for more rows than were measured before.
+
+        `is_whole`: all layers that run backward are among them.
+        """
+        if is_whole and kept:
+            self.most_rows = max(rows, self.most_rows)
         for layer, nbytes in kept.items():
             ends = self._measured.get(layer, {})
             if not ends or _is_news(ends, rows, nbytes):
                 self._measured[layer] = _joined(ends, rows, max(nbytes, 0))
                 self.version += 1
 
-    def note_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost]) -> None:
+    def note_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost], rows: int = 1) -> None:
         """Record a device's peak: what exceeds the resident bytes of these tasks is workspace."""
-        found = peak_bytes - resident_bytes(tasks, costs)
-        if found > self.working_bytes * (1 + _NEWS) or not self.knows_peak:
-            self.working_bytes = max(found, 0)
+        found = max(peak_bytes - resident_bytes(tasks, costs), 0)
+        expected = self.working_at(rows)
+        if rows > self._working_rows or found > expected:
+            self.working_bytes = max(found, self.working_bytes)
+            self._working_rows = max(rows, self._working_rows)
+        if not self.knows_peak or abs(self.working_at(rows) - expected) > expected * _NEWS:
             self.knows_peak = True
             self.version += 1
+
+    def note_no_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost], rows: int) -> None:
+        """Record that these tasks have not exceeded an earlier peak: so much bounds what more rows work in."""
+        found = max(peak_bytes - resident_bytes(tasks, costs), self.working_bytes)
+        if self.knows_peak and rows > self._working_rows and found < self.working_at(rows):
+            self.working_bytes, self._working_rows = found, rows
+            self.version += 1
+
+    def note_shortage(self, task: Task, costs: Sequence[LayerCost], rows: int) -> None:
+        """A task of several layers ran out of memory: later ones must be foreseen to take less."""
+        if len(task.layers) > 1:
+            known = self._too_much.get(rows)
+            found = _own_bytes(task, costs)
+            self._too_much[rows] = found if known is None else min(found, known)
+            self.version += 1
+
+    def most_bytes(self, rows: int) -> int | None:
+        """The most that a task may be foreseen to take, since more did not fit; None if all has fitted."""
+        known = [nbytes for few, nbytes in self._too_much.items() if few <= rows]
+        return int(min(known) * _RETREAT) if known else None
 
 
 def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
@@ -99,6 +137,11 @@ def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
         for task in tasks
     ]
     return max(map(sum, zip(weights, rest, strict=True)), default=0) + max(weights, default=0)
+
+
+def _own_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
+    """Bytes of one task, without what is prefetched beside it."""
+    return resident_bytes([task], costs) - sum(costs[layer].weight_bytes for layer in task.layers)
 
 
 def _on_line(ends: Mapping[int, int], rows: int) -> int:

@@ -34,6 +34,10 @@ _FORWARD_MS_PER_BYTE = 1e-6
 # moves so many 10^9 bytes a second. For the number of microbatches, which also depends on launching.
 _REAL_FORWARD_MS = 1e-8 / 4096
 _REAL_LINK_GB_S = 50.0
+# Until layers are measured they may keep so many times what is guessed.
+_UNMEASURED = 4
+# Calls of so many times the measured rows are as good as measured.
+_MORE_ROWS = 1.2
 # Measured launches to remember: those that may be in flight at once, and some that failed.
 _LAUNCHES = 8
 
@@ -51,6 +55,8 @@ class Planner:
         self._on_host = runtime.lanes[0].device.torch_device.type == "cpu"
         # Numbers of microbatches by mode. Kept when layers change: what a model computes must not depend on that.
         self.chosen: dict[Mode, int] = {}
+        # CPU devices without a limit use host memory, where activations are not counted.
+        self._sees_memory = all(use.is_complete for use in runtime.memory())
         self.forget()
 
     def forget(self) -> None:
@@ -76,7 +82,7 @@ class Planner:
         On CPU devices a call with a user's plan is measured only if `ModelTimer.VERBOSE`: nothing depends on it.
         """
         timer = self._timer(mode, len(parts))
-        is_given = config.execute_plan is not None and self._on_host
+        is_given = config.execute_plan is not None and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
         # A CPU device computes on the thread that launches: nothing tells the two apart.
@@ -86,20 +92,31 @@ class Planner:
         )
         return self._launches[-1]
 
-    def take(self, times: LayerTimes) -> None:
-        """Use the measurements of a launch that is over."""
-        times.timer.take(times)
-        # CPU devices use host memory, where activations are not counted.
-        if self._on_host:
+    def take(self, times: LayerTimes, *, is_whole: bool = True) -> None:
+        """Use the measurements of a launch that is over. `is_whole`: no task of it was run again."""
+        if is_whole:
+            times.timer.take(times)
+        if not self._sees_memory:
             return
-        self._footprint.note_kept(times.kept, times.rows)
+        self._footprint.note_kept(times.kept, times.rows, is_whole=is_whole)
+        if not is_whole:
+            return
         self._shown |= _shapes(times.tasks, times.rows)
-        if (peak := self._peak_bytes()) > times.peak_bytes and times in self._launches:
+        peak = self._peak_bytes()
+        if peak <= times.peak_bytes:
+            self._footprint.note_no_peak(peak, times.tasks, self._guesses(times.rows), times.rows)
+        elif times in self._launches:
             launches = self._launched_since(times)
             largest = max(launches, key=self._resident_bytes)
             # Of a peak, as much as may have been gradients that were leaving is no workspace.
             peak -= max(launch.spare_bytes for launch in launches)
-            self._footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows))
+            self._footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows), largest.rows)
+
+    def note_shortages(self, tasks: Sequence[Task], parts: Sequence[Any]) -> None:
+        """These tasks of a call ran out of device memory: later plans take less."""
+        rows = rows_of(parts)
+        for task in tasks if self._sees_memory else ():
+            self._footprint.note_shortage(task, self._guesses(rows), rows)
 
     def _launched_since(self, times: LayerTimes) -> list[LayerTimes]:
         # Later calls are launched before this one is over, so the peak may belong to any of these.
@@ -143,7 +160,7 @@ class Planner:
         kept = tuple(_from(lowest, task) for task in tasks if not task.recomputes or task.layers.stop > lowest)
         if self._footprint.is_measured:
             costs = self._guesses(rows_of(parts))
-            self.predicted_bytes = resident_bytes(kept, costs) + self._footprint.working_bytes
+            self.predicted_bytes = resident_bytes(kept, costs) + self._footprint.working_at(rows_of(parts))
             spare = self._pricing.usable_bytes - self.predicted_bytes
             self.spare_bytes = max(spare, 0) if self._knows_peak(mode, parts, kept) else 0
         return kept
@@ -155,7 +172,7 @@ class Planner:
 
     def _dealt(self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any]) -> tuple[Task, ...]:
         timer = self._timer(mode, len(parts))
-        guesses = partial(self._guesses, 0 if self._on_host else rows_of(parts))
+        guesses = partial(self._guesses, rows_of(parts) if self._sees_memory else 0)
         if config.execute_plan is not None:
             plan = self._checked(config.execute_plan, mode)
             self.log.follow(timer, mode, len(parts), plan, guesses)
@@ -185,7 +202,7 @@ class Planner:
         # Whether a layer writes its buffers is only known after it has run.
         writers = tuple(layer.index for layer in self._state.layers if _may_write(layer))
         rows = _rounded_up(rows_of(parts))
-        key = (mode, len(parts), writers, 0 if self._on_host else rows)
+        key = (mode, len(parts), writers, rows if self._sees_memory else 0)
         version, plan = self._plans.get(key, (-1, None))
         if plan is None or version != self._footprint.version:
             before, plan = plan, self._new_plan(mode, len(parts), rows)
@@ -251,8 +268,10 @@ class Planner:
         ]
 
     def _new_plan(self, mode: Mode, microbatches: int, rows: int) -> PlanInUse:
-        costs = self._guesses(0 if self._on_host else rows)
-        limits = self._pricing.limits(costs)
+        rows = rows if self._sees_memory else 0
+        caution = self._caution(mode, rows)
+        costs = [replace(cost, kept_bytes=int(cost.kept_bytes * caution)) for cost in self._guesses(rows)]
+        limits = self._pricing.limits(costs, rows, is_known=caution == 1)
         budget = limits.device_memory_bytes
         assert budget is not None
         timer = self._timer(mode, microbatches)
@@ -265,6 +284,15 @@ class Planner:
             mode=mode,
             priced=partial(self._pricing.priced, timer),
         )
+
+    def _caution(self, mode: Mode, rows: int) -> float:
+        """By how much more than is thought layers may keep of a microbatch of so many rows, as far as is known."""
+        if not self._sees_memory or (mode == "infer" and self._footprint.knows_peak):
+            return 1
+        if not self._footprint.is_measured:
+            return _UNMEASURED
+        # What layers keep may grow with the square of the rows, as attention's scores do.
+        return max(rows / (_rounded_up(self._footprint.most_rows) * _MORE_ROWS), 1)
 
 
 def _least(rates: Sequence[float | None]) -> float:

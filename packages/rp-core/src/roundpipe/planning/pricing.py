@@ -38,17 +38,21 @@ class Pricing:
         self._runtime = runtime
         self._footprint = footprint
         self._on_host = runtime.lanes[0].device.torch_device.type == "cpu"
+        self._sees_memory = all(use.is_complete for use in runtime.memory())
         self._devices = [lane.device.name for lane in runtime.lanes]
         self._memory_bytes = tuple(use.total_bytes for use in runtime.memory())
         self._host = host_of(state)
 
-    def limits(self, costs: Sequence[LayerCost]) -> Limits:
-        """The limits of plans from guessed costs: device memory, and a guessed link. The first call probes."""
+    def limits(self, costs: Sequence[LayerCost], rows: int = 0, *, is_known: bool = True) -> Limits:
+        """The limits of plans from guessed costs: device memory, and a guessed link. The first call probes.
+
+        `rows`: of a microbatch. `is_known`: whether what layers keep was measured for so many rows.
+        """
         machine = self._runtime.machine
         if not (self._on_host or machine.is_probed):
             machine.note_probe(probed(self._runtime))
         return Limits(
-            device_memory_bytes=self._budget(max(cost.weight_bytes + cost.gradient_bytes for cost in costs)),
+            device_memory_bytes=self._budget(costs, rows, is_known=is_known),
             leaving_bytes=self._leaving_bytes(),
             upload_gb_s=_LINK_GB_S,
             download_gb_s=_LINK_GB_S,
@@ -77,16 +81,22 @@ class Pricing:
 
     def _leaving_bytes(self) -> int | None:
         # Until a peak is known, gradients leave before the next backward pass; then they have what is left free.
-        return None if self._on_host or self._footprint.knows_peak else 0
+        return None if not self._sees_memory or self._footprint.knows_peak else 0
 
-    def _budget(self, largest_layer_bytes: int) -> int:
+    def _budget(self, costs: Sequence[LayerCost], rows: int, *, is_known: bool) -> int:
         smallest = self._device_bytes()
         guessed = int(smallest * MODEL_SHARE)
-        if not (self._footprint.is_measured and self._footprint.knows_peak):
-            return guessed
-        # A layer that fitted the first call's budget must fit later ones, however large the measured workspace.
-        least = max(int(smallest * _LEAST_SHARE), min(largest_layer_bytes, guessed))
-        return max(self.usable_bytes - self._footprint.working_bytes, least)
+        # Whether a single layer fits is decided by the device's allocator when it runs, not by a guess.
+        largest_layer = max(cost.weight_bytes + cost.gradient_bytes for cost in costs)
+        if not is_known:
+            # A layer works in no more than it keeps, as far as is known; so do those that run forward only.
+            found = guessed - max(cost.kept_bytes for cost in costs)
+        elif not (self._footprint.is_measured and self._footprint.knows_peak):
+            found = guessed
+        else:
+            found = max(self.usable_bytes - self._footprint.working_at(rows), int(smallest * _LEAST_SHARE))
+        most = self._footprint.most_bytes(rows)
+        return max(found if most is None else min(found, most), largest_layer, 1)
 
     @property
     def usable_bytes(self) -> int:
@@ -94,7 +104,9 @@ class Pricing:
         return int(self._device_bytes() * USABLE)
 
     def _device_bytes(self) -> int:
-        return min(use.total_bytes for use in self._runtime.memory())
+        # What other processes and libraries have taken is not there for plans.
+        obtainable = min(lane.device.obtainable_bytes() for lane in self._runtime.lanes)
+        return min(obtainable, *(use.total_bytes for use in self._runtime.memory()))
 
 
 @dataclass(frozen=True, slots=True)

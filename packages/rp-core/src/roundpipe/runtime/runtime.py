@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 import weakref
 from collections import deque
@@ -47,6 +48,10 @@ class Job(Protocol):
 
     def prefetch(self) -> None:
         """Start transfers that need no wait; called while the job before is still running."""
+        ...
+
+    def withdraw(self) -> None:
+        """Free the device memory that `prefetch` has taken; called while the job before is still running."""
         ...
 
     def run(self) -> None:
@@ -116,11 +121,30 @@ class Lane:
 
     def prefetch_next(self) -> None:
         """Let the next queued job, if there is one, start its transfers."""
+        if (job := self._next()) is not None:
+            job.prefetch()
+
+    def make_room(self) -> None:
+        """Free all device memory but that of the running job, once what uses it is over; it takes its time."""
+        if (job := self._next()) is not None:
+            job.withdraw()
+        self.outbox.wait_for_room(0)
+        self.settle_device()
+        # Frames of a failed attempt may be in cycles.
+        gc.collect()
+        self.device.release_unused()
+
+    def settle_device(self) -> None:
+        """Wait for all that is queued on the device, and release the memory retained for it."""
+        self.device.synchronize()
+        self._ahead.clear()
+        self.retainer.drain()
+
+    def _next(self) -> Job | None:
         try:
-            job = self._waiting[0]
+            return self._waiting[0]
         except IndexError:
-            return
-        job.prefetch()
+            return None
 
     def close(self) -> None:
         """Finish the jobs and end the threads."""
@@ -139,6 +163,9 @@ class Runtime:
         strict: whether CPU devices check the order of every memory access; False for benchmarks.
         host_memory_bytes: host memory that the process may use; None takes ``ROUNDPIPE_HOST_MEMORY``, such as
             ``48GB``, if it is set, else what the machine and the container have.
+        device_memory_bytes: memory of each CPU device, for trying out what happens where it is scarce: what layers
+            allocate counts then, unless they are compiled. None for no limit. GPUs have what torch's allocator may
+            have, see `torch.cuda.set_per_process_memory_fraction`.
 
     >>> with Runtime("cpu:2") as runtime:
     ...     [use.name for use in runtime.memory()]
@@ -151,16 +178,22 @@ class Runtime:
     """
 
     def __init__(
-        self, devices: str | None = None, *, strict: bool = True, host_memory_bytes: int | None = None
+        self,
+        devices: str | None = None,
+        *,
+        strict: bool = True,
+        host_memory_bytes: int | None = None,
+        device_memory_bytes: int | None = None,
     ) -> None:
-        _check_size(host_memory_bytes)
+        _check_size("host_memory_bytes", host_memory_bytes)
+        _check_size("device_memory_bytes", device_memory_bytes)
         self._host_memory_bytes = host_memory_bytes
         # A variable that cannot be read is refused here.
         self.host_limit()
         if _AT_EXIT.has_begun:
             raise Closed("the process is ending: no runtime can be opened any more")
         threads = torch.get_num_threads()
-        self.backend: Backend = open_backend(devices, strict=strict)
+        self.backend: Backend = open_backend(devices, strict=strict, memory_bytes=device_memory_bytes)
         share = _share(threads, len(self.backend.devices))
         self.lanes = tuple(Lane(self.backend, device, share) for device in self.backend.devices)
         self.optimizer = OptimizerThread(leave_cores=_left(threads, len(self.lanes)))
@@ -277,9 +310,9 @@ def _nothing() -> None:
     pass
 
 
-def _check_size(nbytes: object) -> None:
+def _check_size(name: str, nbytes: object) -> None:
     if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0):
-        raise ValueError(f"host_memory_bytes must be a number of bytes or None, but is {nbytes!r} instead")
+        raise ValueError(f"{name} must be a number of bytes or None, but is {nbytes!r} instead")
 
 
 def lasting() -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from rp_transfer.api import HostUse, MemoryUse, Stream
+from rp_transfer.cpu.counted import Counting, uncounted
 from rp_transfer.cpu.queued import poison
 from rp_transfer.cpu.race_detector import Allocation, check
 from rp_transfer.cpu.streams import CpuStream, StreamGroup
@@ -32,10 +33,14 @@ _ALIGNMENT = 64
 
 
 class CpuDevice:
-    """A virtual device: five streams, and host memory that counts as the device's."""
+    """A virtual device: five streams, and host memory that counts as the device's.
 
-    def __init__(self, backend: CpuBackend, index: int) -> None:
+    `limit_bytes`: how much memory it has; None: the host's, of which only what `empty` allocates is counted.
+    """
+
+    def __init__(self, backend: CpuBackend, index: int, limit_bytes: int | None = None) -> None:
         self._backend = backend
+        self._limit_bytes = limit_bytes
         self._name = f"cpu:{index}"
         self._used = 0
         self._peak = 0
@@ -60,17 +65,38 @@ class CpuDevice:
         """Limit the calling thread to one intra-op thread, so that devices do not compete for all cores."""
         torch.set_num_threads(1)
 
-    def computing(self) -> AbstractContextManager[None]:
-        """A context that changes nothing: torch runs in the calling thread."""
-        return nullcontext()
+    def computing(self) -> AbstractContextManager[object]:
+        """A context in which what torch allocates is counted if the device has a limit."""
+        return nullcontext() if self._limit_bytes is None else Counting(self._take, self._give)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stream: Stream) -> torch.Tensor:
-        """Allocate poisoned memory that counts as this device's."""
+        """Allocate poisoned memory that counts as this device's.
+
+        Raises `torch.OutOfMemoryError` beyond the device's limit.
+        """
         if not isinstance(stream, CpuStream):
             raise TypeError(f"memory of {self._name} must belong to one of its streams, but got {stream!r}")
-        tensor = self._backend.allocate(shape, dtype, owner=stream, device=self)
-        self.count(tensor.numel() * tensor.element_size())
-        return tensor
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._take(nbytes)
+        try:
+            return self._backend.allocate(shape, dtype, owner=stream, device=self)
+        except BaseException:
+            self.count(-nbytes)
+            raise
+
+    def _take(self, nbytes: int) -> None:
+        self._backend.streams.lock.catch_up()
+        with self._backend.streams.lock:
+            if self._limit_bytes is not None and self._used + nbytes > self._limit_bytes:
+                raise torch.OutOfMemoryError(
+                    f"{self._name} is out of memory: {nbytes} bytes were asked for, and {self._used} of "
+                    f"{self._limit_bytes} are in use"
+                )
+            self.count(nbytes)
+
+    def _give(self, nbytes: int) -> None:
+        # Called by finalizers, which take no lock.
+        self._backend.streams.lock.afterwards(partial(self.count, -nbytes))
 
     def count(self, nbytes: int) -> None:
         """Add `nbytes`, which may be negative, to the bytes in use."""
@@ -83,10 +109,16 @@ class CpuDevice:
         return torch.default_generator
 
     def memory(self) -> MemoryUse:
-        """Bytes allocated with `empty`. Memory that torch operations allocate is not counted."""
+        """Bytes allocated with `empty`, and those that torch operations allocated if the device has a limit."""
         self._backend.streams.lock.catch_up()
+        if self._limit_bytes is not None:
+            return MemoryUse(self._name, self._used, self._peak, self._limit_bytes)
         share = _physical_bytes() // len(self._backend.devices)
-        return MemoryUse(self._name, self._used, self._peak, share)
+        return MemoryUse(self._name, self._used, self._peak, share, is_complete=False)
+
+    def obtainable_bytes(self) -> int:
+        """All of the device's memory."""
+        return self.memory().total_bytes
 
     def reset_peak_memory(self) -> None:
         """Set the peak to the bytes in use."""
@@ -97,6 +129,9 @@ class CpuDevice:
         """Run all queued copies."""
         for stream in (*self.copying, self.compute):
             stream.record().synchronize()
+
+    def release_unused(self) -> None:
+        """Nothing to do: what is freed is free at once."""
 
 
 def _physical_bytes() -> int:
@@ -129,6 +164,8 @@ class CpuBackend:
         strict: poison memory and check the order of every use; False for benchmarks.
         pin_limit_bytes: limit on pinned memory, as on a machine that limits locked memory; beyond it host memory
             counts as unpinned.
+        memory_bytes: memory of each device; beyond it `torch.OutOfMemoryError` is raised. Then all that torch
+            operations allocate inside `computing` counts too, except in compiled code. None: what the host has.
 
     >>> backend = CpuBackend(1)
     >>> device = backend.devices[0]
@@ -142,7 +179,14 @@ class CpuBackend:
     tensor([1., 1.])
     """
 
-    def __init__(self, count: int = 1, *, strict: bool = True, pin_limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        count: int = 1,
+        *,
+        strict: bool = True,
+        pin_limit_bytes: int | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
         if count < 1:
             raise ValueError(f"a CPU backend must have at least one device, but {count} were asked for")
         self.streams = StreamGroup(strict, count * len(_STREAMS))
@@ -150,7 +194,7 @@ class CpuBackend:
         self._host_peak = 0
         self._pinned = Pinned(_SimulatedPins(pin_limit_bytes))
         self._regions = Regions(self._pinned)
-        self._devices = tuple(CpuDevice(self, index) for index in range(count))
+        self._devices = tuple(CpuDevice(self, index, memory_bytes) for index in range(count))
 
     @property
     def devices(self) -> tuple[CpuDevice, ...]:
@@ -207,6 +251,12 @@ class CpuBackend:
 
         `owner`: the stream that owns device memory; both it and `device` are None for host memory.
         """
+        with uncounted():
+            return self._allocate(shape, dtype, owner, device)
+
+    def _allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, owner: CpuStream | None, device: CpuDevice | None
+    ) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")

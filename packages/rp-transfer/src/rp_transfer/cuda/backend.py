@@ -156,6 +156,11 @@ class CudaDevice:
         used = torch.cuda.memory_allocated(self._index)
         return MemoryUse(self._name, used, torch.cuda.max_memory_allocated(self._index), total)
 
+    def obtainable_bytes(self) -> int:
+        """What torch's allocator holds, used or not, and what is free, within the process's share."""
+        free, _ = torch.cuda.mem_get_info(self._index)
+        return min(free + torch.cuda.memory_reserved(self._index), self.memory().total_bytes)
+
     def reset_peak_memory(self) -> None:
         """Set the peak to the bytes in use."""
         torch.cuda.reset_peak_memory_stats(self._index)
@@ -164,6 +169,11 @@ class CudaDevice:
         """Block until all work on the five streams has finished."""
         for stream in self._streams:
             stream.native.synchronize()
+
+    def release_unused(self) -> None:
+        """Empty the caches of torch's and CuPy's allocators: cuBLAS and cuDNN allocate past both."""
+        torch.cuda.empty_cache()
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 class _CudaPins:

@@ -130,7 +130,8 @@ class Conveyor:
         _check("download", destination, source, source.dtype)
         if self._backend.is_pinned(destination):
             for here, there in _cut(self._chunk_bytes, destination, source):
-                self._send_rounded(here, there, here.dtype)
+                if not self._send_rounded(here, there, here.dtype):
+                    self._download_staged((here,), there, _overwrite, there.dtype)
         else:
             self._download_staged((destination,), source, _overwrite)
 
@@ -208,15 +209,20 @@ class Conveyor:
             self._under_way.append((event, self._kept))
             self._open, self._kept = 0, []
 
-    def _send_rounded(self, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:
+    def _send_rounded(self, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Queue a copy, rounded on the device; False if the device has no memory for that."""
         if source.dtype == dtype:
             self._send(destination, source)
-            return
-        rounded = self._device.empty(source.shape, dtype, stream=self._stream)
+            return True
+        try:
+            rounded = self._device.empty(source.shape, dtype, stream=self._stream)
+        except torch.OutOfMemoryError:
+            return False
         self._stream.cast(rounded, source)
         self._send(destination, rounded)
         # Kept with the last part: earlier parts, which may hold its first bytes, finish before.
         self._kept.append(rounded)
+        return True
 
     # Copies through the ring
 
@@ -228,26 +234,39 @@ class Conveyor:
         self._send(destination, memory)
         slot.used_by = self._stream.record()
 
-    def _download_staged(self, hosts: Sequence[torch.Tensor], source: torch.Tensor, combine: Combine) -> None:
-        on_the_way: deque[tuple[Sequence[torch.Tensor], _Slot]] = deque()
-        for *here, there in _cut(self._slot_bytes, *hosts, source):
-            slot = self._slot(here[0].nbytes)
+    def _download_staged(
+        self,
+        hosts: Sequence[torch.Tensor],
+        source: torch.Tensor,
+        combine: Combine,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dtype`: of the numbers in the ring; None: that of `hosts`, if the device has memory to round them."""
+        dtype = hosts[0].dtype if dtype is None else dtype
+        on_the_way: deque[tuple[Sequence[torch.Tensor], _Slot, torch.dtype]] = deque()
+        for there, *here in _cut(self._slot_bytes, source, *hosts, dtype=dtype):
+            slot = self._slot(there.numel() * dtype.itemsize)
+            if not self._send_rounded(_like(slot.memory, there, dtype), there, dtype):
+                while on_the_way:
+                    self._empty(*on_the_way.popleft(), combine)
+                # The host rounds as the device would.
+                self._download_staged(here, there, combine, there.dtype)
+                continue
             slot.is_full = True
-            self._send_rounded(_like(slot.memory, here[0]), there, here[0].dtype)
             slot.used_by = self._stream.record()
-            on_the_way.append((here, slot))
+            on_the_way.append((here, slot, dtype))
             if len(on_the_way) == _SLOTS - 1:
                 self._empty(*on_the_way.popleft(), combine)
         while on_the_way:
             self._empty(*on_the_way.popleft(), combine)
 
-    def _empty(self, hosts: Sequence[torch.Tensor], slot: _Slot, combine: Combine) -> None:
+    def _empty(self, hosts: Sequence[torch.Tensor], slot: _Slot, dtype: torch.dtype, combine: Combine) -> None:
         assert slot.used_by is not None
         slot.used_by.synchronize()
-        staged = _like(slot.memory, hosts[0])
+        staged = _like(slot.memory, hosts[0], dtype)
         self._backend.host_touch(read=(staged,), write=hosts, what="emptying the ring")
         with torch.no_grad():
-            combine(hosts, staged)
+            combine(hosts, staged.to(hosts[0].dtype))
         slot.is_full = False
 
     def _slot(self, nbytes: int) -> _Slot:
@@ -275,17 +294,20 @@ def _check(what: str, destination: torch.Tensor, source: torch.Tensor, dtype: to
         )
 
 
-def _cut(nbytes: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Matching pieces of all tensors, of about equal length, at most `nbytes` in the dtype of the first."""
+def _cut(
+    nbytes: int, *tensors: torch.Tensor, dtype: torch.dtype | None = None
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Matching pieces of all tensors, of about equal length, at most `nbytes` in `dtype` or that of the first."""
     numel = tensors[0].numel()
-    most = max(nbytes // tensors[0].element_size(), 1)
+    most = max(nbytes // (tensors[0].dtype if dtype is None else dtype).itemsize, 1)
     step = math.ceil(numel / max(math.ceil(numel / most), 1))
     for start in range(0, numel, max(step, 1)):
         yield tuple(tensor[start : start + step] for tensor in tensors)
 
 
-def _like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return memory[: tensor.nbytes].view(tensor.dtype)
+def _like(memory: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dtype = tensor.dtype if dtype is None else dtype
+    return memory[: tensor.numel() * dtype.itemsize].view(dtype)
 
 
 def _overwrite(totals: Sequence[torch.Tensor], arrived: torch.Tensor) -> None:

@@ -91,9 +91,38 @@ class Ticket:
             self._after = ()
         self._left.set()
 
+    def lend(self) -> Ticket:
+        """A ticket for a part of this use: entering it enters this one, and leaving it does nothing.
+
+        So a use may consist of several parts, one after another, on threads that wait for each other.
+        """
+        return _Lent(self)
+
     def over(self) -> bool:
         """Whether this use itself has finished. Never blocks."""
         return self._left.is_set() and all(event.query() for event in self._events)
+
+
+class _Lent(Ticket):
+    """A ticket whose owner leaves it."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: Ticket) -> None:
+        super().__init__(())
+        self._owner = owner
+
+    def open(self) -> bool:
+        return self._owner.open()
+
+    def wait(self, seconds: float) -> bool:
+        return self._owner.wait(seconds)
+
+    def enter(self, stream: Stream | None = None) -> None:
+        self._owner.enter(stream)
+
+    def leave(self, *events: Event) -> None:
+        del events
 
 
 class Turns:

@@ -211,6 +211,8 @@ class RecordedDevice:
         self.generator = inner.generator
         self.reset_peak_memory = inner.reset_peak_memory
         self.synchronize = inner.synchronize
+        self.release_unused = inner.release_unused
+        self.obtainable_bytes = inner.obtainable_bytes
         base = inner.compute.record(timed=True)
         self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = (
             RecordedStream(getattr(inner, name), number, number * len(_STREAMS) + offset, base, log)

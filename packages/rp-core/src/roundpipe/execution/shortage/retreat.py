@@ -1,0 +1,90 @@
+"""A task that ran out of device memory, run again in smaller parts with the device to itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from rp_sched import Task
+from rp_transfer import Ticket
+
+from roundpipe.device.weights import Weights
+from roundpipe.execution.shortage.parts import Part, smaller
+from roundpipe.execution.shortage.ran_out import shortage_of
+from roundpipe.execution.shortage.slots import TaskSlots
+from roundpipe.execution.stage import Stage, Workplace
+from roundpipe.state.model_state import Block
+
+# How often a part that cannot be cut is run again, with the device to itself: what else took memory, such as
+# another process, may be gone.
+_TRIES = 2
+
+
+class Retreat:
+    """Runs what is unfinished of a task in parts that need less memory.
+
+    The parts inherit the task's turns, which stay taken until `close`, its slots, and the seeds of its layers.
+    Gradients that were delivered stay; those of unfinished parts are summed anew.
+
+    `weights`: of the attempt that failed; it has been withdrawn. `note`: called with each error and where it was.
+    """
+
+    def __init__(
+        self, place: Workplace, weights: Weights, slots: TaskSlots, note: Callable[[BaseException, str], None]
+    ) -> None:
+        self._place = place
+        self._slots = slots
+        self._note = note
+        self._turns = dict(weights.turns)
+        self._saved = weights.saved
+        self._owed = weights.undelivered()
+        # The latest part's.
+        self.stage: Stage | None = None
+
+    def run(self, task: Task, error: BaseException) -> None:
+        """Run `task`, which failed with `error`. Raises the error of the first part that cannot be cut again."""
+        pending = deque((part, self._owed) for part in self._instead(Part(task), error))
+        while pending:
+            part, owed = pending.popleft()
+            self._place.lane.make_room()
+            weights = self._weights(part, owed)
+            stage = self.stage = self._place.stage(part.task, weights, self._slots, again=part.again, is_part=True)
+            if (found := shortage_of(stage.run)) is None:
+                continue
+            if not stage.may_run_again:
+                raise found
+            self._note(found, stage.where())
+            left = {block: owed[block] for block in weights.undelivered()}
+            stage.withdraw()
+            pending.extendleft((instead, left) for instead in reversed(self._instead(part, found)))
+
+    def _instead(self, part: Part, error: BaseException) -> list[Part]:
+        """What to run in the place of a part that failed."""
+        call = self._place.call
+        parts = smaller(part, call.state.layers, call.num_microbatches, by_layer=call.grain == "layer")
+        self._slots.expect(cut.task for cut in parts)
+        if parts:
+            return parts
+        if part.tries == _TRIES:
+            raise error
+        return [replace(part, tries=part.tries + 1)]
+
+    def _weights(self, part: Part, owed: dict[Block, Ticket]) -> Weights:
+        place, layers = self._place, self._place.call.state.layers
+        blocks = dict.fromkeys(block for layer in part.task.layers for block in layers[layer].blocks)
+        return Weights(
+            place.lane,
+            place.twins,
+            {block: self._turns[block].lend() for block in blocks},
+            {block: owed[block].lend() for block in blocks if block in owed and part.task.adds_gradients},
+            0,
+            None,
+            place.tracer,
+            self._saved,
+        )
+
+    def close(self) -> None:
+        """Wait until nothing that the parts have queued uses the task's memory; then its turns may be left."""
+        self._place.lane.outbox.wait_for_room(0)
+        self._place.lane.settle_device()
