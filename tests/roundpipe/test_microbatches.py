@@ -136,6 +136,7 @@ def test_outputs_in_microbatches_keep_theirs(make: Make) -> None:
         found = second(first(torch.ones(12, 8)), roundpipe_run_config=RoundPipeRunConfig(merge_output=False))
     assert len(found) == 4
     assert second.num_microbatch is None
+    assert second.engine._planner.chosen == {}
 
 
 def test_words_other_than_auto_are_refused() -> None:
