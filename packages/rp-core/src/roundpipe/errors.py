@@ -7,8 +7,12 @@
     ├── Stale                 backward through weights that were replaced since forward
     ├── GradientsIncomplete   a call failed and left part of its gradients
     ├── StepFailed            a step function failed and left part of its update
-    └── HostMemoryShort       what a model, call or step needs does not fit into host memory
+    ├── HostMemoryShort       what a model, call or step needs does not fit into host memory
+    └── CheckpointError       a checkpoint cannot be written or read
+        ├── CheckpointDamaged     a file of it is not what was written, or it was never finished
+        └── CheckpointMismatch    it is of another model, or of other optimizers
     HostMemoryWarning (RuntimeWarning)  what a model is likely to need does not fit
+    CheckpointWarning (RuntimeWarning)  what a checkpoint does not have, or was changed to fit
 """
 
 from __future__ import annotations
@@ -40,6 +44,22 @@ class StepFailed(RoundPipeError):
 
 class HostMemoryShort(RoundPipeError):
     """Host memory does not suffice; nothing was allocated. The message has the sum by kind and what would help."""
+
+
+class CheckpointError(RoundPipeError):
+    """A checkpoint cannot be written or read; training can go on, and earlier checkpoints are as they were."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint was never finished, or a file of it was cut, changed, removed or mixed up; it is not loaded."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is of another model, or of other optimizers, than those that it is to be loaded into."""
+
+
+class CheckpointWarning(RuntimeWarning):
+    """What a checkpoint does not have, or what was changed to fit the model that it is loaded into."""
 
 
 class HostMemoryWarning(RuntimeWarning):

@@ -4,14 +4,17 @@ from rp_presets.convert import to_sequential
 from rp_presets.errors import NotARow, UnknownLoss, UnsupportedModel
 from rp_presets.loading import checkpoint_bytes, load_pretrained
 from rp_presets.losses import LazyLogits, OwnLoss, OwnLosses, Share, causal_lm_loss, lazy_logits, observe_loss
+from rp_presets.saving import Conversion, SavedLayout, saved_layout, saves_itself, write_configuration
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Conversion",
     "LazyLogits",
     "NotARow",
     "OwnLoss",
     "OwnLosses",
+    "SavedLayout",
     "Share",
     "UnknownLoss",
     "UnsupportedModel",
@@ -21,5 +24,8 @@ __all__ = [
     "lazy_logits",
     "load_pretrained",
     "observe_loss",
+    "saved_layout",
+    "saves_itself",
     "to_sequential",
+    "write_configuration",
 ]

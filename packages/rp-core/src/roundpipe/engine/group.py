@@ -7,9 +7,11 @@ from contextvars import ContextVar
 from functools import cache, partial
 
 import torch
+from rp_optim.jobs import Outcome
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from roundpipe.engine.capture import Captured, Held, held_by, run_capture
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.host_parameters import HostParameters
@@ -114,6 +116,33 @@ class Joint:
                 if host.state.unpublished:
                     host.publish()
 
+    def settle_weights(self) -> None:
+        """Publish the last step's result, and wait for all who write weights or buffers, from any thread.
+
+        Inside a step function of this model it does nothing, see `sync_optim_param`. Where nothing can be waited
+        for, inside layers and in forked processes, it does nothing unless there is something to publish.
+        """
+        if not (self._runtime.may_wait() or self.is_behind()):
+            return
+        self._runtime.visit(self._for_each(lambda host: host.settle_weights()))
+
+    def wait_for_steps(self) -> None:
+        """Wait, on any thread but the optimizer's, for the steps that were launched; raise nothing."""
+        if not self._runtime.optimizer.is_current() and not self._runtime.closed:
+            self._runtime.optimizer.submit(_nothing).wait()
+
+    def capture(self, read: Callable[[Captured], None]) -> Outcome[None]:
+        """Queue a reader of the whole model after the steps launched so far; the next step waits for it.
+
+        `read`: called once on the optimizer's thread; must not raise. A call of another thread is waited for.
+        """
+        return self._runtime.visit(partial(self._capture, read))
+
+    def _capture(self, read: Callable[[Captured], None]) -> Outcome[None]:
+        with in_call("checkpoint", self._name), taking() as take:
+            captures = [host.prepare_capture(take) for host in self._hosts]
+            return self._hosts[0].submit_step(partial(run_capture, self._name, captures, read))
+
     def is_behind(self) -> bool:
         """Whether a step's result is not published yet; inside a step function there is nothing to publish."""
         if self._runtime.optimizer.is_current():
@@ -157,6 +186,20 @@ class Joint:
         """
         self._runtime.carry_out(self._for_each(lambda host: host.replaced(parameters)))
 
+    def begin_restoring(self) -> tuple[Held, ...]:
+        """Wait for all work; return the places that the caller loads a checkpoint into, see `restored`."""
+        self.make_current()
+        self._runtime.carry_out(self._for_each(lambda host: host.begin_restoring()))
+        return tuple(held_by(self._states()))
+
+    def refuse_until_restored(self) -> None:
+        """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
+        self._runtime.carry_out(self._for_each(lambda host: host.refuse_until_restored()))
+
+    def restored(self, *, is_behind: bool) -> None:
+        """Go on from the weights and masters that the caller has written. `is_behind`: see `Captured`."""
+        self._runtime.carry_out(self._for_each(lambda host: host.restored(is_behind=is_behind)))
+
     def _for_each(self, do: Callable[[HostParameters], None]) -> Callable[[], None]:
         def do_all() -> None:
             for host in self._hosts:
@@ -167,3 +210,7 @@ class Joint:
     def _raise_late_errors(self) -> None:
         for host in self._hosts:
             host.raise_late_errors()
+
+
+def _nothing() -> None:
+    pass

@@ -202,6 +202,27 @@ class RoundPipeBase(nn.Module):
         self.model.requires_grad_(requires_grad)
         return self
 
+    # Checkpoints: see `roundpipe.checkpoints`
+
+    @property
+    def named_model(self) -> nn.Module:
+        """The user's own model, whose names count."""
+        return self._named
+
+    @property
+    def joint(self) -> Joint:
+        """The model on the host, between calls."""
+        return self._joint
+
+    def settle(self) -> None:
+        """Publish the results of all steps so far, and wait for all who write weights or buffers.
+
+        On any thread: it waits for another thread's call. Inside a step function it returns at once.
+
+        Raises errors of earlier calls and steps that were not raised yet.
+        """
+        self._joint.settle_weights()
+
     # Names: those of the user's own model
 
     def named_modules(
