@@ -78,8 +78,10 @@ def held_by(states: Iterable[ModelState]) -> Iterator[Held]:
     """All tensors of these models that are in blocks."""
     for state in states:
         for block in state.blocks:
+            # A parameter that was frozen later keeps a master that nothing uses.
+            masters = state.masters if block.kind == "trainable" else {}
             for tensor, value in zip(block.tensors, block.values, strict=True):
-                yield Held(tensor, block.kind, value, state.masters.get(tensor))
+                yield Held(tensor, block.kind, value, masters.get(tensor))
 
 
 def run_capture(name: str, captures: Sequence[Capture], read: Callable[[Captured], None], tracer: Tracer) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
+from weakref import WeakSet
 
 import torch
+from rp_optim.host import HostOptimizer
 from rp_optim.jobs import Outcome
+from rp_optim.worker import wait_for_steps
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -50,6 +53,8 @@ class Joint:
         self._hosts = tuple(hosts)
         self._runtime = runtime
         self._foresight = Foresight(name, runtime)
+        # Torch's optimizers whose state dicts wait for steps.
+        self._guarded: WeakSet[Optimizer] = WeakSet()
         _watch_optimizers()
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
@@ -81,11 +86,19 @@ class Joint:
 
     def _checked(self, step_fn: Callable[[], object]) -> None:
         """Run a step function; before an optimizer makes its state, check that it fits."""
-        token = _CHECK.set(lambda optimizer: self._foresight.check_step(self._states(), optimizer))
+        token = _CHECK.set(self._check_optimizer)
         try:
             step_fn()
         finally:
             _CHECK.reset(token)
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check an optimizer that is about to step; from now on its state dicts are of one step."""
+        self._foresight.check_step(self._states(), optimizer)
+        if optimizer not in self._guarded and not isinstance(optimizer, HostOptimizer):
+            self._guarded.add(optimizer)
+            optimizer.register_state_dict_pre_hook(_wait_for_steps)
+            optimizer.register_load_state_dict_pre_hook(_wait_for_steps)
 
     def synchronize(self) -> None:
         """Wait for all work, publish the last step's result, and set ``.grad`` on the parameters."""
@@ -125,11 +138,6 @@ class Joint:
         if not (self._runtime.may_wait() or self.is_behind()):
             return
         self._runtime.visit(self._for_each(lambda host: host.settle_weights()))
-
-    def wait_for_steps(self) -> None:
-        """Wait, on any thread but the optimizer's, for the steps that were launched; raise nothing."""
-        if not self._runtime.optimizer.is_current() and not self._runtime.closed:
-            self._runtime.optimizer.submit(_nothing).wait()
 
     def capture(self, read: Callable[[Captured], None]) -> Outcome[None]:
         """Queue a reader of the whole model after the steps launched so far; the next step waits for it.
@@ -212,5 +220,6 @@ class Joint:
             host.raise_late_errors()
 
 
-def _nothing() -> None:
-    pass
+def _wait_for_steps(*_: object) -> None:
+    """A hook of torch's optimizers. Ours wait without one."""
+    wait_for_steps()
