@@ -148,9 +148,9 @@ def load_checkpoint(
         is_behind = bool(opened.description["is_behind"])
         for name, tensor in layout.tensors.items():
             _load_tensor(opened, name, tensor, held.get(id(tensor)), notes, is_behind=is_behind)
-        model.joint.restored(is_behind=is_behind)
         for matched in states:
             matched.load(notes)
+        model.joint.restored(is_behind=is_behind)
     _load_computed(opened, layout)
     _load_rest(opened, scaler, several)
     if random:
