@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.device import transfers
 from roundpipe.device.randomness import Drawer, Randomness
 from roundpipe.execution import stage
 from rp_sched import Plan
+from safetensors.torch import load_file
 from torch import nn
 
 STAGED = Plan([range(0, 1), range(1, 3)], range(3, 5), [range(2, 3), range(0, 2)])
@@ -671,6 +674,31 @@ def syncing_waits_for_steps() -> None:
         assert all(bool((weight == 0.5).all()) for weight in ours.parameters())
 
 
+def what_is_saved_has_the_buffers_of_the_calls_before() -> None:
+    """A checkpoint has what layers have written to their buffers, which may still be on its way."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:2") as runtime, tempfile.TemporaryDirectory() as folder:
+        model = wrap(ours, runtime, STAGED)
+        call(model, 0)
+        plain(theirs, 0)
+        with warnings.catch_warnings(record=True):
+            path = save_checkpoint(f"{folder}/c", model).path
+        found = load_file(path / "model.safetensors")
+        for name, value in theirs.state_dict().items():
+            same(found[name], value)
+
+
+def state_dicts_have_the_buffers_of_the_calls_before() -> None:
+    """A state dict has what layers have written to their buffers, which may still be on its way."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        call(model, 0)
+        plain(theirs, 0)
+        for name, value in model.state_dict().items():
+            same(value, theirs.state_dict()[name])
+
+
 SCENARIOS: list[Callable[[], None]] = [
     lambda: delayed_training(STAGED),
     lambda: delayed_training(DIVIDED),
@@ -697,6 +725,8 @@ SCENARIOS: list[Callable[[], None]] = [
     an_error_waits_for_gradients_on_their_way,
     packed_outputs_are_read_when_they_have_come,
     syncing_waits_for_steps,
+    what_is_saved_has_the_buffers_of_the_calls_before,
+    state_dicts_have_the_buffers_of_the_calls_before,
 ]
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -130,9 +130,9 @@ class SavingCheckpoint:
             raise _told(self.path, error) from error
         snapshot = self._snapshot = Snapshot(layout, training)
 
-        def read(captured: Captured) -> None:
+        def read(capture: Callable[[], Captured]) -> None:
             try:
-                snapshot.note_small(captured)
+                snapshot.note_small(capture())
                 self._small.carry_out()
                 snapshot.write_large(writer, shard_bytes)
             except BaseException as error:

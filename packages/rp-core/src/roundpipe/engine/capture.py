@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rp_transfer import Kind, Ticket
@@ -31,8 +32,8 @@ class Held:
 class Captured:
     """A whole model between two steps.
 
-    `is_behind`: calls do not read the last step's result yet, which the masters have. `has_gradients`: calls since
-    the last step have left some.
+    `is_behind`: calls do not read the last step's result yet, which the masters have. `has_gradients`: calls were
+    launched since the last step that leave some.
     """
 
     held: tuple[Held, ...]
@@ -41,36 +42,30 @@ class Captured:
 
 
 class Capture:
-    """One model's turns as a reader of all blocks, taken at launch. `is_behind`: see `Captured`."""
+    """One model's turns as a reader of all blocks, taken at launch. For the rest see `Captured`."""
 
-    def __init__(self, state: ModelState, blocks: dict[Block, Ticket], gradients: dict[Block, Ticket]) -> None:
+    def __init__(self, state: ModelState, blocks: dict[Block, Ticket], *, has_gradients: bool) -> None:
         self.state = state
         self.is_behind = state.unpublished
+        self.has_gradients = has_gradients
         self._blocks = blocks
-        self._gradients = gradients
 
-    def enter(self) -> bool:
-        """Wait for all turns; return whether the model has gradients, whose turns end here.
+    def enter(self) -> None:
+        """Wait for all turns.
 
         Raises `StepFailed` if the step before has failed.
         """
         for ticket in self._blocks.values():
             ticket.enter()
-        has_gradients = False
-        for block, ticket in self._gradients.items():
-            ticket.enter()
-            has_gradients |= block.gradient is not None and bool(block.gradient.written)
-            ticket.leave()
         if self.state.failed is not None:
             raise StepFailed(f"the last step failed half-way ({self.state.failed}), so it has no result to save")
         self.state.backend.host_touch(
             read=[tensor for block in self._blocks for tensor in block.host_tensors()], what="a checkpoint"
         )
-        return has_gradients
 
     def leave(self) -> None:
         """Leave all turns that were not left yet."""
-        for ticket in (*self._blocks.values(), *self._gradients.values()):
+        for ticket in self._blocks.values():
             ticket.leave()
 
 
@@ -84,16 +79,27 @@ def held_by(states: Iterable[ModelState]) -> Iterator[Held]:
                 yield Held(tensor, block.kind, value, masters.get(tensor))
 
 
-def run_capture(name: str, captures: Sequence[Capture], read: Callable[[Captured], None], tracer: Tracer) -> None:
-    """Have `read` called with the model as the steps before have left it; on the optimizer's thread.
+def run_capture(
+    name: str, captures: Sequence[Capture], read: Callable[[Callable[[], Captured]], None], tracer: Tracer
+) -> None:
+    """Have `read` called, on the optimizer's thread; the next step, and publications, wait until it returns.
 
-    The next step, and publications, wait until it returns.
+    Its argument waits for the turns and returns the model as the steps before have left it. It may raise
+    `StepFailed`.
     """
     try:
         with tracer.on_host(OPTIMIZER, "wait", f"checkpoint of {name}", reason="checkpoint"):
-            gradients = [capture.enter() for capture in captures]
-            held = tuple(held_by(capture.state for capture in captures))
-            read(Captured(held, any(capture.is_behind for capture in captures), any(gradients)))
+            read(partial(_entered, captures))
     finally:
         for capture in captures:
             capture.leave()
+
+
+def _entered(captures: Sequence[Capture]) -> Captured:
+    for capture in captures:
+        capture.enter()
+    return Captured(
+        tuple(held_by(capture.state for capture in captures)),
+        is_behind=any(capture.is_behind for capture in captures),
+        has_gradients=any(capture.has_gradients for capture in captures),
+    )

@@ -139,14 +139,14 @@ class Joint:
             return
         self._runtime.visit(self._for_each(lambda host: host.settle_weights()))
 
-    def capture(self, read: Callable[[Captured], None]) -> Outcome[None]:
+    def capture(self, read: Callable[[Callable[[], Captured]], None]) -> Outcome[None]:
         """Queue a reader of the whole model after the steps launched so far; the next step waits for it.
 
-        `read`: called once on the optimizer's thread; must not raise. A call of another thread is waited for.
+        `read`: see `run_capture`; called once, and must not raise. A call of another thread is waited for.
         """
         return self._runtime.visit(partial(self._capture, read))
 
-    def _capture(self, read: Callable[[Captured], None]) -> Outcome[None]:
+    def _capture(self, read: Callable[[Callable[[], Captured]], None]) -> Outcome[None]:
         with in_call("checkpoint", self._name), taking() as take:
             captures = [host.prepare_capture(take) for host in self._hosts]
             return self._hosts[0].submit_step(partial(run_capture, self._name, captures, read))

@@ -121,15 +121,12 @@ class HostParameters:
         return self._updates.prepare(take, is_async=is_async)
 
     def prepare_capture(self, take: Take) -> Capture:
-        """Take a reader's turn of all blocks and gradients, after taking over what was written outside."""
+        """Take a reader's turn of all blocks, after taking over what was written outside."""
         self.raise_late_errors()
         self._refuse_failed()
         self._refresh()
         blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
-        gradients = {
-            block: take(block.gradient.turns, write=False) for block in self.state.trainable if block.gradient
-        }
-        return Capture(self.state, blocks, gradients)
+        return Capture(self.state, blocks, has_gradients=bool(self._additions))
 
     def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a step's job."""
@@ -207,7 +204,6 @@ class HostParameters:
 
     def restored(self, *, is_behind: bool) -> None:
         """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `Captured`."""
-        self._settle()
         self._drop_gradients()
         for block in self.state.trainable:
             block.complete = {}
@@ -220,10 +216,9 @@ class HostParameters:
         self.raise_late_errors()
         if self.state.unpublished:
             self.publish()
-        self._updates.wait()
         for block in self.state.blocks:
             with own_turn(block.turns, write=False):
-                pass
+                self.state.backend.host_touch(read=block.host_tensors(), what="a state dict")
 
     def _forget_failed_step(self) -> None:
         if self.state.failed is not None:
