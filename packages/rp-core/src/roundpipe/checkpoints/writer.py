@@ -99,9 +99,10 @@ class Writer:
         begin = torch.frombuffer(bytearray(header(sources, metadata)), dtype=torch.uint8)
         for piece in chain(self._cut(begin), *(source.pieces() for source in sources)):
             for full in stride.take(piece):
-                self._send(file, full)
-        if (rest := stride.rest()) is not None:
-            self._send(file, rest)
+                self._send(file, full, full.numel())
+        rest, length = stride.rest()
+        if rest is not None:
+            self._send(file, rest, length)
 
     def _cut(self, content: torch.Tensor) -> list[torch.Tensor]:
         return [content[at : at + self._stride_bytes] for at in range(0, content.numel(), self._stride_bytes)]
@@ -130,22 +131,21 @@ class Writer:
                 told = "the checkpoint in %s: the disk has taken nothing for %.0f s; the next step waits for it"
                 _LOG.warning(told, self._folder, _LONG_S)
 
-    def _send(self, file: _OneFile, filled: torch.Tensor) -> None:
-        offset, length = file.nbytes, filled.numel()
+    def _send(self, file: _OneFile, buffer: torch.Tensor, length: int) -> None:
+        offset = file.nbytes
         file.nbytes += length
         self.nbytes += length
         worker = self._workers[offset // self._stride_bytes % _THREADS]
-        self._writes.append(worker.submit(self._write, file, filled, offset))
+        self._writes.append(worker.submit(self._write, file, buffer, length, offset))
 
-    def _write(self, file: _OneFile, filled: torch.Tensor, offset: int) -> None:
+    def _write(self, file: _OneFile, buffer: torch.Tensor, length: int, offset: int) -> None:
         try:
             if self._error is None:
-                file.write(memory_of(filled), offset)
+                file.write(memory_of(buffer)[:length], offset)
         except BaseException as error:
             self._error = self._error or error
         finally:
-            whole = filled if filled._base is None else filled._base
-            self._free.put(whole)
+            self._free.put(buffer)
 
     def raise_error(self) -> None:
         """Raise the first error of the writing threads, if there was one."""
@@ -199,9 +199,9 @@ class _Stride:
                 self._buffer, self._filled = None, 0
         return full
 
-    def rest(self) -> torch.Tensor | None:
-        """What is filled of the last buffer."""
-        return None if self._buffer is None else self._buffer[: self._filled]
+    def rest(self) -> tuple[torch.Tensor | None, int]:
+        """The last buffer, and how much of it is filled."""
+        return self._buffer, self._filled
 
 
 def _nothing() -> None:
