@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -183,9 +183,8 @@ class _Stride:
         self._buffer: torch.Tensor | None = None
         self._filled: int = 0
 
-    def take(self, piece: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Copy this in; return the buffers that are full now."""
-        full: list[torch.Tensor] = []
+    def take(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Copy this in; yield each buffer that is full then."""
         while piece.numel():
             if self._buffer is None:
                 self._buffer = self._new()
@@ -195,9 +194,8 @@ class _Stride:
             self._filled += part.numel()
             piece = piece[room:]
             if self._filled == self._buffer.numel():
-                full.append(self._buffer)
-                self._buffer, self._filled = None, 0
-        return full
+                full, self._buffer, self._filled = self._buffer, None, 0
+                yield full
 
     def rest(self) -> tuple[torch.Tensor | None, int]:
         """The last buffer, and how much of it is filled."""
