@@ -10,7 +10,6 @@ import copy
 import gc
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -674,15 +673,21 @@ def syncing_waits_for_steps() -> None:
         assert all(bool((weight == 0.5).all()) for weight in ours.parameters())
 
 
+def forward_only(ours: RoundPipe, theirs: nn.Module) -> None:
+    """Run both forward; returns before what our layers have written has come."""
+    with torch.no_grad():
+        ours(data(0)[0], roundpipe_run_config=RoundPipeRunConfig(merge_output=False))
+        for part in data(0)[0].chunk(4):
+            theirs(part)
+
+
 def what_is_saved_has_the_buffers_of_the_calls_before() -> None:
     """A checkpoint has what layers have written to their buffers, which may still be on its way."""
     ours, theirs = layers(), layers()
     with Runtime("cpu:2") as runtime, tempfile.TemporaryDirectory() as folder:
         model = wrap(ours, runtime, STAGED)
-        call(model, 0)
-        plain(theirs, 0)
-        with warnings.catch_warnings(record=True):
-            path = save_checkpoint(f"{folder}/c", model).path
+        forward_only(model, theirs)
+        path = save_checkpoint(f"{folder}/c", model).path
         found = load_file(path / "model.safetensors")
         for name, value in theirs.state_dict().items():
             same(found[name], value)
@@ -693,11 +698,7 @@ def state_dicts_have_the_buffers_of_the_calls_before() -> None:
     ours, theirs = layers(), layers()
     with Runtime("cpu:2") as runtime:
         model = wrap(ours, runtime, STAGED)
-        with torch.no_grad():
-            # Returns before its results have come.
-            model(data(0)[0], roundpipe_run_config=RoundPipeRunConfig(merge_output=False))
-            for part in data(0)[0].chunk(4):
-                theirs(part)
+        forward_only(model, theirs)
         for name, value in model.state_dict().items():
             same(value, theirs.state_dict()[name])
 
