@@ -169,6 +169,13 @@ WAITS = [
         "parameters are read when the last result is in them",
         "        self._updates.publish()\n        self.raise_late_errors()\n",
     ),
+    Wait("engine/capture.py", "ticket.enter()", "a checkpoint waits for those who write buffers"),
+    Wait(
+        "engine/host_parameters.py",
+        "with own_turn(block.turns, write=False):",
+        "a state dict waits for those who write buffers",
+        "if True:",
+    ),
     Wait("execution/packed_data.py", "here.synchronize()", "packed outputs are read when they have come"),
     Wait(
         "engine/host_parameters.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,12 +18,13 @@ from unittest import mock
 
 import pytest
 import torch
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.device import transfers
 from roundpipe.device.randomness import Drawer, Randomness
 from roundpipe.execution import stage
 from rp_sched import Plan
 from rp_transfer.cpu.backend import CpuDevice
+from safetensors.torch import load_file
 from torch import nn
 
 STAGED = Plan([range(0, 1), range(1, 3)], range(3, 5), [range(2, 3), range(0, 2)])
@@ -696,6 +698,36 @@ def memory_that_runs_out(plan: Plan) -> None:
             same_weights(ours, theirs)
 
 
+def forward_only(ours: RoundPipe, theirs: nn.Module) -> None:
+    """Run both forward; returns before what our layers have written has come."""
+    with torch.no_grad():
+        ours(data(0)[0], roundpipe_run_config=RoundPipeRunConfig(merge_output=False))
+        for part in data(0)[0].chunk(4):
+            theirs(part)
+
+
+def what_is_saved_has_the_buffers_of_the_calls_before() -> None:
+    """A checkpoint has what layers have written to their buffers, which may still be on its way."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:2") as runtime, tempfile.TemporaryDirectory() as folder:
+        model = wrap(ours, runtime, STAGED)
+        forward_only(model, theirs)
+        path = save_checkpoint(f"{folder}/c", model).path
+        found = load_file(path / "model.safetensors")
+        for name, value in theirs.state_dict().items():
+            same(found[name], value)
+
+
+def state_dicts_have_the_buffers_of_the_calls_before() -> None:
+    """A state dict has what layers have written to their buffers, which may still be on its way."""
+    ours, theirs = layers(), layers()
+    with Runtime("cpu:2") as runtime:
+        model = wrap(ours, runtime, STAGED)
+        forward_only(model, theirs)
+        for name, value in model.state_dict().items():
+            same(value, theirs.state_dict()[name])
+
+
 SCENARIOS: list[Callable[[], None]] = [
     lambda: delayed_training(STAGED),
     lambda: delayed_training(DIVIDED),
@@ -724,6 +756,8 @@ SCENARIOS: list[Callable[[], None]] = [
     syncing_waits_for_steps,
     lambda: memory_that_runs_out(STAGED),
     lambda: memory_that_runs_out(Plan(fused=range(0, 5))),
+    what_is_saved_has_the_buffers_of_the_calls_before,
+    state_dicts_have_the_buffers_of_the_calls_before,
 ]
 
 

@@ -4,6 +4,9 @@ Importing this opens no device and starts no thread; a `Runtime` or the first mo
 """
 
 from roundpipe import optim
+from roundpipe.checkpoints.load import LoadedCheckpoint, load_checkpoint
+from roundpipe.checkpoints.manager import CheckpointManager
+from roundpipe.checkpoints.save import SavingCheckpoint, save_checkpoint
 from roundpipe.context import (
     OptimizerCtx,
     doing_optimizer,
@@ -15,6 +18,10 @@ from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import (
     Busy,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointWarning,
     DeviceMemoryWarning,
     GradientsIncomplete,
     HostMemoryShort,
@@ -45,11 +52,17 @@ __all__ = [
     "AutoRoundPipe",
     "Busy",
     "CallTime",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointMismatch",
+    "CheckpointWarning",
     "DeviceMemoryWarning",
     "GradScaler",
     "GradientsIncomplete",
     "HostMemoryShort",
     "HostMemoryWarning",
+    "LoadedCheckpoint",
     "MemoryForecast",
     "MemoryReport",
     "ModelExecutePlan",
@@ -60,6 +73,7 @@ __all__ = [
     "RoundPipePackedData",
     "RoundPipeRunConfig",
     "Runtime",
+    "SavingCheckpoint",
     "Stale",
     "StepFailed",
     "TokenMean",
@@ -69,8 +83,10 @@ __all__ = [
     "doing_recompute",
     "from_pretrained",
     "get_recompute_data",
+    "load_checkpoint",
     "optim",
     "profile",
+    "save_checkpoint",
     "save_for_recompute",
     "token_mean",
     "wrap_model_to_roundpipe",

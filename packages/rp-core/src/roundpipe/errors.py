@@ -8,10 +8,14 @@
     ├── GradientsIncomplete   a call failed and left part of its gradients
     ├── StepFailed            a step function failed and left part of its update
     ├── HostMemoryShort       what a model, call or step needs does not fit into host memory
-    └── TrainsNothing         an optimizer steps, but not the parameters that train
+    ├── TrainsNothing         an optimizer steps, but not the parameters that train
+    └── CheckpointError       a checkpoint cannot be written or read
+        ├── CheckpointDamaged     a file of it is not what was written, or it was never finished
+        └── CheckpointMismatch    it is of another model, or of other optimizers
     HostMemoryWarning (RuntimeWarning)    what a model is likely to need does not fit
     DeviceMemoryWarning (RuntimeWarning)  a device ran out of memory, and the call went on in smaller parts
     TrainingWarning (UserWarning)         a training loop that runs, but is unlikely to do what was meant
+    CheckpointWarning (RuntimeWarning)    what a checkpoint does not have, or was changed to fit
 """
 
 from __future__ import annotations
@@ -51,6 +55,22 @@ class TrainsNothing(RoundPipeError):
 
 class TrainingWarning(UserWarning):
     """A training loop that runs, but is unlikely to do what was meant; the message has the line to write."""
+
+
+class CheckpointError(RoundPipeError):
+    """A checkpoint cannot be written or read; training can go on, and earlier checkpoints are as they were."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint was never finished, or a file of it was cut, changed, removed or mixed up; it is not loaded."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is of another model, or of other optimizers, than those that it is to be loaded into."""
+
+
+class CheckpointWarning(RuntimeWarning):
+    """What a checkpoint does not have, or what was changed to fit the model that it is loaded into."""
 
 
 class HostMemoryWarning(RuntimeWarning):

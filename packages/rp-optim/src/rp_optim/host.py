@@ -13,6 +13,7 @@ from rp_optim.checks import check_counter, check_memory, check_option_flags, che
 from rp_optim.gradients import gradient_of
 from rp_optim.kernels.updates import Spot
 from rp_optim.masters import by_arrival, link_of
+from rp_optim.worker import wait_for_steps
 
 # A parameter group as torch keeps it: numbers, flags, tensors and the list of parameters.
 Group = dict[str, Any]
@@ -59,6 +60,19 @@ class HostOptimizer(torch.optim.Optimizer):
         for group in state["param_groups"]:
             self._check_group(group)
         super().__setstate__(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch: of one step. It waits for the steps that were launched, unless it is called in one.
+
+        Its tensors are the optimizer's own, which the next step changes: clone them to keep the values.
+        """
+        wait_for_steps()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]  # torch disables dynamo
+        """As in torch, after waiting for the steps that were launched."""
+        wait_for_steps()
+        super().load_state_dict(state_dict)
 
     def _check_group(self, group: Group) -> None:
         check_option_flags(type(self).__name__, group)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -344,6 +344,49 @@ class GradScaler:
         self._seen = self._last = _done(loaded)
         self._scale_given = None
         self._set_here = {}
+
+    def exact_state(self) -> dict[str, Any]:
+        """The state, and what an asynchronous `update` has left to do: plain numbers, for `load_exact_state`.
+
+        The training loop uses the scale of the update before the last one, which `state_dict` does not have. Call
+        it while the training loop does not use the scaler; waits for all launched steps.
+
+        >>> scaler = GradScaler(init_scale=8.0)
+        >>> other = GradScaler()
+        >>> other.load_exact_state(scaler.exact_state())
+        >>> other.get_scale()
+        8.0
+        """
+        if not self.enabled:
+            return {}
+        self._settle()
+        return {
+            "latest": asdict(self._own),
+            "used": asdict(self._seen.result()),
+            "unscale_with": self._unscale_with,
+            "scale_given": self._scale_given,
+            "set_here": {name: [at, value] for name, (at, value) in self._set_here.items()},
+        }
+
+    def load_exact_state(self, state: Mapping[str, Any]) -> None:
+        """Load what `exact_state` returned, after waiting for all launched steps. Does nothing if not enabled.
+
+        Raises `ScalerMisuse` for the empty state of a scaler that was not enabled.
+        """
+        if not self.enabled:
+            return
+        if not state:
+            raise ScalerMisuse("the state is empty, as that of a scaler that is not enabled; load another one")
+        self._settle()
+        latest, used = _Numbers(**state["latest"]), _Numbers(**state["used"])
+        for numbers in (latest, used):
+            _check(numbers)
+        self._forget_steps()
+        self._own, self._unscale_with = latest, state["unscale_with"]
+        self._seen, self._last = _done(used), _done(latest)
+        self._launched = latest.updates
+        self._scale_given = state["scale_given"]
+        self._set_here = {name: (at, value) for name, (at, value) in state["set_here"].items()}
 
     def _settle(self) -> None:
         if self._thread is not None and not self._on_thread():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -27,6 +28,14 @@ _here = _Here()
 def on_any_optimizer_thread() -> bool:
     """Whether the calling thread is the thread of any `OptimizerThread`."""
     return _here.is_optimizer
+
+
+def wait_for_steps() -> None:
+    """Wait for the jobs queued on all optimizer threads; on one of them, return at once."""
+    if on_any_optimizer_thread():
+        return
+    for thread in list(_THREADS):
+        thread.wait()
 
 
 class OptimizerThread:
@@ -54,11 +63,21 @@ class OptimizerThread:
         self._failing = threading.Lock()
         num_threads = max(1, torch.get_num_threads() - leave_cores)
         self._worker = Worker("roundpipe-optimizer", partial(_start, num_threads))
+        self._has_jobs = False
+        _THREADS.add(self)
+
+    def wait(self) -> None:
+        """Wait until all queued jobs are done; raise nothing. Returns at once after `close`."""
+        if not self._has_jobs or not self._worker.is_here():
+            return
+        with suppress(RuntimeError):
+            self._worker.submit(_nothing).wait()
 
     def submit(
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Outcome[_Result]:
         """Queue a job. Its result or exception is only in the returned outcome, not kept by this object."""
+        self._has_jobs = True
         return self._worker.submit(self._counted, job, args, kwargs)
 
     def _counted(self, job: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
@@ -80,6 +99,7 @@ class OptimizerThread:
 
     def queue(self, fn: Callable[_Arguments, object], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
         """Queue a job like `launch_optim_kernel`, but raise nothing here and leave it out of `num_failed`."""
+        self._has_jobs = True
         self._worker.submit(self._run, fn, args, kwargs)
 
     def _run(self, fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -127,6 +147,10 @@ class OptimizerThread:
         self._worker.close()
 
     shutdown_optim = close
+
+
+# Only read and added to: no order.
+_THREADS: WeakSet[OptimizerThread] = WeakSet()
 
 
 def _nothing() -> None:

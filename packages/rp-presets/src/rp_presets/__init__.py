@@ -5,14 +5,17 @@ from rp_presets.errors import NotARow, UnknownLoss, UnsupportedModel
 from rp_presets.loading import checkpoint_bytes, load_pretrained
 from rp_presets.losses import LazyLogits, OwnLoss, OwnLosses, Share, causal_lm_loss, lazy_logits, observe_loss
 from rp_presets.observing.candidates import lists_of_layers
+from rp_presets.saving import Conversion, SavedLayout, saved_layout, saves_itself, write_configuration
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Conversion",
     "LazyLogits",
     "NotARow",
     "OwnLoss",
     "OwnLosses",
+    "SavedLayout",
     "Share",
     "UnknownLoss",
     "UnsupportedModel",
@@ -23,5 +26,8 @@ __all__ = [
     "lists_of_layers",
     "load_pretrained",
     "observe_loss",
+    "saved_layout",
+    "saves_itself",
     "to_sequential",
+    "write_configuration",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import rp_batch
 import torch
-from rp_sched import LayerCost, Mode, Task
+from rp_sched import LayerCost, Mode, Plan, Task
 from torch import nn
 
 from roundpipe.device.compiling import CompileOptions, Compiler
@@ -57,6 +57,10 @@ class Engine:
     def call_times(self) -> list[CallTime]:
         """What plans promise that calls take, and what they took."""
         return self._planner.log.times()
+
+    def plans(self) -> dict[tuple[Mode, int], Plan]:
+        """The latest plan of each kind of call and number of microbatches."""
+        return self._planner.log.plans()
 
     def layer_costs(self, mode: Mode) -> list[LayerCost]:
         """The planner's cost estimate for each layer."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from weakref import WeakSet
 
 import torch
+from rp_optim.host import HostOptimizer
 from rp_optim.jobs import Outcome
+from rp_optim.worker import wait_for_steps
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from roundpipe.engine.capture import Captured, Held, held_by, run_capture
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.host_parameters import HostParameters
@@ -34,11 +38,12 @@ class Joint:
         self._hosts = tuple(hosts)
         self._runtime = runtime
         self._foresight = Foresight(name, runtime)
-        # Before an optimizer makes its state, check that it fits.
-        self._watched = Watched(lambda optimizer: self._foresight.check_step(self._states(), optimizer))
+        self._watched = Watched(self._check_optimizer)
         watch_optimizers()
         # Of the last step.
         self._step_outcome: Outcome[None] | None = None
+        # Torch's optimizers whose state dicts wait for steps.
+        self._guarded: WeakSet[Optimizer] = WeakSet()
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The master weight of each trainable parameter."""
@@ -70,6 +75,15 @@ class Joint:
                 wait_until(outcome.wait)
                 self._raise_late_errors()
 
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check an optimizer that is about to step; from now on its state dicts are of one step."""
+        # Before it makes its state.
+        self._foresight.check_step(self._states(), optimizer)
+        if optimizer not in self._guarded and not isinstance(optimizer, HostOptimizer):
+            self._guarded.add(optimizer)
+            optimizer.register_state_dict_pre_hook(_wait_for_steps)
+            optimizer.register_load_state_dict_pre_hook(_wait_for_steps)
+
     def synchronize(self) -> None:
         """Wait for all work, publish the last step's result, and set ``.grad`` on the parameters."""
         self._runtime.launch(self._synchronize)
@@ -99,6 +113,28 @@ class Joint:
                 # A model with nothing to publish keeps ``.grad`` set for code outside.
                 if host.state.unpublished:
                     host.publish()
+
+    def settle_weights(self) -> None:
+        """Publish the last step's result, and wait for all who write weights or buffers, from any thread.
+
+        Inside a step function of this model it does nothing, see `sync_optim_param`. Where nothing can be waited
+        for, inside layers and in forked processes, it does nothing unless there is something to publish.
+        """
+        if not (self._runtime.may_wait() or self.is_behind()):
+            return
+        self._runtime.visit(self._for_each(lambda host: host.settle_weights()))
+
+    def capture(self, read: Callable[[Callable[[], Captured]], None]) -> Outcome[None]:
+        """Queue a reader of the whole model after the steps launched so far; the next step waits for it.
+
+        `read`: see `run_capture`; called once, and must not raise. A call of another thread is waited for.
+        """
+        return self._runtime.visit(partial(self._capture, read))
+
+    def _capture(self, read: Callable[[Callable[[], Captured]], None]) -> Outcome[None]:
+        with in_call("checkpoint", self._name), taking() as take:
+            captures = [host.prepare_capture(take) for host in self._hosts]
+            return self._hosts[0].submit_step(partial(run_capture, self._name, captures, read))
 
     def is_behind(self) -> bool:
         """Whether a step's result is not published yet; inside a step function there is nothing to publish."""
@@ -143,6 +179,20 @@ class Joint:
         """
         self._runtime.carry_out(self._for_each(lambda host: host.replaced(parameters)))
 
+    def begin_restoring(self) -> tuple[Held, ...]:
+        """Wait for all work; return the places that the caller loads a checkpoint into, see `restored`."""
+        self.make_current()
+        self._runtime.carry_out(self._for_each(lambda host: host.begin_restoring()))
+        return tuple(held_by(self._states()))
+
+    def refuse_until_restored(self) -> None:
+        """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
+        self._runtime.carry_out(self._for_each(lambda host: host.refuse_until_restored()))
+
+    def restored(self, *, is_behind: bool) -> None:
+        """Go on from the weights and masters that the caller has written. `is_behind`: see `Captured`."""
+        self._runtime.carry_out(self._for_each(lambda host: host.restored(is_behind=is_behind)))
+
     def _for_each(self, do: Callable[[HostParameters], None]) -> Callable[[], None]:
         def do_all() -> None:
             for host in self._hosts:
@@ -153,3 +203,8 @@ class Joint:
     def _raise_late_errors(self) -> None:
         for host in self._hosts:
             host.raise_late_errors()
+
+
+def _wait_for_steps(*_: object) -> None:
+    """A hook of torch's optimizers. Ours wait without one."""
+    wait_for_steps()

@@ -12,6 +12,7 @@ from rp_optim.jobs import Outcome
 from rp_sched import Task
 from torch import nn
 
+from roundpipe.engine.capture import Capture
 from roundpipe.engine.foresight import Foresight
 from roundpipe.errors import GradientsIncomplete, Stale, StepFailed, add_note, in_words
 from roundpipe.optimizer.steps import Part, Updates
@@ -119,6 +120,14 @@ class HostParameters:
         self._additions.clear()
         return self._updates.prepare(take, is_async=is_async)
 
+    def prepare_capture(self, take: Take) -> Capture:
+        """Take a reader's turn of all blocks, after taking over what was written outside."""
+        self.raise_late_errors()
+        self._refuse_failed()
+        self._refresh()
+        blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
+        return Capture(self.state, blocks, has_gradients=bool(self._additions))
+
     def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a step's job."""
         return self._updates.submit(job)
@@ -184,6 +193,33 @@ class HostParameters:
                 self.state.masters[new] = master
         self._masters_from_weights(list(parameters.values()))
 
+    def begin_restoring(self) -> None:
+        """Make the masters that a checkpoint is loaded into."""
+        self._refresh()
+        self.state.make_masters()
+
+    def refuse_until_restored(self) -> None:
+        """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
+        self.state.failed = "a checkpoint was loaded only in part"
+
+    def restored(self, *, is_behind: bool) -> None:
+        """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `Captured`."""
+        self._drop_gradients()
+        for block in self.state.trainable:
+            block.complete = {}
+        self.state.unpublished = is_behind and bool(self.state.trainable)
+        self.state.failed = None
+        self.state.version += 1
+
+    def settle_weights(self) -> None:
+        """Publish the last step's result, if calls do not read it yet, and wait for all who write weights."""
+        self.raise_late_errors()
+        if self.state.unpublished:
+            self.publish()
+        for block in self.state.blocks:
+            with own_turn(block.turns, write=False):
+                self.state.backend.host_touch(read=block.host_tensors(), what="a state dict")
+
     def _forget_failed_step(self) -> None:
         if self.state.failed is not None:
             self.state.failed = None
@@ -228,13 +264,16 @@ class HostParameters:
                 self._observer.note_over(work)
         return [error for work in over if (error := work.outcome()) is not None] + self._updates.errors()
 
-    def _refuse_half_made(self) -> None:
-        failed, broken = self.state.failed, self.state.broken
-        if failed is not None:
+    def _refuse_failed(self) -> None:
+        if self.state.failed is not None:
             raise StepFailed(
-                f"an earlier step of model {self.name!r} failed half-way ({failed}); load a state with "
+                f"an earlier step of model {self.name!r} failed half-way ({self.state.failed}); load a state with "
                 "load_state_dict() or go back to the last published weights with reset()"
             )
+
+    def _refuse_half_made(self) -> None:
+        self._refuse_failed()
+        broken = self.state.broken
         if broken is not None:
             raise GradientsIncomplete(
                 f"an earlier call of model {self.name!r} failed ({broken.error}) and left part of its gradients; "

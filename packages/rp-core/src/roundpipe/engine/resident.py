@@ -80,6 +80,11 @@ class Resident(HostParameters):
         if self.state.version != version:
             self._note_written()
 
+    def restored(self, *, is_behind: bool) -> None:
+        """See `HostParameters.restored`."""
+        super().restored(is_behind=is_behind)
+        self._note_written()
+
     def _note_written(self) -> None:
         # The engine writes past the version counters that tell autograd that a saved weight was overwritten.
         torch.autograd.graph.increment_version(self.state.trainable_tensors())

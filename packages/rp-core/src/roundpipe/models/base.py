@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,10 @@ def caller() -> str:
     if frame is None:
         return "unnamed"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+# Methods of transformers and PEFT that read the weights, or write them, on the host.
+_READ_WEIGHTS = frozenset({"generate", "merge_adapter", "push_to_hub", "save_pretrained", "unmerge_adapter"})
 
 
 class RoundPipeBase(nn.Module):
@@ -224,6 +229,27 @@ class RoundPipeBase(nn.Module):
         self.model.requires_grad_(requires_grad)
         return self
 
+    # Checkpoints: see `roundpipe.checkpoints`
+
+    @property
+    def named_model(self) -> nn.Module:
+        """The user's own model, whose names count."""
+        return self._named
+
+    @property
+    def joint(self) -> Joint:
+        """The model on the host, between calls."""
+        return self._joint
+
+    def settle(self) -> None:
+        """Publish the results of all steps so far, and wait for all who write weights or buffers.
+
+        On any thread: it waits for another thread's call. Inside a step function it returns at once.
+
+        Raises errors of earlier calls and steps that were not raised yet.
+        """
+        self._joint.settle_weights()
+
     # Names: those of the user's own model
 
     def named_modules(
@@ -245,7 +271,11 @@ class RoundPipeBase(nn.Module):
         return self._named.get_buffer(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of the user's own model, with the results of all steps so far.
+        """The state dict of the user's own model: weights and buffers of one step, with all results so far.
+
+        It waits for the calls and steps under way, on any thread. Its tensors are no copies: they are valid until
+        the next call of `step` on this model (with a second weight block they then hold older values), so clone
+        them to keep the values, or use `save_checkpoint`, which never mixes steps.
 
         Raises errors of earlier calls and steps that were not raised yet, if a step's result is not published.
         """
@@ -387,8 +417,21 @@ class RoundPipeBase(nn.Module):
         except AttributeError:
             for source in self._sources():
                 if hasattr(source, name):
-                    return getattr(source, name)
+                    found = getattr(source, name)
+                    return self._settled(found) if name in _READ_WEIGHTS else found
             raise
+
+    def _settled(self, method: Any) -> Any:
+        """A method of the user's model that first waits for what is under way."""
+        if not inspect.ismethod(method):
+            return method
+
+        @wraps(method)
+        def settled(*args: Any, **kwargs: Any) -> Any:
+            self.settle()
+            return method(*args, **kwargs)
+
+        return settled
 
     def __setattr__(self, name: str, value: Any) -> None:
         holders = [] if self._has_own(name) else [source for source in self._sources() if hasattr(source, name)]

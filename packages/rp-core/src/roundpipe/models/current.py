@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import nn
 
 from roundpipe.runtime.runtime import Runtime
+
+_IS_AS_IT_IS: ContextVar[bool] = ContextVar("_IS_AS_IT_IS", default=False)
+
+
+@contextmanager
+def as_it_is() -> Generator[None]:
+    """Let state dicts inside the context wait for nothing: for code that needs names, not values."""
+    token = _IS_AS_IT_IS.set(True)
+    try:
+        yield
+    finally:
+        _IS_AS_IT_IS.reset(token)
 
 
 class Publisher(Protocol):
@@ -17,8 +32,8 @@ class Publisher(Protocol):
     name: str
     runtime: Runtime
 
-    def sync_optim_param(self) -> None:
-        """Publish the results of all steps so far to the model's parameters."""
+    def settle(self) -> None:
+        """Publish the results of all steps so far, and wait for all who write weights or buffers."""
         ...
 
     def is_behind(self) -> bool:
@@ -34,16 +49,16 @@ class PublishFirst:
 
     def __call__(self, *_: object) -> None:
         publisher = self._publisher()
-        if publisher is None or not publisher.is_behind():
+        if publisher is None or _IS_AS_IT_IS.get():
             return
-        if publisher.runtime.closed:
+        if not publisher.runtime.closed:
+            publisher.settle()
+        elif publisher.is_behind():
             warnings.warn(
                 f"the runtime of model {publisher.name!r} was closed before the last step was published, so this "
                 "state dict lags behind the optimizer's parameters; call synchronize() before closing it",
                 stacklevel=3,
             )
-            return
-        publisher.sync_optim_param()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()

@@ -174,6 +174,10 @@ class CallLog:
         under = self._plans.get((mode, microbatches))
         return None if under is None or under.plan != plan or under.calls < CALLS else under.measured_ms
 
+    def plans(self) -> dict[tuple[Mode, int], Plan]:
+        """The latest plan of each kind of call and number of microbatches."""
+        return {kind: under.plan for kind, under in self._plans.items()}
+
     def times(self) -> list[CallTime]:
         """What each plan promises, simulated now with all that was measured, and what its calls took."""
         return [self._time(mode, count, under) for (mode, count), under in self._plans.items()]

@@ -208,6 +208,10 @@ class Runtime:
         # For what memory of the host was told to be too small; each is told once.
         self.memory_warnings: set[str] = set()
         self._launch = threading.Lock()
+        # Held by a thread that visits: calls that come later let it go first.
+        self._visit = threading.Lock()
+        # Whether the body that the launcher runs is that of a call.
+        self._in_call = False
         self.closed = False
         self._has_ended = False
         self._launcher = Launcher(num_threads=threads)
@@ -229,10 +233,16 @@ class Runtime:
         """Raise `RoundPipeError`, `Busy` or `Closed` if this thread may not launch now."""
         self.refuse_forked()
         self._refuse_own_threads()
-        if self._launch.locked():
+        if self._visit.locked():
+            with self._visit:
+                pass
+        if self._launch.locked() and self._in_call:
             raise Busy(
                 "another thread is inside a call on this runtime; call its models from one thread at a time"
             )
+        self._refuse_closed()
+
+    def _refuse_closed(self) -> None:
         if self.closed:
             raise Closed(
                 "the process is ending and has closed its runtimes; join the training threads in the main thread"
@@ -243,6 +253,27 @@ class Runtime:
     def launch(self, body: Callable[[], _Result]) -> _Result:
         """Run `body` on the launcher's thread, holding the launch lock; return its result or raise its error."""
         with self.launching():
+            return self._launcher.run(partial(self._call, body))
+
+    def _call(self, body: Callable[[], _Result]) -> _Result:
+        # On the launcher's thread, which no Ctrl-C enters.
+        self._in_call = True
+        try:
+            return body()
+        finally:
+            self._in_call = False
+
+    def may_wait(self) -> bool:
+        """Whether this thread may wait for calls: not if it runs a part of one, or in a forked process."""
+        own = self._launcher.is_current() or any(lane.is_current() for lane in self.lanes)
+        return self._launcher.is_here() and not own and not self.optimizer.is_current()
+
+    def visit(self, body: Callable[[], _Result]) -> _Result:
+        """Like `launch`, for what only reads between calls: it waits for others' calls, and calls wait for it."""
+        self.refuse_forked()
+        self._refuse_own_threads()
+        self._refuse_closed()
+        with self._visit, self._launch:
             return self._launcher.run(body)
 
     def carry_out(self, body: Callable[[], _Result]) -> _Result:

@@ -1,0 +1,399 @@
+"""`load_checkpoint`: goes on from a checkpoint, on any devices."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rp_sched import Plan
+
+from roundpipe.checkpoints.layout import Layout, layout_of
+from roundpipe.checkpoints.manifest import OWN, check, checked_names
+from roundpipe.checkpoints.random_state import restore_random_states
+from roundpipe.checkpoints.snapshot import FORMAT
+from roundpipe.checkpoints.tensor_file import Stored, catalogue
+from roundpipe.checkpoints.values import decode
+from roundpipe.engine.capture import Held
+from roundpipe.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointWarning
+from roundpipe.models.base import RoundPipeBase
+from roundpipe.runtime.runtime import lasting
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """What a checkpoint says beside what was loaded into the model and the optimizers.
+
+    `step`, `data`, `metric`: as they were saved. `notes`: what was changed to fit, in words. `plans`: the plans
+    of the calls, by the part's name ("" for a model in one part), mode and number of microbatches; with one as the
+    ``execute_plan`` of a `RoundPipeRunConfig`, sums are rounded as before. `num_microbatch`: the setting, by part.
+    """
+
+    path: Path
+    step: int
+    data: Any
+    metric: float | None
+    notes: tuple[str, ...]
+    plans: Mapping[tuple[str, str, int], Plan]
+    num_microbatch: Mapping[str, int | None]
+
+
+class Opened:
+    """A checkpoint whose files are as they were written. `description`: its ``training.json``.
+
+    Raises `CheckpointDamaged`, which names the file, or `CheckpointError` if one cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        names = check(path)
+        self.description = _description(path)
+        files = checked_names(names)
+        self._own = {key: found for name in files[OWN] for key, found in catalogue(path / name).items()}
+        self._model = {key: found for name in files[""] for key, found in catalogue(path / name).items()}
+
+    def stored(self, key: str) -> Stored:
+        """The tensor that the description names so."""
+        outer, _, inner = key.partition("/")
+        table, name = (self._model, inner) if outer == "model" else (self._own, key)
+        if name not in table:
+            raise CheckpointDamaged(f"{self.path} has no tensor {key}, which its training.json names")
+        return table[name]
+
+    def value(self, name: str) -> Any:
+        """One entry of the description, with its tensors."""
+        return self.decoded(self.description[name])
+
+    def decoded(self, value: Any) -> Any:
+        """A part of the description, with its tensors, which are new ones."""
+        return decode(value, lambda name: self.stored(name).read())
+
+
+def _description(path: Path) -> dict[str, Any]:
+    file = path / OWN / "training.json"
+    try:
+        found = cast("dict[str, Any]", json.loads(file.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
+    if found.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {found.get('format')}, but this version of RoundPipe reads format {FORMAT}; "
+            "load it "
+            "with the version that wrote it"
+        )
+    return found
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: RoundPipeBase,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    scaler: Any = None,
+    schedulers: Any = (),
+    random: bool = True,
+) -> LoadedCheckpoint:
+    """Load what `save_checkpoint` wrote: training goes on as if it had not stopped.
+
+    Args:
+        path: a checkpoint.
+        model: the same model, wrapped in any way, on any number and kind of devices. Its weights are overwritten.
+        optimizer, scaler, schedulers: as many, and of the same parameters, as were saved; or none, and they are
+            not loaded.
+        random: whether the process's random number generators get their states, too.
+
+    All files are read and compared with their checksums before anything is changed. Tensors then are read straight
+    into the model's blocks and masters, and the optimizer's state into memory of its own.
+
+    With the same plan (see `LoadedCheckpoint.plans`) and devices of the same kind, losses and weights are the
+    same as without the stop, to the last bit. Masters of another dtype, parameters that are frozen now or were
+    then, and other settings of the optimizer are told by a `CheckpointWarning` and in `LoadedCheckpoint.notes`.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from roundpipe import RoundPipe, Runtime, save_checkpoint
+    >>> with Runtime("cpu:2") as runtime, TemporaryDirectory() as folder:
+    ...     model = RoundPipe(torch.nn.Linear(4, 4), runtime=runtime)
+    ...     saved = save_checkpoint(f"{folder}/step-5", model, step=5, data={"epoch": 1})
+    ...     load_checkpoint(saved.path, model).data
+    {'epoch': 1}
+
+    Raises `CheckpointDamaged` for a folder that is not whole, with the file's name; `CheckpointMismatch` for one
+    of another model or optimizer, with the first names that differ; `CheckpointError` if it cannot be read. The
+    model is then as it was, unless a file became unreadable after it was checked: training is refused until a
+    state is loaded.
+    """
+    if not isinstance(model, RoundPipeBase):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+        raise TypeError(
+            f"model must be a RoundPipe or AutoRoundPipe, but is a {type(model).__name__}; wrap it first"
+        )
+    opened = Opened(Path(os.path.abspath(path)))
+    optimizers, several = _several(optimizer), _several(schedulers)
+    notes = _Notes()
+    layout = layout_of(model)
+    _compare(opened, layout)
+    _compare_counts(opened, optimizers, several, scaler)
+    with model.runtime.launching(), lasting(), torch.no_grad():
+        held = {id(one.tensor): one for one in model.joint.begin_restoring()}
+        masters = {name: _master(held.get(id(tensor))) for name, tensor in layout.tensors.items()}
+        states = [_Matched(opened, *both, masters) for both in zip(optimizers, _saved(opened), strict=False)]
+        model.joint.refuse_until_restored()
+        is_behind = bool(opened.description["is_behind"])
+        for name, tensor in layout.tensors.items():
+            _load_tensor(opened, name, tensor, held.get(id(tensor)), notes, is_behind=is_behind)
+        for matched in states:
+            matched.load(notes)
+        model.joint.restored(is_behind=is_behind)
+    _load_computed(opened, layout)
+    _load_rest(opened, scaler, several)
+    if random:
+        restore_random_states(opened.value("random"))
+    return _loaded(opened, notes)
+
+
+# What must be the same
+
+
+def _compare(opened: Opened, layout: Layout) -> None:
+    """Raise `CheckpointMismatch` if the checkpoint is not of this model."""
+    kinds = {"model": "a whole model", "adapter": "a model with adapters, of which it has only these"}
+    saved, path = opened.description["kind"], opened.path
+    if saved != layout.kind:
+        raise CheckpointMismatch(
+            f"{path} is of {kinds[saved]}, but this is {kinds[layout.kind]}; "
+            + (
+                "add the same adapters before wrapping"
+                if saved == "adapter"
+                else "wrap the model without adapters, or add them to the result of from_pretrained and train anew"
+            )
+        )
+    entries = opened.description["tensors"]
+    _same_names(f"{path} and the model", set(entries), set(layout.tensors))
+    for name, tensor in layout.tensors.items():
+        if entries[name]["shape"] != list(tensor.shape):
+            raise CheckpointMismatch(
+                f"{name} has shape {tuple(entries[name]['shape'])} in {path}, but {tuple(tensor.shape)} in the "
+                "model"
+            )
+
+
+def _same_names(what: str, saved: set[str], found: set[str]) -> None:
+    if saved == found:
+        return
+    only_saved, only_found = sorted(saved - found), sorted(found - saved)
+    raise CheckpointMismatch(
+        f"{what} do not have the same tensors: {_first(only_saved)} only in the checkpoint, "
+        f"{_first(only_found)} only here"
+    )
+
+
+def _first(names: list[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _compare_counts(opened: Opened, optimizers: tuple[Any, ...], schedulers: tuple[Any, ...], scaler: Any) -> None:
+    for what, given, saved in (
+        ("optimizers", len(optimizers), len(opened.description["optimizers"])),
+        ("schedulers", len(schedulers), len(opened.description["schedulers"])),
+    ):
+        if given and given != saved:
+            raise CheckpointMismatch(
+                f"{opened.path} has {saved} {what}, but {given} were given; give as many, or none"
+            )
+    if scaler is not None and opened.description["scaler"] is None:
+        raise CheckpointMismatch(f"{opened.path} has no scaler, but one was given; load it without")
+
+
+# Tensors
+
+
+class _Notes:
+    """What was changed to fit, in words: each kind once, with the first tensor's name."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+
+    def add(self, what: str, name: str) -> None:
+        """Note this of a tensor."""
+        self._first.setdefault(what, name)
+
+    def tell(self) -> tuple[str, ...]:
+        """Issue a warning for each, and return them."""
+        told = tuple(f"{what} (first: {name})" for what, name in self._first.items())
+        for words in told:
+            warnings.warn(words, CheckpointWarning, stacklevel=4)
+        return told
+
+
+def _master(held: Held | None) -> torch.nn.Parameter | None:
+    return None if held is None else held.master
+
+
+def _load_tensor(
+    opened: Opened, name: str, tensor: torch.Tensor, held: Held | None, notes: _Notes, *, is_behind: bool
+) -> None:
+    entry = opened.description["tensors"][name]
+    value = tensor.data if held is None else held.value
+    published, master = entry.get("published"), entry.get("master")
+    if published is None:
+        return  # frozen, below adapters: not saved
+    here = _master(held)
+    if here is None:
+        # Frozen now: the last result, which an asynchronous step has not published yet.
+        source = master if master is not None and is_behind else published
+        opened.stored(source).read_into(value, only_changes=True)
+        if master is not None:
+            notes.add("parameters that were trained are frozen now: they have the last step's result", name)
+        return
+    opened.stored(published).read_into(value)
+    if master is None:
+        here.copy_(value)
+        if entry["kind"] == "frozen":
+            notes.add("parameters that were frozen are trained now, from the weights on", name)
+        return
+    saved = opened.stored(master)
+    saved.read_into(here)
+    if saved.dtype != here.dtype:
+        notes.add(f"masters were {saved.dtype} and are {here.dtype} now", name)
+    if str(value.dtype) != f"torch.{entry['dtype']}":
+        notes.add(f"weights were torch.{entry['dtype']} and are {value.dtype} now", name)
+
+
+def _load_computed(opened: Opened, layout: Layout) -> None:
+    found = opened.value("computed")
+    if found:
+        layout.module.load_state_dict(found, strict=False)
+
+
+# Optimizers
+
+
+def _saved(opened: Opened) -> list[dict[str, Any]]:
+    return opened.description["optimizers"]
+
+
+class _Matched:
+    """A saved optimizer's state beside the optimizer that gets it.
+
+    Raises `CheckpointMismatch` if the two do not have the same parameters, in as many groups.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        optimizer: torch.optim.Optimizer,
+        saved: Mapping[str, Any],
+        masters: Mapping[str, torch.nn.Parameter | None],
+    ) -> None:
+        self._opened = opened
+        self._optimizer = optimizer
+        self._states: Mapping[str, Any] = saved["state"]
+        self._groups = cast("list[dict[str, Any]]", opened.decoded(saved["param_groups"]))
+        names = {id(master): name for name, master in masters.items() if master is not None}
+        self._own = [[names.get(id(one), _stranger(one)) for one in group["params"]] for group in self._given]
+        self._parameters = [one for group in self._given for one in group["params"]]
+        self._names = [name for group in self._own for name in group]
+        _same_names(f"{opened.path} and the optimizer", set(self._saved_names()), set(self._names))
+        if len(self._groups) != len(self._own):
+            raise CheckpointMismatch(
+                f"{opened.path} has {len(self._groups)} groups of parameters, but the optimizer {len(self._own)}; "
+                "make the same groups"
+            )
+
+    @property
+    def _given(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def _saved_names(self) -> list[str]:
+        return [name for group in self._groups for name in group["params"]]
+
+    def load(self, notes: _Notes) -> None:
+        """Load the state."""
+        place = {name: at for at, name in enumerate(self._names)}
+        groups = [
+            {**group, "params": [place[name] for name in own]}
+            for group, own in zip(self._groups, self._own, strict=True)
+        ]
+        state = {place[name]: self._opened.decoded(value) for name, value in self._states.items()}
+        self._note_dtypes(state, notes)
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _note_dtypes(self, state: Mapping[int, Any], notes: _Notes) -> None:
+        for at, values in state.items():
+            master = self._parameters[at]
+            for value in cast("dict[str, Any]", values).values() if isinstance(values, dict) else ():
+                if isinstance(value, torch.Tensor) and value.shape == master.shape and value.dtype != master.dtype:
+                    told = f"the optimizer's state was {value.dtype} and is {master.dtype} now"
+                    notes.add(told, self._names[at])
+
+
+def _stranger(parameter: torch.Tensor) -> str:
+    return f"a parameter of shape {tuple(parameter.shape)} that is not the model's"
+
+
+# The rest
+
+
+def _load_rest(opened: Opened, scaler: Any, schedulers: Iterable[Any]) -> None:
+    if scaler is not None:
+        state = opened.value("scaler")
+        exact: Callable[[Any], None] | None = getattr(scaler, "load_exact_state", None)
+        if exact is not None and "latest" in state:
+            exact(state)
+        else:
+            scaler.load_state_dict(_plain(state))
+    for scheduler, state in zip(schedulers, opened.value("schedulers"), strict=False):
+        scheduler.load_state_dict(state)
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A scaler's state as torch's has it."""
+    if "latest" not in state:
+        return dict(state)
+    latest = dict(state["latest"])
+    tracker = latest.pop("tracker")
+    del latest["updates"]
+    return {**latest, "_growth_tracker": tracker}
+
+
+def _loaded(opened: Opened, notes: _Notes) -> LoadedCheckpoint:
+    facts = opened.value("facts")
+    parts = cast("dict[str, dict[str, Any]]", facts["model"]["parts"])
+    return LoadedCheckpoint(
+        path=opened.path,
+        step=facts["step"],
+        data=facts["data"],
+        metric=facts["metric"],
+        notes=notes.tell(),
+        plans={
+            (name, one["mode"], one["num_microbatch"]): _plan(one["plan"])
+            for name, part in parts.items()
+            for one in part["plans"]
+        },
+        num_microbatch={name: part["settings"]["num_microbatch"] for name, part in parts.items()},
+    )
+
+
+def _plan(saved: Mapping[str, Any]) -> Plan:
+    return Plan(**{name: _ranges(name, value) for name, value in saved.items()})
+
+
+def _ranges(name: str, value: Any) -> Any:
+    if name in ("in_turn", "devices") or value is None:
+        return value
+    return range(*value) if name == "fused" else tuple(range(*one) for one in value)
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return tuple(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else (given,)

@@ -1,0 +1,207 @@
+"""`CheckpointManager`: the checkpoints of one run, of which it keeps the last and the best."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from roundpipe.checkpoints.disk import remove, remove_leftovers
+from roundpipe.checkpoints.load import LoadedCheckpoint, load_checkpoint
+from roundpipe.checkpoints.manifest import OWN, is_finished
+from roundpipe.checkpoints.save import Optimizers, SavingCheckpoint, save_checkpoint
+from roundpipe.errors import CheckpointDamaged, CheckpointError, CheckpointWarning, in_words
+from roundpipe.models.base import RoundPipeBase
+
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Kept:
+    """A finished checkpoint of a run: the later ones are greater."""
+
+    step: int
+    again: int
+    path: Path
+
+
+class CheckpointManager:
+    """Saves the checkpoints of one run in one folder, ``step-00000100`` and so on, and finds the newest whole one.
+
+    Args:
+        folder: made if it is not there. One process at a time saves in it.
+        keep_last: how many of the newest are kept; None keeps all.
+        best: whether the smallest (``"min"``) or the largest (``"max"``) `metric` is the best, which is kept, too.
+
+    A checkpoint is removed only after a newer one is whole. With ``wait=False`` (the default) it is written while
+    training goes on; if that fails, the error is logged, the next `save` tells it by a `CheckpointWarning`, and
+    `wait` raises it.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> import torch
+    >>> from roundpipe import RoundPipe, Runtime
+    >>> with Runtime("cpu:1") as runtime, TemporaryDirectory() as folder:
+    ...     model = RoundPipe(torch.nn.Linear(4, 4), runtime=runtime)
+    ...     manager = CheckpointManager(folder, keep_last=1)
+    ...     for step in (10, 20):
+    ...         saving = manager.save(model, step=step)
+    ...     manager.wait()
+    ...     [path.name for path in manager.checkpoints()], manager.load_latest(model).step
+    (['step-00000020'], 20)
+
+    Raises `ValueError` for invalid arguments, `CheckpointError` if the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int | None = 3,
+        best: Literal["min", "max"] | None = None,
+    ) -> None:
+        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"keep_last must be at least 1, or None to keep all, but is {keep_last!r}")
+        if best not in ("min", "max", None):
+            raise ValueError(f"best must be 'min', 'max' or None, but is {best!r}")
+        self.folder = Path(os.path.abspath(folder))
+        self._keep_last = keep_last
+        self._best = best
+        self._saving: SavingCheckpoint | None = None
+        self._metrics: dict[Path, float | None] = {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be used for checkpoints: {error}") from error
+
+    def save(
+        self,
+        model: RoundPipeBase,
+        optimizer: Optimizers = None,
+        *,
+        step: int,
+        wait: bool = False,
+        **options: Any,
+    ) -> SavingCheckpoint:
+        """Save a checkpoint, after waiting for the one before; `options` are those of `save_checkpoint`.
+
+        Raises what `save_checkpoint` raises.
+        """
+        self._finish_last()
+        saving = self._saving = save_checkpoint(
+            self._new_path(step), model, optimizer, step=step, wait=False, **options
+        )
+        if wait:
+            self.wait()
+        return saving
+
+    def _finish_last(self) -> None:
+        """Wait for the last one; warn if it failed."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            warnings.warn(f"an earlier checkpoint failed: {error}", CheckpointWarning, stacklevel=3)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk, then remove those that need not be kept.
+
+        Raises `CheckpointError` if it could not be written, once.
+        """
+        saving = self._saving
+        if saving is None:
+            return
+        try:
+            saving.wait()
+        finally:
+            if saving.done():
+                self._saving = None
+        self._remove_old()
+
+    def _new_path(self, step: int) -> Path:
+        name = f"step-{step:08}"
+        taken = [kept.again for kept in self._finished() if kept.step == step]
+        return self.folder / (f"{name}-{max(taken) + 1}" if taken else name)
+
+    def _finished(self) -> list[_Kept]:
+        """Those with the marker, from the oldest to the newest."""
+        try:
+            names = os.listdir(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
+        return sorted(self._those(names))
+
+    def _those(self, names: list[str]) -> Iterator[_Kept]:
+        for name in names:
+            found = _NAME.fullmatch(name)
+            if found is not None and is_finished(self.folder / name):
+                yield _Kept(int(found[1]), int(found[2] or 0), self.folder / name)
+
+    def checkpoints(self) -> list[Path]:
+        """The finished checkpoints, from the oldest to the newest; their files are not looked at."""
+        return [kept.path for kept in self._finished()]
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric; the newest of several. None if none has a metric."""
+        if self._best is None:
+            return None
+        sign = 1 if self._best == "max" else -1
+        scored = [
+            (sign * metric, kept)
+            for kept in self._finished()
+            if (metric := self._metric(kept.path)) is not None and not math.isnan(metric)
+        ]
+        return max(scored)[1].path if scored else None
+
+    def _metric(self, path: Path) -> float | None:
+        if path not in self._metrics:
+            try:
+                found = json.loads((path / OWN / "training.json").read_bytes())
+                metric = found["facts"]["metric"]
+                self._metrics[path] = None if metric is None else float(metric)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                _LOG.warning("%s has no metric that can be read: %s", path, in_words(error))
+                return None
+        return self._metrics[path]
+
+    def _remove_old(self) -> None:
+        if self._keep_last is None:
+            return
+        best = self.best()
+        for kept in self._finished()[: -self._keep_last]:
+            if kept.path != best:
+                try:
+                    remove(kept.path)
+                except OSError as error:
+                    _LOG.warning("the checkpoint %s cannot be removed: %s", kept.path, error)
+
+    def load_latest(
+        self,
+        model: RoundPipeBase,
+        optimizer: Optimizers = None,
+        **options: Any,
+    ) -> LoadedCheckpoint | None:
+        """Load the newest whole checkpoint; None if there is none. `options` are those of `load_checkpoint`.
+
+        One that is damaged is told by a `CheckpointWarning` that names the file, and the one before it is tried.
+
+        Raises what `load_checkpoint` raises, and `CheckpointDamaged` if there are only damaged ones.
+        """
+        self.wait()
+        last: CheckpointDamaged | None = None
+        for kept in reversed(self._finished()):
+            try:
+                return load_checkpoint(kept.path, model, optimizer, **options)
+            except CheckpointDamaged as error:
+                warnings.warn(f"not loaded, the one before it is tried: {error}", CheckpointWarning, stacklevel=2)
+                last = error
+        if last is not None:
+            raise last
+        return None

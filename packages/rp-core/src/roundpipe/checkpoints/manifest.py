@@ -1,0 +1,131 @@
+"""Checksums of a checkpoint's files, and the marker that says that all of them are there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from roundpipe.checkpoints.disk import sync_file, sync_tree, write_durably
+from roundpipe.checkpoints.tensor_file import STRIDE_BYTES
+from roundpipe.errors import CheckpointDamaged, CheckpointError
+
+OWN = "roundpipe"
+_MANIFEST = f"{OWN}/manifest.json"
+_MARKER = f"{OWN}/complete"
+_READERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A file's size, and the SHA-256 of each stride of `STRIDE_BYTES` bytes."""
+
+    nbytes: int
+    strides: tuple[str, ...]
+
+
+def digest(content: bytes | memoryview) -> str:
+    """The SHA-256 of these bytes, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def seal(folder: Path, known: Mapping[str, Checksum]) -> None:
+    """Write the manifest, and the marker last; all on the disk before it. `known`: checksums by relative path."""
+    sums = dict(known)
+    for name in _files(folder):
+        if name not in sums:
+            sync_file(folder / name)
+            sums[name] = _summed(folder / name)
+    content = json.dumps({name: asdict(sums[name]) for name in sorted(sums)}, indent=1).encode()
+    write_durably(folder / _MANIFEST, content)
+    sync_tree(folder)
+    write_durably(folder / _MARKER, digest(content).encode())
+    sync_tree(folder)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _summed(path: Path) -> Checksum:
+    nbytes, strides = 0, list[str]()
+    with path.open("rb") as file:
+        while piece := file.read(STRIDE_BYTES):
+            nbytes += len(piece)
+            strides.append(digest(piece))
+    return Checksum(nbytes, tuple(strides))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the folder has the marker that is written last; its files are not looked at."""
+    return (folder / _MARKER).is_file()
+
+
+def check(folder: Path) -> tuple[str, ...]:
+    """Read all files and compare them with the manifest; return their names.
+
+    Raises `CheckpointDamaged` with the first file that is not as it was written, `CheckpointError` for one that
+    cannot be read.
+    """
+    sums = _manifest(folder)
+    with ThreadPoolExecutor(_READERS, "roundpipe-verify") as pool:
+        for found in pool.map(_compared, [folder / name for name in sums], sums.values()):
+            if found is not None:
+                raise found
+    return tuple(sums)
+
+
+def _manifest(folder: Path) -> dict[str, Checksum]:
+    marker, content = _read(folder / _MARKER), _read(folder / _MANIFEST)
+    if marker != digest(content).encode():
+        raise CheckpointDamaged(f"{folder / _MANIFEST} is not the one that {_MARKER} was written for")
+    listed: dict[str, Any] = json.loads(content)
+    return {name: Checksum(entry["nbytes"], tuple(entry["strides"])) for name, entry in listed.items()}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path} is missing, so this is no finished checkpoint") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _compared(path: Path, wanted: Checksum) -> CheckpointError | None:
+    try:
+        if (size := path.stat().st_size) != wanted.nbytes:
+            return CheckpointDamaged(f"{path} must have {wanted.nbytes} bytes, but has {size}")
+        with path.open("rb", buffering=0) as file:
+            for index, stride in enumerate(wanted.strides):
+                if digest(_whole_read(file)) != stride:
+                    first = index * STRIDE_BYTES
+                    return CheckpointDamaged(f"{path} was changed: its bytes from {first} on are not as written")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return CheckpointDamaged(f"{path} is missing")
+    except OSError as error:
+        return CheckpointError(f"{path} cannot be read: {error}")
+    return None
+
+
+def _whole_read(file: Any) -> bytes:
+    """The next stride, however many reads that takes."""
+    pieces: list[bytes] = []
+    left = STRIDE_BYTES
+    while left and (piece := file.read(left)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def checked_names(names: Iterable[str]) -> dict[str, list[str]]:
+    """The safetensors files among these: the model's own, and the engine's."""
+    found: dict[str, list[str]] = {"": [], OWN: []}
+    for name in names:
+        if name.endswith(".safetensors"):
+            found[OWN if name.startswith(f"{OWN}/") else ""].append(name)
+    return found

@@ -1,0 +1,50 @@
+"""The states of the process's random number generators.
+
+The engine keeps none of its own: each training call draws its seed from torch's CPU generator.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from roundpipe.errors import CheckpointWarning
+
+
+def random_states() -> dict[str, Any]:
+    """The states of torch's generators, Python's, and NumPy's if it is imported."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        found["cuda"] = [state.cpu() for state in torch.cuda.get_rng_state_all()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = (kind, torch.tensor(keys.tolist(), dtype=torch.uint32), *rest)
+    return found
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Give the generators these states. A `CheckpointWarning` tells of GPUs that are not there."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = states["numpy"]
+        numpy.random.set_state((kind, keys.numpy(), *rest))
+    _restore_cuda(states.get("cuda", []))
+
+
+def _restore_cuda(states: list[torch.Tensor]) -> None:
+    count = torch.cuda.device_count() if states else 0
+    for index, state in enumerate(states[:count]):
+        torch.cuda.set_rng_state(state, index)
+    if count < len(states):
+        warnings.warn(
+            f"the checkpoint has the generators of {len(states)} GPUs, but {count} are here; layers do not use "
+            "them, "
+            "code outside of the model may draw other numbers",
+            CheckpointWarning,
+            stacklevel=4,
+        )

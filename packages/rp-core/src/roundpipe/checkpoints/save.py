@@ -1,0 +1,307 @@
+"""`save_checkpoint`: writes a training's whole state while the training goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rp_optim.jobs import Outcome, Worker
+
+from roundpipe.checkpoints.disk import new_folder_for, put_in_place, write_durably
+from roundpipe.checkpoints.layout import Layout, layout_of
+from roundpipe.checkpoints.manifest import OWN, seal
+from roundpipe.checkpoints.snapshot import Snapshot, Training
+from roundpipe.checkpoints.writer import Writer
+from roundpipe.engine.capture import Captured
+from roundpipe.errors import CheckpointError, CheckpointWarning, RoundPipeError, in_words
+from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.roundpipe import RoundPipe
+
+_LOG = logging.getLogger(__name__)
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+Schedulers = Any
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: RoundPipeBase,
+    optimizer: Optimizers = None,
+    *,
+    step: int = 0,
+    scaler: Any = None,
+    schedulers: Schedulers = (),
+    data: Any = None,
+    metric: float | None = None,
+    wait: bool = True,
+    buffer_bytes: int = 1 << 30,
+    shard_bytes: int = 4 << 30,
+) -> SavingCheckpoint:
+    """Write what training goes on from, exactly: a folder that is whole or not there.
+
+    Args:
+        path: the folder, which must not exist, or be empty.
+        model: a wrapped model.
+        optimizer: the optimizer of `model.optim_parameters()`, or several; this library's, or torch's.
+        step: how many steps were taken; to be read after loading.
+        scaler: a `GradScaler`, or torch's.
+        schedulers: learning-rate schedulers; one, or several.
+        data: where the data is, such as an epoch and a position: numbers, text, lists, dicts and tensors.
+        metric: a number by which a `CheckpointManager` finds the best.
+        wait: whether to return when the folder is there. Otherwise this returns as soon as all steps so far are
+            over, and the folder is written while training goes on; `SavingCheckpoint.wait` tells how that ended.
+        buffer_bytes: host memory that the writing takes at most, beside what training takes; at least 64 MiB.
+        shard_bytes: the largest file; a larger tensor has one of its own.
+
+    The checkpoint has the model as the steps launched so far leave it, weights, masters, states of optimizer,
+    scaler and schedulers, the random number generators of the process, and the plans of the calls; after an
+    asynchronous step also the weights that calls read, which are those of the step before. Gradients are not
+    saved: save after a step. The weights are in the layout of `save_pretrained`, so that
+    ``from_pretrained(path)`` loads them; for an adapted model (PEFT) these are the adapters, and the model they
+    were added to is not saved.
+
+    Calls and steps may go on at once, on any thread. The next step waits until all tensors are in the buffer or on
+    the disk, since it overwrites them; `SavingCheckpoint.waited_s` and the log tell for how long the disk was
+    waited for.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from roundpipe import RoundPipe, Runtime
+    >>> with Runtime("cpu:1") as runtime, TemporaryDirectory() as folder:
+    ...     model = RoundPipe(torch.nn.Linear(4, 4), runtime=runtime)
+    ...     optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
+    ...     saved = save_checkpoint(f"{folder}/step-5", model, optimizer, step=5, data={"epoch": 1})
+    ...     sorted(path.name for path in saved.path.iterdir())
+    ['model.safetensors', 'roundpipe']
+
+    Raises `CheckpointError` if the folder cannot be written (a full disk, a folder that may only be read):
+    training can go on, and no other checkpoint is touched. Raises `ValueError` or `TypeError` for invalid
+    arguments, `StepFailed` after a failed step, and errors of earlier calls and steps that were not raised yet. A
+    `CheckpointWarning` tells if there were gradients.
+    """
+    target = _checked(path, model, step, buffer_bytes, shard_bytes)
+    training = Training(
+        _optimizers(optimizer),
+        scaler,
+        _several(schedulers),
+        {"step": step, "data": data, "metric": metric, "model": _facts(model)},
+    )
+    saving = SavingCheckpoint(target, step)
+    saving.begin(model, training, buffer_bytes, shard_bytes)
+    if wait:
+        saving.wait()
+    return saving
+
+
+class SavingCheckpoint:
+    """A checkpoint that is being written, or was. `path`: its folder once it is done. `step`: as given."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+        self._small: Outcome[None] = Outcome(_nothing)
+        self._snapshot: Snapshot | None = None
+        self._writer: Writer | None = None
+        self._error: BaseException | None = None
+        self._outcome: Outcome[None] | None = None
+        self._finisher = Worker("roundpipe-checkpoint")
+        self._waited_s = 0.0
+
+    def begin(self, model: RoundPipeBase, training: Training, buffer_bytes: int, shard_bytes: int) -> None:
+        """Queue it, and wait until all that is small was read."""
+        layout = layout_of(model)
+        made: Path | None = None
+        try:
+            made = new_folder_for(self.path)
+            (made / OWN).mkdir()
+            layout.write_configuration(made)
+            writer = self._writer = Writer(made, buffer_bytes)
+            writer.start()
+        except OSError as error:
+            _remove(made)
+            raise _told(self.path, error) from error
+        snapshot = self._snapshot = Snapshot(layout, training)
+
+        def read(capture: Callable[[], Captured]) -> None:
+            try:
+                snapshot.note_small(capture())
+                self._small.carry_out()
+                snapshot.write_large(writer, shard_bytes)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._small.carry_out()
+
+        try:
+            captured = model.joint.capture(read)
+        except BaseException:
+            _remove(made)
+            raise
+        self._outcome = self._finisher.submit(self._finish, captured, layout, made)
+        self._await_small(captured)
+
+    def _await_small(self, captured: Outcome[None]) -> None:
+        while not self._small.wait(0.1):
+            if captured.done():
+                break
+        snapshot = self._snapshot
+        if snapshot is not None and snapshot.has_gradients:
+            warnings.warn(
+                "gradients of calls since the last step are not in the checkpoint; save after model.step(...)",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+
+    # On the thread that waits for the others
+
+    def _finish(self, captured: Outcome[None], layout: Layout, made: Path) -> None:
+        writer, snapshot = self._writer, self._snapshot
+        assert writer is not None
+        assert snapshot is not None
+        try:
+            error = captured.exception() or self._error
+            sums = writer.finish()
+            if error is not None:
+                raise error
+            _write_rest(made, layout, snapshot)
+            seal(made, sums)
+            put_in_place(made, self.path)
+        except BaseException as error:
+            _remove(made)
+            told = self._error = _told(self.path, error)
+            _LOG.error("%s", told)
+            if told is not error:
+                raise told from error
+            raise
+        finally:
+            self._waited_s = writer.waited_s
+            if writer.waited_s:
+                _LOG.info("the checkpoint %s held up the next step: %.3f s", self.path, writer.waited_s)
+            self._writer = self._snapshot = None
+
+    # For users
+
+    @property
+    def waited_s(self) -> float:
+        """For how long the full buffer has waited for the disk, and with it perhaps the next step."""
+        return self._waited_s if self._writer is None else self._writer.waited_s
+
+    def done(self) -> bool:
+        """Whether it is written, or has failed."""
+        return self._outcome is not None and self._outcome.done()
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """Wait until the checkpoint is on the disk; return its folder.
+
+        Raises `CheckpointError` if it could not be written, `TimeoutError` after `timeout_s` seconds.
+        """
+        assert self._outcome is not None
+        self._outcome.result(timeout_s)
+        return self.path
+
+
+def _write_rest(made: Path, layout: Layout, snapshot: Snapshot) -> None:
+    if snapshot.adapters:
+        save: Any = layout.module.save_pretrained
+        save(made, state_dict=snapshot.adapters)
+    if (index := snapshot.description.pop("index", None)) is not None:
+        write_durably(made / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+    write_durably(made / OWN / "training.json", json.dumps(snapshot.description, indent=1).encode())
+
+
+def _told(path: Path, error: BaseException) -> BaseException:
+    """An error that names the checkpoint, unless it is one of the engine's."""
+    if isinstance(error, RoundPipeError) or not isinstance(error, Exception):
+        return error
+    told = error.strerror or str(error) if isinstance(error, OSError) else in_words(error)
+    return CheckpointError(
+        f"the checkpoint {path} could not be written: {told}; training can go on, and other checkpoints are as "
+        "they were"
+    )
+
+
+def _remove(made: Path | None) -> None:
+    if made is not None:
+        with suppress(OSError):
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _checked(path: Any, model: object, step: object, buffer_bytes: object, shard_bytes: object) -> Path:
+    if not isinstance(model, RoundPipeBase):
+        raise TypeError(
+            f"model must be a RoundPipe or AutoRoundPipe, but is a {type(model).__name__}; wrap it first"
+        )
+    for name, value, least in (
+        ("step", step, 0),
+        ("buffer_bytes", buffer_bytes, 1),
+        ("shard_bytes", shard_bytes, 1),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a whole number, {least} or more, but is {value!r}")
+    target = Path(os.path.abspath(path))
+    try:
+        is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    except OSError as error:
+        raise _told(target, error) from error
+    if is_taken:
+        raise CheckpointError(
+            f"{target} exists already and is not replaced; choose another folder, or remove it first"
+        )
+    return target
+
+
+def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    found = _several(optimizer)
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, but is a {type(one).__name__}")
+    return found
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    return tuple(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else (given,)
+
+
+def _facts(model: RoundPipeBase) -> dict[str, Any]:
+    """What is told of the model and how it was trained."""
+    return {
+        "class": f"{type(model.named_model).__module__}.{type(model.named_model).__qualname__}",
+        "optim_dtype": model.optim_dtype,
+        "parts": {name: _part(part) for name, part in wrappers(model) if isinstance(part, RoundPipe)}
+        or {name: _part(part) for name, part in getattr(model, "parts", {}).items()},
+    }
+
+
+def _part(part: RoundPipe) -> dict[str, Any]:
+    config = part.model_run_config
+    plain = {name: getattr(config, name) for name in ("preserve_rng_state", "recompute_grain", "num_microbatch")}
+    plans: list[Mapping[str, Any]] = [
+        {"mode": mode, "num_microbatch": count, "plan": _plan(plan)}
+        for (mode, count), plan in part.engine.plans().items()
+    ]
+    return {"settings": plain, "devices": len(part.runtime.lanes), "plans": plans}
+
+
+def _plan(plan: Any) -> dict[str, Any]:
+    values = {one.name: getattr(plan, one.name) for one in fields(plan)}
+    return {name: _ranges(value) for name, value in values.items()}
+
+
+def _ranges(value: Any) -> Any:
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    return [_ranges(one) for one in cast("tuple[Any, ...]", value)] if isinstance(value, tuple) else value
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,303 @@
+"""What a checkpoint holds, read from a model between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe.checkpoints.layout import Layout
+from roundpipe.checkpoints.manifest import OWN
+from roundpipe.checkpoints.random_state import random_states
+from roundpipe.checkpoints.tensor_file import Source, source_of
+from roundpipe.checkpoints.values import encode
+from roundpipe.checkpoints.writer import Writer
+from roundpipe.engine.capture import Captured, Held
+from roundpipe.errors import CheckpointError
+
+FORMAT = 1
+VALUES = f"{OWN}/values.safetensors"
+# Tensors of at most so many elements are copied at once, into one file.
+_FEW = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a training consists of beside its model. `facts`: what is written down as it is."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    scaler: Any
+    schedulers: tuple[Any, ...]
+    facts: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A model, between two steps, on its way into files.
+
+    First `note_small` on the optimizer's thread, while the training loop waits; then `write_large` there, while it
+    goes on. `description`: the content of ``training.json``. `adapters`: the state dict of a model whose own
+    `save_pretrained` writes its adapters.
+    """
+
+    layout: Layout
+    training: Training
+    description: dict[str, Any] = field(default_factory=dict[str, Any])
+    adapters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    has_gradients: bool = False
+    _held: dict[str, Held] = field(default_factory=dict[str, Held])
+    _is_behind: bool = False
+    _values: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _states: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _versions: dict[str, int] = field(default_factory=dict[str, int])
+
+    # While the training loop waits
+
+    def note_small(self, captured: Captured) -> None:
+        """Read all that is small, and note which large tensors there are.
+
+        Raises `CheckpointError` for what a checkpoint cannot hold, and for parameters that are not the model's.
+        """
+        self._is_behind = captured.is_behind
+        self.has_gradients = captured.has_gradients
+        found = {id(held.tensor): held for held in captured.held}
+        self._held = {
+            name: found.get(id(tensor)) or _outside(tensor) for name, tensor in self.layout.tensors.items()
+        }
+        self.description = {
+            "format": FORMAT,
+            "kind": self.layout.kind,
+            "is_behind": self._is_behind,
+            "has_gradients": self.has_gradients,
+            "facts": self._encoded("facts", dict(self.training.facts)),
+            "computed": self._encoded("computed", dict(self.layout.computed)),
+            "random": self._encoded("random", random_states()),
+            "scaler": self._encoded("scaler", scaler_state(self.training.scaler)),
+            "schedulers": [
+                self._encoded(f"schedulers.{index}", scheduler.state_dict())
+                for index, scheduler in enumerate(self.training.schedulers)
+            ],
+            "optimizers": [self._optimizer(index) for index in range(len(self.training.optimizers))],
+        }
+        self._versions = {name: tensor._version for name, tensor in self._large()}
+
+    def _encoded(self, path: str, value: Any) -> Any:
+        return encode(value, path, self._keep)
+
+    def _keep(self, path: str, tensor: torch.Tensor) -> None:
+        if tensor.numel() <= _FEW or not path.startswith("optimizers."):
+            self._values[path] = tensor.detach().cpu().clone()
+        else:
+            self._states[path] = tensor
+
+    def _optimizer(self, index: int) -> dict[str, Any]:
+        optimizer = self.training.optimizers[index]
+        names = {id(held.master): name for name, held in self._held.items() if held.master is not None}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for at, parameter in enumerate(parameters):
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"parameter {at} of optimizer {index}, of shape {tuple(parameter.shape)}, is not one of the "
+                    "model's; make the optimizer of model.optim_parameters()"
+                )
+        state: dict[str, Any] = optimizer.state_dict()
+        named = {names[id(parameter)]: state["state"].get(at) for at, parameter in enumerate(parameters)}
+        groups = [
+            {**group, "params": [names[id(parameters[at])] for at in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        return {
+            "class": _class_name(optimizer),
+            "param_groups": self._encoded(f"optimizers.{index}.param_groups", groups),
+            "state": {
+                name: self._encoded(f"optimizers.{index}.{name}", value)
+                for name, value in named.items()
+                if value is not None
+            },
+        }
+
+    def _large(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What only a step may change."""
+        yield from self._states.items()
+        yield from ((name, held.master) for name, held in self._held.items() if held.master is not None)
+
+    # While it goes on
+
+    def write_large(self, writer: Writer, shard_bytes: int) -> None:
+        """Write all tensors; the next step waits for this.
+
+        Raises what the writer raises, and `CheckpointError` if a master or a state was written meanwhile.
+        """
+        exported = self._exported()
+        entries = {name: self._entry(name, exported) for name in self._held}
+        self.description["tensors"] = entries
+        self._write_model(writer, shard_bytes)
+        for folder, value in (("masters", _master), ("published", _value), ("kept", _value)):
+            names = [name for name, entry in entries.items() if f"{folder}/{name}" in entry.values()]
+            sources = [source_of(f"{folder}/{name}", value(self._held[name])) for name in names]
+            self._write_own(writer, folder, sources, shard_bytes)
+        states = [source_of(name, tensor) for name, tensor in self._states.items()]
+        self._write_own(writer, "optimizers", states, shard_bytes)
+        self._write_own(writer, "values", [source_of(*item) for item in self._values.items()], shard_bytes)
+        self._copy_adapters()
+        self._refuse_written()
+
+    def _exported(self) -> dict[str, str]:
+        return {own: saved for saved, own in self.layout.exported.items()}
+
+    def _entry(self, name: str, exported: Mapping[str, str]) -> dict[str, Any]:
+        """Where the values of one tensor are: see `roundpipe.checkpoints.load`."""
+        held, saved = self._held[name], exported.get(name)
+        entry: dict[str, Any] = {
+            "shape": list(held.value.shape),
+            "dtype": str(held.value.dtype).removeprefix("torch."),
+            "kind": held.kind,
+        }
+        if held.master is not None:
+            is_same = saved is not None and self._equals_export(held)
+            entry["master"] = f"model/{saved}" if is_same else f"masters/{name}"
+        if held.master is not None and (self._is_behind or saved is None):
+            entry["published"] = f"published/{name}"
+        elif saved is not None:
+            entry["published"] = f"model/{saved}"
+        elif self.layout.kind == "model" or held.kind != "frozen":
+            entry["published"] = f"kept/{name}"
+        return entry
+
+    def _equals_export(self, held: Held) -> bool:
+        if held.master is None or held.master.dtype != held.value.dtype:
+            return False
+        return self._is_behind or bool(torch.equal(held.master, held.value))
+
+    def _final(self, name: str) -> Source:
+        """What the model is after the last step, in its own dtype."""
+        held = self._held[name]
+        if held.master is None or not self._is_behind:
+            return source_of(name, held.value)
+        return source_of(name, held.master, held.value.dtype)
+
+    def _write_model(self, writer: Writer, shard_bytes: int) -> None:
+        if self.layout.kind != "model":
+            return
+        sources = [_renamed(saved, self._final(own)) for saved, own in self.layout.exported.items()]
+        for conversion in self.layout.conversions:
+            sources += _converted(conversion.sources, conversion.results, conversion.convert, self._final_tensor)
+        shards = _shards(sources, shard_bytes)
+        names = [_shard_name("model", index, len(shards)) for index in range(len(shards))]
+        metadata = {"format": "pt"}
+        if not self.layout.is_of_transformers:
+            # As safetensors' own `save_model` does.
+            metadata |= self.layout.dropped
+        for name, shard in zip(names, shards, strict=True):
+            writer.write(name, shard, metadata)
+        if len(shards) > 1:
+            self.description["index"] = {
+                "metadata": {"total_size": sum(source.nbytes for source in sources)},
+                "weight_map": {
+                    source.name: name for name, shard in zip(names, shards, strict=True) for source in shard
+                },
+            }
+
+    def _final_tensor(self, name: str) -> torch.Tensor:
+        canonical = self.layout.dropped.get(name, name)
+        source = self._final(canonical)
+        return source.read().detach().to(source.dtype)
+
+    def _write_own(self, writer: Writer, folder: str, sources: Sequence[Source], shard_bytes: int) -> None:
+        shards = _shards(sources, shard_bytes) if sources else []
+        for index, shard in enumerate(shards):
+            writer.write(f"{OWN}/{_shard_name(folder, index, len(shards))}", shard, {"format": "pt"})
+
+    def _copy_adapters(self) -> None:
+        if self.layout.kind != "adapter":
+            return
+        for name, held in self._held.items():
+            if held.kind == "frozen":
+                self.adapters[name] = held.tensor.detach()
+            else:
+                self.adapters[name] = self._final_tensor(name).clone()
+        self.adapters |= {name: self.adapters[first] for name, first in self.layout.dropped.items()}
+
+    def _refuse_written(self) -> None:
+        for name, tensor in self._large():
+            if tensor._version != self._versions[name]:
+                raise CheckpointError(
+                    f"{name} was written by code outside of a step function while it was being saved; write it in "
+                    "a step function, or wait for the checkpoint first"
+                )
+
+
+def scaler_state(scaler: Any) -> dict[str, Any] | None:
+    """The state of our scaler, also what an asynchronous update has left to do; or of torch's."""
+    if scaler is None:
+        return None
+    exact: Callable[[], dict[str, Any]] | None = getattr(scaler, "exact_state", None)
+    return scaler.state_dict() if exact is None else exact()
+
+
+def _outside(tensor: torch.Tensor) -> Held:
+    """A tensor that the engine does not know, such as a buffer of a module on the host: copied now."""
+    kind = "buffer" if not isinstance(tensor, torch.nn.Parameter) else "frozen"
+    return Held(tensor, kind, tensor.detach().clone(), None)
+
+
+def _master(held: Held) -> torch.Tensor:
+    assert held.master is not None
+    return held.master
+
+
+def _value(held: Held) -> torch.Tensor:
+    return held.value
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _renamed(name: str, source: Source) -> Source:
+    return Source(name, source.dtype, source.shape, source.read)
+
+
+def _converted(
+    names: Sequence[str],
+    results: Mapping[str, torch.Tensor],
+    convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+    tensor: Callable[[str], torch.Tensor],
+) -> list[Source]:
+    """Sources that convert together when the first is read; the last one frees the memory."""
+    made: dict[str, torch.Tensor] = {}
+    left = set(results)
+
+    def read(name: str) -> torch.Tensor:
+        if not made:
+            made.update(convert({own: tensor(own) for own in names}))
+        left.discard(name)
+        found = made[name]
+        if not left:
+            made.clear()
+        return found
+
+    return [
+        Source(name, meta.dtype, tuple(meta.shape), lambda name=name: read(name)) for name, meta in results.items()
+    ]
+
+
+def _shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
+    """Consecutive sources in lists of at most so many bytes, or of one."""
+    shards: list[list[Source]] = [[]]
+    size = 0
+    for source in sources:
+        if shards[-1] and size + source.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(source)
+        size += source.nbytes
+    return shards
+
+
+def _shard_name(prefix: str, index: int, count: int) -> str:
+    if count == 1:
+        return f"{prefix}.safetensors"
+    return f"{prefix}-{index + 1:05}-of-{count:05}.safetensors"

@@ -1,0 +1,102 @@
+"""Plain Python values as JSON, with their tensors apart: no pickle."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from roundpipe.errors import CheckpointError
+
+_MARK = "__roundpipe__"
+_SCALARS = (bool, int, float, str)
+
+
+def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+    """The value as JSON has it. `path`: its name; `keep` is called with each tensor and the tensor's name.
+
+    >>> tensors = {}
+    >>> encode({"a": (1, torch.ones(2))}, "x", tensors.__setitem__)
+    {'a': {'__roundpipe__': 'tuple', 'value': [1, {'__roundpipe__': 'tensor', 'value': 'x.a.1'}]}}
+
+    Raises `CheckpointError` for a value that JSON and tensors do not express.
+    """
+    if value is None or type(value) in _SCALARS:
+        return value
+    if isinstance(value, torch.Tensor):
+        keep(path, value)
+        return _marked("tensor", path)
+    if isinstance(value, torch.dtype):
+        return _marked("dtype", str(value).removeprefix("torch."))
+    if isinstance(value, Mapping):
+        return _mapping(cast("Mapping[Any, Any]", value), path, keep)
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return _sequence(cast("Any", value), path, keep)
+    if callable(item := getattr(value, "item", None)) and type(value).__module__ == "numpy":
+        return item()
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which a checkpoint does not hold: it has numbers, text, lists, "
+        "dicts "
+        "and tensors only; leave it out, or make its state_dict() return these"
+    )
+
+
+def _marked(kind: str, value: Any) -> dict[str, Any]:
+    return {_MARK: kind, "value": value}
+
+
+def _sequence(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+    items = [encode(item, f"{path}.{index}", keep) for index, item in enumerate(value)]
+    if type(value) is list:
+        return items
+    kind = type(value).__name__
+    if type(value) in (tuple, set, frozenset):
+        return _marked(kind, items)
+    if type(value) is deque:
+        return {**_marked("deque", items), "maxlen": value.maxlen}
+    if issubclass(type(value), tuple):
+        raise CheckpointError(f"{path} is a {kind}; make it a plain tuple")
+    return items
+
+
+def _mapping(value: Mapping[Any, Any], path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+    kind = type(value).__name__ if type(value) in (Counter, OrderedDict) else "dict"
+    if kind == "dict" and all(type(key) is str for key in value) and _MARK not in value:
+        return {key: encode(item, f"{path}.{key}", keep) for key, item in value.items()}
+    items = [
+        [encode(key, f"{path} (a key)", keep), encode(item, f"{path}.{key}", keep)] for key, item in value.items()
+    ]
+    return _marked(kind, items)
+
+
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "Counter": lambda items: Counter(dict(items)),
+    "OrderedDict": OrderedDict,
+    "dtype": lambda name: getattr(torch, name),
+}
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """What `encode` was given. `tensor`: returns a tensor by its name.
+
+    >>> decode(encode({1: (2.5, None)}, "x", lambda *_: None), lambda _: None)
+    {1: (2.5, None)}
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    found = cast("dict[str, Any]", value)
+    kind = found.get(_MARK)
+    if kind is None:
+        return {key: decode(item, tensor) for key, item in found.items()}
+    if kind == "tensor":
+        return tensor(found["value"])
+    inner = decode(found["value"], tensor)
+    return deque(inner, found["maxlen"]) if kind == "deque" else _MADE[kind](inner)

@@ -1,0 +1,105 @@
+"""A reader's turn of a whole model between two steps, and the places that a checkpoint is loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rp_transfer import Kind, Ticket
+
+from roundpipe.errors import StepFailed
+from roundpipe.state.model_state import Block, ModelState
+from roundpipe.telemetry.tracing import OPTIMIZER, Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer of a model and where its values are.
+
+    `tensor`: the model's own. `value`: what calls read, of any strides. `master`: what optimizers update, if it is
+    trained and has one.
+    """
+
+    tensor: torch.Tensor
+    kind: Kind
+    value: torch.Tensor
+    master: torch.nn.Parameter | None
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A whole model between two steps.
+
+    `is_behind`: calls do not read the last step's result yet, which the masters have. `has_gradients`: calls were
+    launched since the last step that leave some.
+    """
+
+    held: tuple[Held, ...]
+    is_behind: bool
+    has_gradients: bool
+
+
+class Capture:
+    """One model's turns as a reader of all blocks, taken at launch. For the rest see `Captured`."""
+
+    def __init__(self, state: ModelState, blocks: dict[Block, Ticket], *, has_gradients: bool) -> None:
+        self.state = state
+        self.is_behind = state.unpublished
+        self.has_gradients = has_gradients
+        self._blocks = blocks
+
+    def enter(self) -> None:
+        """Wait for all turns.
+
+        Raises `StepFailed` if the step before has failed.
+        """
+        for ticket in self._blocks.values():
+            ticket.enter()
+        if self.state.failed is not None:
+            raise StepFailed(f"the last step failed half-way ({self.state.failed}), so it has no result to save")
+        self.state.backend.host_touch(
+            read=[tensor for block in self._blocks for tensor in block.host_tensors()], what="a checkpoint"
+        )
+
+    def leave(self) -> None:
+        """Leave all turns that were not left yet."""
+        for ticket in self._blocks.values():
+            ticket.leave()
+
+
+def held_by(states: Iterable[ModelState]) -> Iterator[Held]:
+    """All tensors of these models that are in blocks."""
+    for state in states:
+        for block in state.blocks:
+            # A parameter that was frozen later keeps a master that nothing uses.
+            masters = state.masters if block.kind == "trainable" else {}
+            for tensor, value in zip(block.tensors, block.values, strict=True):
+                yield Held(tensor, block.kind, value, masters.get(tensor))
+
+
+def run_capture(
+    name: str, captures: Sequence[Capture], read: Callable[[Callable[[], Captured]], None], tracer: Tracer
+) -> None:
+    """Have `read` called, on the optimizer's thread; the next step, and publications, wait until it returns.
+
+    Its argument waits for the turns and returns the model as the steps before have left it. It may raise
+    `StepFailed`.
+    """
+    try:
+        with tracer.on_host(OPTIMIZER, "wait", f"checkpoint of {name}", reason="checkpoint"):
+            read(partial(_entered, captures))
+    finally:
+        for capture in captures:
+            capture.leave()
+
+
+def _entered(captures: Sequence[Capture]) -> Captured:
+    for capture in captures:
+        capture.enter()
+    return Captured(
+        tuple(held_by(capture.state for capture in captures)),
+        is_behind=any(capture.is_behind for capture in captures),
+        has_gradients=any(capture.has_gradients for capture in captures),
+    )
