@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from roundpipe import (
     AutoRoundPipe,
     CheckpointMismatch,
+    CheckpointWarning,
     RoundPipe,
     RoundPipeRunConfig,
     Runtime,
@@ -163,7 +164,13 @@ def test_full_and_adapted_models_are_told_apart(tmp_path: Path, two: Runtime) ->
     assert equal(adapted.state_dict(), before)
 
 
-def test_adapters_go_on_another_model_only_with_the_same_plan_of_modules(tmp_path: Path, two: Runtime) -> None:
+def test_adapters_of_a_model_with_other_weights_are_told(tmp_path: Path, two: Runtime) -> None:
+    path = save_checkpoint(tmp_path / "c", wrapped(lora, two)).path
+    with pytest.warns(CheckpointWarning, match="trained on a model with other weights"):
+        load_checkpoint(path, wrapped(lora, two, 1))
+
+
+def test_adapters_of_another_rank_are_refused(tmp_path: Path, two: Runtime) -> None:
     path = save_checkpoint(tmp_path / "c", wrapped(lora, two)).path
 
     def wider() -> nn.Module:

@@ -68,11 +68,11 @@ def test_a_resumed_training_is_the_same_to_the_last_bit(
     torch.manual_seed(3)
     with Runtime("cpu:2") as runtime:
         own = job(runtime, double_buffer=second, **how)
-        own.train(0, 3)
+        own.train(0, 4)
         saving = save_checkpoint(
-            tmp_path / "c", own.model, own.optimizer, step=3, data={"at": 3}, wait=waits, **own.parts
+            tmp_path / "c", own.model, own.optimizer, step=4, data={"at": 4}, wait=waits, **own.parts
         )
-        wanted = own.train(3, 6)
+        wanted = own.train(4, 7)
         weights = own.weights()
         assert saving.wait() == tmp_path / "c"
     torch.manual_seed(11)
@@ -80,8 +80,8 @@ def test_a_resumed_training_is_the_same_to_the_last_bit(
         # Made anew, with other weights, and the other kind of blocks.
         other = job(runtime, layers=with_dropout(5), double_buffer=not second, **how)
         found = loaded(other, tmp_path / "c")
-        assert (found.step, found.data, found.notes) == (3, {"at": 3}, ())
-        assert other.train(3, 6) == wanted
+        assert (found.step, found.data, found.notes) == (4, {"at": 4}, ())
+        assert other.train(4, 7) == wanted
         assert equal(other.weights(), weights)
 
 
@@ -345,6 +345,25 @@ def test_a_failed_step_has_nothing_to_save(tmp_path: Path, two: Runtime) -> None
     with pytest.raises((StepFailed, ZeroDivisionError)):
         saved(own, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("second", [True, False], ids=["second block", "one block"])
+def test_loading_goes_on_after_a_step_that_failed_half_way(tmp_path: Path, two: Runtime, second: bool) -> None:
+    own = job(two, double_buffer=second)
+    own.train(0, 2)
+    path = saved(own, tmp_path / "c")
+    wanted = own.train(2, 4)
+
+    def fail() -> None:
+        own.optimizer.step()
+        raise ZeroDivisionError
+
+    inputs, labels = batch(8)
+    own.model.forward_backward(input_args=(inputs,), label=labels, loss_fn=square_error)
+    with pytest.raises(ZeroDivisionError):
+        own.model.step(fail, is_async=False)
+    loaded(own, path)
+    assert own.train(2, 4) == wanted
 
 
 # Other threads

@@ -18,7 +18,7 @@ from roundpipe.checkpoints.layout import Layout, layout_of
 from roundpipe.checkpoints.manifest import OWN, check, checked_names
 from roundpipe.checkpoints.random_state import restore_random_states
 from roundpipe.checkpoints.snapshot import FORMAT
-from roundpipe.checkpoints.tensor_file import Stored, catalogue
+from roundpipe.checkpoints.tensor_file import Stored, catalogue, sample
 from roundpipe.checkpoints.values import decode
 from roundpipe.engine.capture import Held
 from roundpipe.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointWarning
@@ -245,7 +245,10 @@ def _load_tensor(
     value = tensor.data if held is None else held.value
     published, master = entry.get("published"), entry.get("master")
     if published is None:
-        return  # frozen, below adapters: not saved
+        # Frozen, below adapters: not saved.
+        if entry["sample"] != sample(value):
+            notes.add("the adapters were trained on a model with other weights than this one's", name)
+        return
     here = _master(held)
     if here is None:
         # Frozen now: the last result, which an asynchronous step has not published yet.

@@ -11,7 +11,7 @@ import torch
 from roundpipe.checkpoints.layout import Layout
 from roundpipe.checkpoints.manifest import OWN
 from roundpipe.checkpoints.random_state import random_states
-from roundpipe.checkpoints.tensor_file import Source, source_of
+from roundpipe.checkpoints.tensor_file import Source, sample, source_of
 from roundpipe.checkpoints.values import encode
 from roundpipe.checkpoints.writer import Writer
 from roundpipe.engine.capture import Captured, Held
@@ -164,6 +164,8 @@ class Snapshot:
             entry["published"] = f"model/{saved}"
         elif self.layout.kind == "model" or held.kind != "frozen":
             entry["published"] = f"kept/{name}"
+        else:
+            entry["sample"] = sample(held.value)
         return entry
 
     def _equals_export(self, held: Held) -> bool:
