@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from rp_sched.problem.limits import Limits, Switch
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{unit}": base**power
+_PREFIXES = {"": 1} | {
+    f"{prefix}{binary}": base**power
     for power, prefix in enumerate("KMGT", start=1)
-    for unit, base in (("B", 1000), ("iB", 1024))
+    for binary, base in (("", 1000), ("i", 1024))
 }
 _COUNTS = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)(?:\s*([A-Za-z]*)B)?")
 
 
 def add_hardware(command: argparse.ArgumentParser) -> None:
@@ -48,9 +48,9 @@ def size(text: str) -> int:
     (2000000000, 1536)
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None or match[2] not in _UNITS:
+    if match is None or (match[2] or "") not in _PREFIXES:
         raise ValueError("must read like 48GB (10^9 bytes) or 48GiB (2^30 bytes)")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _PREFIXES[match[2] or ""])
 
 
 def _switched(limits: Limits, counts: tuple[int, ...], devices: int) -> Limits:
