@@ -421,6 +421,49 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path, two: Runtime) -> None:
     assert CheckpointManager(tmp_path / "empty").load_latest(own.model) is None
 
 
+def test_a_metric_may_be_a_tensor_and_must_be_a_number(tmp_path: Path, two: Runtime) -> None:
+    own = job(two)
+    manager = CheckpointManager(tmp_path, keep_last=1, best="min")
+    for step, metric in enumerate([3.0, 1.0, 2.0]):
+        manager.save(own.model, own.optimizer, step=step, metric=torch.tensor(metric))
+    manager.wait()
+    assert manager.best() == tmp_path / "step-00000001"
+    for wrong in ("low", torch.ones(2)):
+        with pytest.raises(TypeError, match="metric must be a number"):
+            manager.save(own.model, own.optimizer, step=4, metric=wrong)
+
+
+def test_later_steps_of_another_run_are_told_and_do_not_cost_a_new_run_its_checkpoints(
+    tmp_path: Path, two: Runtime
+) -> None:
+    own = job(two)
+    before = CheckpointManager(tmp_path, keep_last=2)
+    for step in (100, 200):
+        before.save(own.model, own.optimizer, step=step, wait=True)
+    again = CheckpointManager(tmp_path, keep_last=2)
+    with pytest.warns(CheckpointWarning, match="step-00000200 is of a later step than 10"):
+        again.save(own.model, own.optimizer, step=10)
+    for step in (20, 30):
+        again.save(own.model, own.optimizer, step=step)
+    again.wait()
+    kept = [20, 30, 100, 200]
+    assert [path.name for path in again.checkpoints()] == [f"step-{step:08}" for step in kept]
+
+
+def test_an_optimizer_of_another_class_is_refused_or_told(tmp_path: Path, two: Runtime) -> None:
+    own = job(two)
+    own.optimizer = roundpipe.optim.AdamW(own.model.optim_parameters(), lr=0.1)
+    own.train(0, 1)
+    saved = save_checkpoint(tmp_path / "one", own.model, own.optimizer, step=1)
+    other = job(two)
+    wanted = other.weights()
+    with pytest.raises(CheckpointMismatch, match="the state of AdamW, but the optimizer is SGD"):
+        load_checkpoint(saved.path, other.model, torch.optim.SGD(other.model.optim_parameters(), lr=0.1))
+    assert equal(other.weights(), wanted)
+    with pytest.warns(CheckpointWarning, match="the optimizer was AdamW and is Lion now"):
+        load_checkpoint(saved.path, other.model, roundpipe.optim.Lion(other.model.optim_parameters(), lr=0.1))
+
+
 def test_a_damaged_one_is_told_and_the_one_before_it_is_loaded(tmp_path: Path, two: Runtime) -> None:
     own = job(two)
     manager = CheckpointManager(tmp_path, keep_last=None)

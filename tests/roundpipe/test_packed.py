@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -383,3 +384,28 @@ def test_an_error_between_two_models_arrives_as_itself_and_both_train_on(two: Ru
     chain.bottom_true(x).sum().backward()
     chain.first.synchronize()
     assert_near(gradients(chain.bottom), gradients(chain.bottom_true))
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_model_may_be_dropped_while_its_packed_outputs_are_computed(runtime: Runtime, with_grad: bool) -> None:
+    layers = mlp()
+    x, _ = batch(7)
+    wanted = layers(x)
+    model = RoundPipe(layers, runtime=runtime, model_run_config=PACKED)
+    with torch.set_grad_enabled(with_grad):
+        packed = model(x)
+    del model, layers
+    gc.collect()
+    packed.synchronize()
+    assert_near(rp_batch.merge(packed), wanted)
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_packed_outputs_may_be_dropped_with_their_model(runtime: Runtime, with_grad: bool) -> None:
+    model = RoundPipe(mlp(), runtime=runtime, model_run_config=PACKED)
+    with torch.set_grad_enabled(with_grad):
+        packed = model(batch(7)[0])
+    del model, packed
+    gc.collect()
+    # Raises the error of memory that was freed too early.
+    RoundPipe(mlp(), runtime=runtime)(batch(7)[0])

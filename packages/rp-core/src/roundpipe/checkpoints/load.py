@@ -115,7 +115,8 @@ def load_checkpoint(
 
     With the same plan (see `LoadedCheckpoint.plans`) and devices of the same kind, losses and weights are the
     same as without the stop, to the last bit. Masters of another dtype, parameters that are frozen now or were
-    then, and other settings of the optimizer are told by a `CheckpointWarning` and in `LoadedCheckpoint.notes`.
+    then, and an optimizer of another class are told by a `CheckpointWarning` and in `LoadedCheckpoint.notes`. The
+    settings of the optimizer, such as its learning rate, are those that were saved.
 
     >>> from tempfile import TemporaryDirectory
     >>> from roundpipe import RoundPipe, Runtime, save_checkpoint
@@ -311,6 +312,19 @@ class _Matched:
                 f"{opened.path} has {len(self._groups)} groups of parameters, but the optimizer {len(self._own)}; "
                 "make the same groups"
             )
+        self._was, self._is = str(saved["class"]).rpartition(".")[2], type(optimizer).__name__
+        self._refuse_other_settings()
+
+    def _refuse_other_settings(self) -> None:
+        """Raise `CheckpointMismatch` if this is an optimizer of another class, which needs settings of its own."""
+        lacking = {
+            name for both in zip(self._given, self._groups, strict=True) for name in both[0].keys() - both[1]
+        }
+        if self._was != self._is and lacking:
+            raise CheckpointMismatch(
+                f"{self._opened.path} has the state of {self._was}, but the optimizer is {self._is}, whose "
+                f"{_first(sorted(lacking))} it does not have; load it without an optimizer, and step anew"
+            )
 
     @property
     def _given(self) -> list[dict[str, Any]]:
@@ -328,6 +342,8 @@ class _Matched:
         ]
         state = {place[name]: self._opened.decoded(value) for name, value in self._states.items()}
         self._note_dtypes(state, notes)
+        if self._was != self._is:
+            notes.add(f"the optimizer was {self._was} and is {self._is} now", self._names[0])
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _note_dtypes(self, state: Mapping[int, Any], notes: _Notes) -> None:

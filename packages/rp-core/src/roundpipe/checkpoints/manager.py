@@ -41,9 +41,10 @@ class CheckpointManager:
         keep_last: how many of the newest are kept; None keeps all.
         best: whether the smallest (``"min"``) or the largest (``"max"``) `metric` is the best, which is kept, too.
 
-    A checkpoint is removed only after a newer one is whole. With ``wait=False`` (the default) it is written while
-    training goes on; if that fails, the error is logged, the next `save` tells it by a `CheckpointWarning`, and
-    `wait` raises it.
+    A checkpoint is removed only after a newer one is whole. Of those that this manager saved the last `keep_last`
+    stay, too, even if the folder has later steps of another run, which a `CheckpointWarning` tells. With
+    ``wait=False`` (the default) it is written while training goes on; if that fails, the error is logged, the next
+    `save` tells it by a `CheckpointWarning`, and `wait` raises it.
 
     >>> from tempfile import TemporaryDirectory
     >>> import torch
@@ -75,6 +76,8 @@ class CheckpointManager:
         self._keep_last = keep_last
         self._best = best
         self._saving: SavingCheckpoint | None = None
+        # Those that this manager saved, in this order.
+        self._saved: list[Path] = []
         self._metrics: dict[Path, float | None] = {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,12 +99,22 @@ class CheckpointManager:
         Raises what `save_checkpoint` raises.
         """
         self._finish_last()
-        saving = self._saving = save_checkpoint(
-            self._new_path(step), model, optimizer, step=step, wait=False, **options
-        )
+        path = self._new_path(step)
+        saving = self._saving = save_checkpoint(path, model, optimizer, step=step, wait=False, **options)
+        self._warn_of_later(step)
         if wait:
             self.wait()
         return saving
+
+    def _warn_of_later(self, step: int) -> None:
+        newest = self._finished()[-1:]
+        if not self._saved and newest and newest[0].step > step:
+            warnings.warn(
+                f"{newest[0].path} is of a later step than {step}, which is saved now; load_latest loads the "
+                "later one: give each run a folder of its own, or remove what is of no use",
+                CheckpointWarning,
+                stacklevel=3,
+            )
 
     def _finish_last(self) -> None:
         """Wait for the last one; warn if it failed."""
@@ -123,6 +136,7 @@ class CheckpointManager:
         finally:
             if saving.done():
                 self._saving = None
+        self._saved.append(saving.path)
         self._remove_old()
 
     def _new_path(self, step: int) -> Path:
@@ -174,9 +188,9 @@ class CheckpointManager:
     def _remove_old(self) -> None:
         if self._keep_last is None:
             return
-        best = self.best()
+        needed = {self.best(), *self._saved[-self._keep_last :]}
         for kept in self._finished()[: -self._keep_last]:
-            if kept.path != best:
+            if kept.path not in needed:
                 try:
                     remove(kept.path)
                 except OSError as error:

@@ -41,7 +41,7 @@ def save_checkpoint(
     scaler: Any = None,
     schedulers: Schedulers = (),
     data: Any = None,
-    metric: float | None = None,
+    metric: float | torch.Tensor | None = None,
     wait: bool = True,
     buffer_bytes: int = 1 << 30,
     shard_bytes: int = 4 << 30,
@@ -56,7 +56,7 @@ def save_checkpoint(
         scaler: a `GradScaler`, or torch's.
         schedulers: learning-rate schedulers; one, or several.
         data: where the data is, such as an epoch and a position: numbers, text, lists, dicts and tensors.
-        metric: a number by which a `CheckpointManager` finds the best.
+        metric: a number, or a tensor of one, by which a `CheckpointManager` finds the best.
         wait: whether to return when the folder is there. Otherwise this returns as soon as all steps so far are
             over, and the folder is written while training goes on; `SavingCheckpoint.wait` tells how that ended.
         buffer_bytes: host memory that the writing takes at most, beside what training takes; at least 64 MiB.
@@ -88,17 +88,25 @@ def save_checkpoint(
     `CheckpointWarning` tells if there were gradients.
     """
     target = _checked(path, model, step, buffer_bytes, shard_bytes)
+    number = None if metric is None else _number(metric)
     training = Training(
         _optimizers(optimizer),
         scaler,
         _several(schedulers),
-        {"step": step, "data": data, "metric": metric, "model": _facts(model)},
+        {"step": step, "data": data, "metric": number, "model": _facts(model)},
     )
     saving = SavingCheckpoint(target, step)
     saving.begin(model, training, buffer_bytes, shard_bytes)
     if wait:
         saving.wait()
     return saving
+
+
+def _number(metric: object) -> float:
+    try:
+        return float(cast("float", metric))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"metric must be a number, but is {metric!r}") from error
 
 
 class SavingCheckpoint:

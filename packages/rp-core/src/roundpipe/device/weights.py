@@ -36,6 +36,7 @@ class Weights:
     `turns` and `gradient_turns`: the tickets that the calling thread took for this task; gradients of blocks
     without a ticket are dropped. `spare_bytes`: how much device memory gradient sums of earlier tasks may still
     occupy while this one runs. `saved`: blocks, (numel,) on the host, that are uploaded instead of the model's.
+    `may_outlive`: the model may be gone before the device has read its blocks, which are then kept until it has.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class Weights:
         times: LayerTimes | None,
         tracer: Tracer,
         saved: dict[Block, torch.Tensor] | None = None,
+        *,
+        may_outlive: bool = False,
     ) -> None:
+        self._may_outlive = may_outlive
         self.saved = {} if saved is None else saved
         self._times = times
         self._spare_bytes = spare_bytes
@@ -259,7 +263,8 @@ class Weights:
             self._twins.release(block)
         done = self._device.compute.record()
         sums = [memory for memory, _ in self._sums.values()]
-        self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)
+        hosts = [block.host_tensors() for block in self._bound] if self._may_outlive else []
+        self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums, hosts)
         self._bound, self._arriving, self._sums, self._trained = {}, {}, {}, []
 
     def withdraw(self) -> None:

@@ -227,6 +227,7 @@ class Engine:
             spare_bytes=self._planner.spare_bytes,
             loss_fn=loss_fn,
             keep_outputs=keep,
+            waits=config.merge_output is not False,
         )
 
     # Notices of changes on the host: see `Observer`

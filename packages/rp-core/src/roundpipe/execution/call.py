@@ -68,7 +68,8 @@ class Call:
     """One training or inference call.
 
     `flags`: the `training` flags of each layer's modules at launch. `randomness`: None if the call does not seed
-    random numbers. `spare_bytes`: the memory left free on each device while the call runs.
+    random numbers. `spare_bytes`: the memory left free on each device while the call runs. `waits`: whether the
+    caller waits until the results are on the host.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Call:
     spare_bytes: int = 0
     loss_fn: LossFn | None = None
     keep_outputs: bool = False
+    waits: bool = True
 
     @property
     def num_layers(self) -> int:

@@ -234,7 +234,16 @@ class Run:
                 for block in blocks
                 if block.gradient is not None and task.adds_gradients
             }
-            weights = Weights(lane, twins, turns, gradient_turns, self.call.spare_bytes, times, self._tracer)
+            weights = Weights(
+                lane,
+                twins,
+                turns,
+                gradient_turns,
+                self.call.spare_bytes,
+                times,
+                self._tracer,
+                may_outlive=not self.call.waits,
+            )
             place = Workplace(self.call, lane, self._runtime.backend, twins, self, self._tracer)
             slots = TaskSlots(self._exchange, by_layer=self.call.grain == "layer")
             return lane, TaskJob(self, place, task, weights, slots, times)
