@@ -69,7 +69,7 @@ WAITS = [
     Wait("device/transfers.py", "conveyor.drain()", "gradients live until they are home"),
     Wait(
         "device/weights.py",
-        "self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums)",
+        "self._lane.retainer.keep(done, list(self._bound.values()), list(self._arriving.values()), sums, hosts)",
         "weights live until the layers are done with them",
     ),
     Wait(

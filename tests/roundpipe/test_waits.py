@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from mutants import started
-from remove_waits import WAITS
+from remove_waits import ENGINE, WAITS, Wait
 
-pytestmark = [pytest.mark.mutation, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +19,17 @@ def ended() -> Iterator[Callable[[int], str]]:
         yield how_it_ends
 
 
+@pytest.mark.parametrize("wait", WAITS, ids=[wait.what for wait in WAITS])
+def test_the_engine_has_each_of_them(wait: Wait) -> None:
+    wait.removed_from((ENGINE / wait.file).read_text())
+
+
+@pytest.mark.mutation
 def test_the_scenarios_pass_with_every_wait_in_place(ended: Callable[[int], str]) -> None:
     assert ended(-1) == "passed"
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("number", range(len(WAITS)), ids=[wait.what for wait in WAITS])
 def test_the_scenarios_fail_without_any_one_wait(ended: Callable[[int], str], number: int) -> None:
     assert ended(number) in ("failed", "hung")

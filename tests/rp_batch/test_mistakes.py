@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from mistakes import MISTAKES
+from mistakes import MISTAKES, PACKAGE, Mistake
 from mutants import started
 
-pytestmark = [pytest.mark.mutation, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +19,17 @@ def ended() -> Iterator[Callable[[int], str]]:
         yield how_it_ends
 
 
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.what for mistake in MISTAKES])
+def test_each_can_be_made(mistake: Mistake) -> None:
+    mistake.made_in((PACKAGE / mistake.file).read_text())
+
+
+@pytest.mark.mutation
 def test_without_a_mistake_their_tests_pass(ended: Callable[[int], str]) -> None:
     assert ended(-1) == "passed"
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("number", range(len(MISTAKES)), ids=[mistake.what for mistake in MISTAKES])
 def test_every_mistake_is_noticed_by_the_test_that_should(ended: Callable[[int], str], number: int) -> None:
     assert ended(number) == "failed"
