@@ -143,6 +143,32 @@ def test_libraries_that_run_out_of_memory_are_followed_by_a_second_run_and_one_w
     assert_near(gradients(layers), gradients(truth), 1e-6)
 
 
+def test_a_task_that_runs_again_has_the_device_to_itself() -> None:
+    used: list[int] = []
+    fail = once(torch.OutOfMemoryError("as arranged"))
+
+    def error_of(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        fail()
+        return square_error(output, label)
+
+    with Runtime("cpu:1", device_memory_bytes=PLENTY) as runtime:
+        model = in_one_stage(fragile(), runtime)
+        AT["forward"] = lambda: used.append(runtime.memory()[0].used_bytes)
+        x, y = batch(3000)
+        with pytest.warns(DeviceMemoryWarning):
+            model.forward_backward((x,), None, y, error_of)
+    assert used[1] <= used[0]
+
+
+def test_a_shortage_in_a_task_of_one_layer_promises_no_better_plans(runtime: Runtime) -> None:
+    model = RoundPipe(
+        fragile()[:1], name="fragile", runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=3)
+    )
+    AT["forward"] = once(torch.OutOfMemoryError("as arranged"))
+    with pytest.warns(DeviceMemoryWarning, match="tasks of one layer each.*num_microbatch=6 instead of 3"):
+        run_once(model, torch.randn(6, 4))
+
+
 def test_other_errors_of_layers_are_not_tried_again(two: Runtime) -> None:
     model = in_one_stage(fragile(), two)
     AT["forward"] = once(RuntimeError("shapes differ"))

@@ -285,13 +285,19 @@ class Run:
         self._is_told = True
         first, count = self.shortages[0], len(self.shortages)
         times = "once" if count == 1 else f"{count} times, first"
-        planned = "Later calls are planned to take less."
-        advice = planned if self.call.is_planned else "Stages of fewer layers in your execute_plan avoid that."
         return (
             f"model {self.call.name!r} ran out of device memory in a call, {times} {first.where}: {first.error}. "
             "What was unfinished ran again in smaller parts: layers, hooks and the loss function may have run "
-            f"twice, with the same results. {advice}"
+            f"twice, with the same results. {self._how_to_avoid_shortages()}"
         )
+
+    def _how_to_avoid_shortages(self) -> str:
+        if all(len(shortage.task.layers) == 1 for shortage in self.shortages):
+            more = f"num_microbatch={2 * self.call.num_microbatches} instead of {self.call.num_microbatches}"
+            return f"These were tasks of one layer each, and later calls will have them, too: take {more}."
+        if self.call.is_planned:
+            return "Later calls are planned to take less."
+        return "Stages of fewer layers in your execute_plan avoid that."
 
     @property
     def parts(self) -> Sequence[Any]:

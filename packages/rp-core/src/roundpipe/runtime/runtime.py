@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import threading
 import weakref
 from collections import deque
@@ -130,8 +129,6 @@ class Lane:
             job.withdraw()
         self.outbox.wait_for_room(0)
         self.settle_device()
-        # Frames of a failed attempt may be in cycles.
-        gc.collect()
         self.device.release_unused()
 
     def settle_device(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable
 
@@ -26,11 +27,27 @@ def shortage_of(body: Callable[[], None]) -> BaseException | None:
 
 def clear_frames(error: BaseException) -> None:
     """Clear the frames of an error and of its causes: their tensors would keep device memory allocated."""
+    for one in _with_causes(error):
+        traceback.clear_frames(one.__traceback__)
+
+
+def drop_frames(error: BaseException) -> None:
+    """Remove the tracebacks of an error that nobody will see, and those of its causes.
+
+    Cleared frames still hold their functions, whose closures (``lambda: loss_fn(output, label)``) hold tensors.
+    """
+    for one in _with_causes(error):
+        one.__traceback__ = None
+    # Frames may be in cycles.
+    gc.collect()
+
+
+def _with_causes(error: BaseException) -> list[BaseException]:
     behind: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    found: dict[int, BaseException] = {}
     while behind:
         one = behind.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
             behind += (one.__cause__, one.__context__)
+    return list(found.values())

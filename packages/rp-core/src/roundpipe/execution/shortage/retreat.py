@@ -11,7 +11,7 @@ from rp_transfer import Ticket
 
 from roundpipe.device.weights import Weights
 from roundpipe.execution.shortage.parts import Part, smaller
-from roundpipe.execution.shortage.ran_out import shortage_of
+from roundpipe.execution.shortage.ran_out import drop_frames, shortage_of
 from roundpipe.execution.shortage.slots import TaskSlots
 from roundpipe.execution.stage import Stage, Workplace
 from roundpipe.state.model_state import Block
@@ -43,7 +43,10 @@ class Retreat:
         self.stage: Stage | None = None
 
     def run(self, task: Task, error: BaseException) -> None:
-        """Run `task`, which failed with `error`. Raises the error of the first part that cannot be cut again."""
+        """Run `task`, which failed with `error`.
+
+        Raises the error of the first part that cannot be cut again; those before it lose their tracebacks.
+        """
         pending = deque((part, self._owed) for part in self._instead(Part(task), error))
         while pending:
             part, owed = pending.popleft()
@@ -63,12 +66,11 @@ class Retreat:
         """What to run in the place of a part that failed."""
         call = self._place.call
         parts = smaller(part, call.state.layers, call.num_microbatches, by_layer=call.grain == "layer")
-        self._slots.expect(cut.task for cut in parts)
-        if parts:
-            return parts
-        if part.tries == _TRIES:
+        if not parts and part.tries == _TRIES:
             raise error
-        return [replace(part, tries=part.tries + 1)]
+        drop_frames(error)
+        self._slots.expect(cut.task for cut in parts)
+        return parts or [replace(part, tries=part.tries + 1)]
 
     def _weights(self, part: Part, owed: dict[Block, Ticket]) -> Weights:
         place, layers = self._place, self._place.call.state.layers
