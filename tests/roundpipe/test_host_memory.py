@@ -253,6 +253,23 @@ def test_the_second_gradient_block_of_accumulated_calls_is_foreseen(one: Runtime
     call(model)
 
 
+@pytest.mark.parametrize("is_double", [False, True])
+@pytest.mark.parametrize("gradients", [1, 2])
+def test_plans_divide_microbatches_only_where_two_gradients_a_layer_fit(gradients: int, is_double: bool) -> None:
+    spare = (gradients - 1) * 2 * PARAMETERS
+    with Runtime("cpu:4") as runtime:
+        machine = Machine(runtime)
+        model = wrapped(runtime, config=RoundPipeRunConfig(num_microbatch=8), double_buffer=is_double)
+        optimizer = roundpipe.optim.Adam(model.optim_parameters())
+        # The masters are there by now.
+        machine.has(2 * PARAMETERS + ADAM + is_double * 2 * PARAMETERS + spare)
+        for _ in range(2):
+            call(model, 8)
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+            machine.has(spare)
+        assert model.memory_report().gradients_bytes == gradients * 2 * PARAMETERS
+
+
 def test_second_blocks_count_and_their_setting_would_help(one: Runtime, machine: Machine) -> None:
     machine.has(CERTAIN + 2 * PARAMETERS - 1)
     with pytest.raises(HostMemoryShort, match=r"\n- double_buffer=False: 16\.0 KiB less\n"):

@@ -49,7 +49,8 @@ class Engine:
         self._name = name
         self._runtime = runtime
         self.host = HostParameters(name, modules, runtime, pin, optim_dtype, double_buffer, self)
-        self._planner = Planner(name, self.host.state, runtime)
+        state, foresight = self.host.state, self.host.foresight
+        self._planner = Planner(name, state, runtime, partial(foresight.has_room_for_pairs, state))
         self._boundaries = Boundaries(self.host.state.layers)
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()

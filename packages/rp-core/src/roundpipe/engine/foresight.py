@@ -154,6 +154,10 @@ class Foresight:
         told = sum(state_bytes(optimizer) or state_bytes_now(optimizer) for optimizer in optimizers)
         return replace(found, whole=replace(whole, optimizer_state=told))
 
+    def has_room_for_pairs(self, state: ModelState) -> bool:
+        """Whether training fits if two tasks of a call add to each gradient, as in plans that divide them."""
+        return self.forecast([state], list(self._checked), additions=2).fits
+
     def pool_bytes(self) -> int:
         """Host memory of the runtime that belongs to no model's blocks: activations, idle buffers, staging."""
         return max(self._runtime.host_memory().used_bytes - given_to(list(self._runtime.states)), 0)

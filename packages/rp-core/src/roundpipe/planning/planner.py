@@ -46,10 +46,14 @@ class Planner:
     """Plans one model's calls on a runtime, from guessed costs at first and then from measured ones.
 
     Plans and measurements are kept until the model's blocks change. `parts` are a call's microbatches.
+    `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient.
     """
 
-    def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
+    def __init__(
+        self, name: str, state: ModelState, runtime: Runtime, has_room_for_pairs: Callable[[], bool]
+    ) -> None:
         self._name = name
+        self._has_room_for_pairs = has_room_for_pairs
         self._state = state
         self._runtime = runtime
         self._on_host = runtime.lanes[0].device.torch_device.type == "cpu"
@@ -65,7 +69,7 @@ class Planner:
         self._plans: dict[object, tuple[int, PlanInUse]] = {}
         self._footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
-        self._pricing = Pricing(self._state, self._runtime, self._footprint)
+        self._pricing = Pricing(self._state, self._runtime, self._footprint, self._has_room_for_pairs)
         # What calls take, beside what their plans promise.
         self.log = CallLog(self._pricing)
         # Tasks that ran while the peak was measured, without gradients of earlier calls beside them.

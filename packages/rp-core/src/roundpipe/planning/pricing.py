@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -31,9 +31,16 @@ _WEIGHT_BYTES = 2
 
 
 class Pricing:
-    """The limits of one model's plans on a runtime."""
+    """The limits of one model's plans on a runtime.
 
-    def __init__(self, state: ModelState, runtime: Runtime, footprint: Footprint) -> None:
+    `has_room_for_pairs`: whether host memory suffices if two tasks of a call add to each gradient.
+    """
+
+    def __init__(
+        self, state: ModelState, runtime: Runtime, footprint: Footprint, has_room_for_pairs: Callable[[], bool]
+    ) -> None:
+        self._has_room_for_pairs = has_room_for_pairs
+        self._is_tight = False
         self._state = state
         self._runtime = runtime
         self._footprint = footprint
@@ -51,8 +58,10 @@ class Pricing:
         machine = self._runtime.machine
         if not (self._on_host or machine.is_probed):
             machine.note_probe(probed(self._runtime))
+        self._is_tight = pairs_gradients(self._state) and not self._has_room_for_pairs()
         return Limits(
             device_memory_bytes=self._budget(costs, rows, is_known=is_known),
+            host_memory_bytes=self._host_memory_bytes(Host()),
             leaving_bytes=self._leaving_bytes(),
             upload_gb_s=_LINK_GB_S,
             download_gb_s=_LINK_GB_S,
@@ -65,7 +74,16 @@ class Pricing:
         host = replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share)
         speeds = timer.speeds.of(self._devices)
         machinery = Machinery(self._memory_bytes, speeds, None if self._on_host else host)
-        return priced(limits, self._runtime.machine.rates(), machinery)
+        found = priced(limits, self._runtime.machine.rates(), machinery)
+        return replace(found, host_memory_bytes=self._host_memory_bytes(found.host))
+
+    def _host_memory_bytes(self, host: Host) -> int | None:
+        """Where two tasks' gradients do not fit, what a plan takes that gives each layer's to one task."""
+        if not self._is_tight:
+            return None
+        copies = 2 if host.double_buffer else 1
+        trainable = sum(block.nbytes for block in self._state.trainable)
+        return sum(block.nbytes for block in self._state.blocks) + copies * trainable
 
     def note_call(self, timer: ModelTimer, course: Course, call_ms: float) -> None:
         """Calls under this plan take so long; what that shows of the GIL counts from the next call on."""
@@ -130,11 +148,15 @@ def host_of(state: ModelState) -> Host:
     """
     nbytes = sum(block.nbytes for block in state.trainable)
     numel = sum(block.layout.numel for block in state.trainable)
-    in_pairs = any(block.layout.dtype != sum_dtype(block.layout.dtype) for block in state.trainable)
     return Host(
-        gradient_buffers=2 if in_pairs else 1,
+        gradient_buffers=2 if pairs_gradients(state) else 1,
         optimizer_bytes=Host().optimizer_bytes * numel * _WEIGHT_BYTES / nbytes if nbytes else 0.0,
     )
+
+
+def pairs_gradients(state: ModelState) -> bool:
+    """Whether two tasks' gradients stay two blocks: so they do in 16 bits."""
+    return any(block.layout.dtype != sum_dtype(block.layout.dtype) for block in state.trainable)
 
 
 def priced(limits: Limits, rates: Rates, machinery: Machinery) -> Limits:
