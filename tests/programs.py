@@ -18,6 +18,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
+TORCH = "import torch\n"
 # What torch's first optimizer imports, too.
 ENGINE = "import roundpipe, torch._dynamo\n"
 # What the command line imports once it trains a model.

@@ -5,41 +5,23 @@ from __future__ import annotations
 import doctest
 import gc
 import importlib
-import os
 import pkgutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
-import programs
 import pytest
 import roundpipe
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
+from programs import TORCH, ended
 from roundpipe import Busy, RoundPipe, RoundPipeRunConfig, Runtime
 from rp_transfer import Closed, CpuBackend, PinningWarning
 from torch import nn
 
 pytestmark = pytest.mark.timeout(100)
-
-
-def in_subprocess(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.strip()
 
 
 def test_importing_starts_no_thread_opens_no_device_and_imports_no_cupy() -> None:
@@ -50,12 +32,12 @@ before = threading.active_count()
 import roundpipe
 assert threading.active_count() == before
 assert not torch.cuda.is_initialized()
+roundpipe.from_pretrained
 assert "cupy" not in sys.modules and "transformers" not in sys.modules
 from roundpipe.runtime import runtime
 assert not runtime._default
-print("quiet")
 """
-    assert in_subprocess(code) == "quiet"
+    assert ended(code, imports=TORCH) == (0, "", "")
 
 
 def test_the_default_runtime_opens_what_the_environment_names_and_ends_with_the_process() -> None:
@@ -69,7 +51,7 @@ one.step(lambda: None)
 print([use.name for use in one.runtime.memory()])
 """
     names = "['cpu:0', 'cpu:1', 'cpu:2']\n"
-    assert programs.ended(code, ROUNDPIPE_DEVICES="cpu:3") == (0, names, "")
+    assert ended(code, ROUNDPIPE_DEVICES="cpu:3") == (0, names, "")
 
 
 def test_two_runtimes_live_side_by_side(devices: str) -> None:

@@ -6,8 +6,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
 import pytest
+from programs import ended
 from rp_optim.jobs import Outcome, Worker, wait_for_all, wait_for_any
 
 pytestmark = pytest.mark.timeout(60)
@@ -157,7 +156,8 @@ def test_interrupts_of_whoever_submits_and_waits_stop_no_worker() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_to_make_its_own() -> None:
     code = """
-import os, sys, threading
+import os, sys, threading, warnings
+warnings.simplefilter("ignore")
 from rp_optim.jobs import Worker
 worker = Worker("test")
 worker.submit(int).result()
@@ -171,10 +171,10 @@ if os.fork() == 0:
     sys.exit()
 os.wait()
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=50)
-    assert done.stderr == ""
-    assert "spawn" in done.stdout
-    assert done.stdout.endswith("\n2\n")
+    _, told, complaints = ended(code)
+    assert complaints == ""
+    assert "spawn" in told
+    assert told.endswith("\n2\n")
 
 
 def test_an_outcome_runs_its_job_once() -> None:

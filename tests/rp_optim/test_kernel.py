@@ -19,6 +19,7 @@ import torch
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import ended
 from rp_optim.gradients import squares_of
 from rp_optim.kernels import build
 from rp_optim.kernels.cache import cache_folder, check_trusted
@@ -266,7 +267,9 @@ def test_a_mode_that_the_caller_set_is_kept_and_not_used(name: str) -> None:
 # Coming to be there
 
 NO_COMPILER = """
-import logging, sys
+import logging, os, sys
+os.environ.pop("RP_OPTIM_KERNEL", None)
+os.environ.pop("CC", None)
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
 import torch, rp_optim
 weight = torch.nn.Parameter(torch.ones(5))
@@ -370,6 +373,7 @@ def test_a_library_in_the_wheel_that_cannot_be_loaded_is_told_of(
 
 
 @pytest.mark.usefixtures("_quick_compiler")
+@pytest.mark.usefixtures("_quick_compiler")
 def test_several_processes_may_compile_at_once(tmp_path: Path) -> None:
     library = tmp_path / "room" / "kernels.so"
     library.parent.mkdir()
@@ -399,10 +403,8 @@ def test_a_library_of_other_sources_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_torch_does_the_steps_and_says_so_once(tmp_path: Path) -> None:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("RP_OPTIM") and key != "CC"}
-    variables = {**kept, "RP_OPTIM_CACHE": str(tmp_path), "PATH": str(tmp_path)}
-    output = subprocess.run([sys.executable, "-c", NO_COMPILER], env=variables, capture_output=True, text=True)
-    said, kernel = output.stdout.splitlines()
+    _, told, _ = ended(NO_COMPILER, RP_OPTIM_CACHE=str(tmp_path), PATH=str(tmp_path))
+    said, kernel = told.splitlines()
     assert said.startswith(
         "WARNING rp-optim steps run on torch's operations, which are slower: there is no C compil"
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 import rp_transfer
+from programs import TORCH, ended
 
 MODULES = sorted(
     module.name
@@ -31,8 +30,7 @@ assert not tools, f"{tools} are imported"
 
 
 def test_importing_opens_no_device_no_thread_and_no_cupy() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    assert ended(IMPORT, imports=TORCH) == (0, "", "")
 
 
 @pytest.mark.parametrize("name", ["rp_transfer", *MODULES])
