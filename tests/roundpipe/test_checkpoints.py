@@ -26,7 +26,9 @@ from roundpipe import (
     load_checkpoint,
     save_checkpoint,
 )
+from roundpipe.checkpoints.writer import Writer
 from rp_sched import Plan
+from rp_transfer import HostLimit
 from safetensors.torch import load_file, load_model
 from torch import nn
 
@@ -367,6 +369,22 @@ def test_loading_goes_on_after_a_step_that_failed_half_way(tmp_path: Path, two: 
 
 
 # Other threads
+
+
+@pytest.mark.parametrize(("free", "wanted"), [(1 << 40, 200 << 20), (1 << 28, 1 << 27)])
+def test_the_buffer_takes_half_of_what_is_free_at_most(
+    tmp_path: Path, two: Runtime, monkeypatch: pytest.MonkeyPatch, free: int, wanted: int
+) -> None:
+    taken: list[int] = []
+
+    def writer(folder: Path, buffer_bytes: int) -> Writer:
+        taken.append(buffer_bytes)
+        return Writer(folder, buffer_bytes)
+
+    monkeypatch.setattr("roundpipe.checkpoints.save.Writer", writer)
+    two.host_limit = lambda: HostLimit("the machine", 1 << 40, free)  # type: ignore[method-assign]
+    saved(job(two), tmp_path / "c", buffer_bytes=200 << 20)
+    assert taken == [wanted]
 
 
 def test_a_thread_that_saves_is_never_in_the_way_of_training(tmp_path: Path, two: Runtime) -> None:

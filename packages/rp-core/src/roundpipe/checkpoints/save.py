@@ -59,7 +59,8 @@ def save_checkpoint(
         metric: a number, or a tensor of one, by which a `CheckpointManager` finds the best.
         wait: whether to return when the folder is there. Otherwise this returns as soon as all steps so far are
             over, and the folder is written while training goes on; `SavingCheckpoint.wait` tells how that ended.
-        buffer_bytes: host memory that the writing takes at most, beside what training takes; at least 64 MiB.
+        buffer_bytes: host memory that the writing takes at most, beside what training takes; at least 64 MiB, and
+            otherwise no more than half of what is free.
         shard_bytes: the largest file; a larger tensor has one of its own.
 
     The checkpoint has the model as the steps launched so far leave it, weights, masters, states of optimizer,
@@ -131,7 +132,8 @@ class SavingCheckpoint:
             made = new_folder_for(self.path)
             (made / OWN).mkdir()
             layout.write_configuration(made)
-            writer = self._writer = Writer(made, buffer_bytes)
+            free = model.runtime.host_limit().free_bytes
+            writer = self._writer = Writer(made, min(buffer_bytes, free // 2))
             writer.start()
         except OSError as error:
             _remove(made)
