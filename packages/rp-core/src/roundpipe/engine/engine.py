@@ -185,6 +185,7 @@ class Engine:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes
         self._check_host_memory(mode, tasks, batch, keeps_outputs=keep)
+        self.host.note_read()
         call = self._call(mode, batch, config, loss_fn, keep=keep)
         run = Run(call, tasks, batch, self._runtime, self._twins)
         self.host.follow(run)
