@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from roundpipe.execution.packed_data import Arrivals, RoundPipePackedData
 from roundpipe.execution.run import Run
 from roundpipe.planning.call_log import CallTime
 from roundpipe.planning.planner import Planner
+from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
 from roundpipe.state.model_state import PinMode
@@ -262,4 +262,4 @@ class Engine:
 
 def _warn_of_shortages(run: Run) -> None:
     if not run.aborted and (words := run.explain_shortages()) is not None:
-        warnings.warn(words, DeviceMemoryWarning, stacklevel=2)
+        warn_user(words, DeviceMemoryWarning)
