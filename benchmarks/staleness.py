@@ -1,7 +1,8 @@
 """Loss against steps and seconds: synchronous steps, late ones, and late ones with a correction.
 
 Each run is a line of ``runs.jsonl`` in the output folder, written when the run ends; runs that are there already
-are not run again, so a killed benchmark goes on. The table and ``curves.svg`` are made of all lines.
+are not run again, so a killed benchmark goes on. The table is of all lines, ``curves.svg`` of the variants asked
+for: ``--report`` makes both and runs nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main() -> None:
         _run_all(options, results)
     lines = _read(results)
     times = {name: _times(options.output, name) for name in dict.fromkeys(line["workload"] for line in lines)}
-    (options.output / "curves.svg").write_text(curves(lines, times))
+    drawn = [line for line in lines if line["variant"] in options.variants]
+    (options.output / "curves.svg").write_text(curves(drawn, times))
     print(table(lines), *(f"{name}: {seconds}" for name, seconds in times.items()), sep="\n")
 
 

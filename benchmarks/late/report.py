@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 # A run as a line of the results file has it, see `staleness.py`.
 Line = Mapping[str, Any]
-_COLOURS = ("#000000", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#7f7f7f", "#17becf")
+_COLOURS = (
+    *("#000000", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e"),
+    *("#8c564b", "#7f7f7f", "#17becf", "#bcbd22", "#e377c2", "#aec7e8"),
+)
 _WIDTH, _HEIGHT, _MARGIN = 380, 250, 45
 
 
@@ -17,11 +21,12 @@ def table(lines: Sequence[Line]) -> str:
     """A row for each workload, beta2, rate and variant: means over the seeds that both runs of a pair have.
 
     `to synchronous`: this run's last held-out loss minus that of synchronous steps from the same weights on the
-    same batches, and its standard error; negative is better.
+    same batches, and its standard error; negative is better. `synchronous has it by`: the first evaluation, in
+    steps, at which synchronous steps are as good, in the mean over seeds and before their rate has decayed.
     """
     rows = [
         "| workload | beta2 | rate | variant | seeds | steps | held-out loss | to synchronous | "
-        "to synchronous, same seconds | loss in the first fifth | steps that jump |",
+        "to synchronous, same seconds | loss in the first fifth | synchronous has it by |",
         "|---|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     return "\n".join([*rows, *(_row(group, lines) for group in _groups(lines))])
@@ -47,7 +52,7 @@ def _row(group: Sequence[Line], lines: Sequence[Line]) -> str:
         _difference(group, lines, "synchronous"),
         _difference(group, lines, "synchronous, same seconds"),
         f"{statistics.mean(_early(line) for line in group):.3f}",
-        f"{statistics.mean(_jumps(line) for line in group):.1f}",
+        _reached(group, lines),
     )
     return f"| {' | '.join(str(cell) for cell in cells)} |"
 
@@ -60,10 +65,15 @@ def _early(line: Line) -> float:
     return statistics.mean(line["losses"][: max(1, len(line["losses"]) // 5)])
 
 
-def _jumps(line: Line) -> int:
-    """Steps whose loss is more than a fifth above the median of the ten before."""
-    losses = line["losses"]
-    return sum(losses[at] > 1.2 * statistics.median(losses[at - 10 : at]) for at in range(10, len(losses)))
+def _reached(group: Sequence[Line], lines: Sequence[Line]) -> str:
+    pairs = {_pair(line) for line in group}
+    others = [line for line in lines if line["variant"] == "synchronous" and _pair(line) in pairs]
+    if not others or group[0]["variant"] == "synchronous":
+        return "-"
+    for points in zip(*(line["held_out"] for line in others), strict=True):
+        if statistics.mean(loss for _, loss in points) <= statistics.mean(_last(line) for line in group):
+            return str(points[0][0])
+    return "never"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -90,9 +100,12 @@ def _pair(line: Line) -> tuple[Any, ...]:
 def curves(lines: Sequence[Line], seconds: Mapping[str, Mapping[bool, float]]) -> str:
     """Held-out loss over steps, and over seconds, a row of two charts for each workload and beta2.
 
-    `seconds`: of a synchronous (False) and a late step (True), by workload.
+    Of several rates the one with most runs is drawn. `seconds`: of a synchronous (False) and a late step (True),
+    by workload.
     """
-    kinds = list(dict.fromkeys((line["workload"], line["beta2"], line["rate"]) for line in lines))
+    counts = Counter((line["workload"], line["beta2"], line["rate"]) for line in lines)
+    kinds = list({kind[:2]: kind for kind in sorted(counts, key=lambda kind: counts[kind])}.values())
+    kinds.sort(key=list(counts).index)
     names = list(dict.fromkeys(line["variant"] for line in lines))
     colours = dict(zip(names, _COLOURS, strict=False))
     parts: list[str] = []

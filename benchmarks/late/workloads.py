@@ -1,4 +1,4 @@
-"""What is trained: a decoder on the standard library's sources, adapters of such a decoder, a convnet."""
+"""What is trained: decoders on the standard library's sources, from scratch and tuned afterwards, a convnet."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ _DECODERS = {
     "decoder-100m": _Decoder(Size(14, 768, 2048, 12, 12, 256, True, True, 1e4, head=64), 32, 256, 400, 1e-3),
     "decoder-1m": _Decoder(Size(4, 160, 448, 5, 5, 256, True, True, 1e4, head=32), 8, 64, 200, 1e-3),
 }
-WORKLOADS = (*_DECODERS, "lora", "convnet")
+WORKLOADS = (*_DECODERS, "finetune", "lora", "convnet")
 
 
 def workload(name: str, device: torch.device) -> Workload:
     """The workload of this name, its data on this device."""
-    if name == "lora":
-        return _lora(device)
+    if name in ("finetune", "lora"):
+        return _tuned(name, device)
     if name == "convnet":
         return _convnet(device)
     return _decoder(name, device)
@@ -106,7 +106,7 @@ def _next_byte(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-# Adapters: a decoder that was trained on sources learns Python's manual
+# A decoder that was trained on sources learns Python's manual: all of its weights, or adapters
 
 
 class _Adapted(nn.Module):
@@ -123,11 +123,16 @@ class _Adapted(nn.Module):
         return self.linear(x) + 2 * self.up(self.down(x))
 
 
-def _lora(device: torch.device) -> Workload:
-    kind = _DECODERS["decoder-1m"]
+def _tuned(name: str, device: torch.device) -> Workload:
     manual = [Text(hashlib.sha256(text.encode()).hexdigest(), text.encode()) for text in topics.values()]
-    batch = partial(_windows, _on(device, hold_out(manual)), kind)
-    return Workload("lora", partial(_adapted, device), batch, _next_byte, 200, 3e-3, device)
+    batch = partial(_windows, _on(device, hold_out(manual)), _DECODERS["decoder-1m"])
+    make, rate = (_adapted, 3e-3) if name == "lora" else (_whole, 1e-4)
+    return Workload(name, partial(make, device), batch, _next_byte, 200, rate, device)
+
+
+def _whole(device: torch.device, seed: int) -> nn.Sequential:
+    del seed
+    return copy.deepcopy(_trained(device))
 
 
 def _adapted(device: torch.device, seed: int) -> nn.Sequential:

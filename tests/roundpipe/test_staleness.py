@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoders of two narrow layers, and adapters of one that was not trained before."""
+    """Decoders of two narrow layers, and what is tuned was not trained before."""
     size = replace(SIZES["tiny"], layers=2, hidden=32, inner=48, vocabulary=256)
     monkeypatch.setitem(workloads._DECODERS, "decoder-1m", workloads._Decoder(size, 4, 16, STEPS, 4e-3))
     base = workload("decoder-1m", CPU).make(0)
@@ -47,7 +47,7 @@ def run_of(chosen: Workload, variant: str, seed: int = 0) -> Run:
     return Run(VARIANTS[variant], seed, STEPS, chosen.rate, 0.95)
 
 
-@pytest.mark.parametrize("name", ["decoder-1m", "lora", "convnet"])
+@pytest.mark.parametrize("name", ["decoder-1m", "finetune", "lora", "convnet"])
 @pytest.mark.parametrize("variant", ["synchronous", "late", "late after 30 %", "late, beta1 from 0.5"])
 def test_the_loop_ends_with_the_weights_of_the_engine(two: Runtime, name: str, variant: str) -> None:
     chosen = workload(name, CPU)
