@@ -127,6 +127,30 @@ class RoundPipeBase(nn.Module):
         """
         self._joint.reset()
 
+    @property
+    def weights_delay(self) -> int:
+        """How many steps launched before the latest call are missing from the weights that it read: 0 or 1.
+
+        After `s` steps the loss of a call is that of the weights after step ``s - weights_delay``: 1 if the step
+        before the call was asynchronous and nothing has published its result since, 0 otherwise, also for the
+        first call. Steps that changed nothing, such as those that a `GradScaler` skips, count.
+
+        >>> from roundpipe import RoundPipe
+        >>> with Runtime("cpu:1") as runtime:
+        ...     model = RoundPipe(nn.Linear(4, 1), runtime=runtime)
+        ...     delays = []
+        ...     for is_async in (True, True, False, False):
+        ...         _ = model.forward_backward((torch.ones(2, 4),), loss_fn=lambda outputs, _: outputs.sum())
+        ...         delays.append(model.weights_delay)
+        ...         model.step(lambda: None, is_async=is_async)
+        >>> delays
+        [0, 1, 1, 0]
+
+        A forward counts from its launch; its backward reads the same weights. Evaluation counts as a call, too, so
+        read this after the call whose loss it belongs to.
+        """
+        return self._joint.weights_delay()
+
     def memory_report(self, *optimizers: torch.optim.Optimizer) -> MemoryReport:
         """Report the host memory of this model, by kind, and the device memory of its runtime, at this moment.
 
