@@ -29,7 +29,8 @@ def main() -> None:
     """Run what is asked for and not there yet, then report on all that is there."""
     options = _options()
     options.output.mkdir(parents=True, exist_ok=True)
-    torch.set_float32_matmul_precision("high")
+    if options.device != "cpu":
+        torch.set_float32_matmul_precision("high")
     results = options.output / "runs.jsonl"
     if not options.report:
         _run_all(options, results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import staleness
 from decoder import SIZES
 from late import workloads
 from late.loops import Plain, Steps, engine_run
@@ -105,3 +107,30 @@ def test_a_report_has_a_row_for_each_variant_and_compares_it_with_the_same_seeds
     drawn = curves(lines, {"one": {False: 2.0, True: 1.0}})
     assert drawn.count("<polyline") == 4
     assert drawn.endswith("</svg>\n")
+
+
+def test_a_benchmark_that_was_cut_off_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "convnet",
+        "--steps",
+        "4",
+        "--seeds",
+        "1",
+        "--beta2",
+        "0.95",
+        "--device",
+        "cpu",
+        "--step-times",
+        "1.25",
+        "1",
+        "--output",
+    ]
+    for variants in (["late"], ["late", "synchronous, same seconds"]):
+        monkeypatch.setattr(sys, "argv", ["staleness.py", *asked, str(tmp_path), "--variants", *variants])
+        staleness.main()
+    lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(line["variant"], line["steps"]) for line in lines] == [("late", 4), ("synchronous, same seconds", 3)]
+    assert capsys.readouterr().out.count("convnet late") == 1
+    assert (tmp_path / "curves.svg").read_text().count("<polyline") == 4

@@ -84,7 +84,9 @@ class RoundPipeBase(nn.Module):
         """Run ``step_fn(*args, **kwargs)`` on the optimizer's thread, with the gradients of all calls so far.
 
         An asynchronous step returns at once; calls read its result after the next `step` or `synchronize`. A
-        synchronous step returns when it is done; calls launched afterwards read its result.
+        synchronous step returns when it is done; calls launched afterwards read its result. The delay of one step
+        saves time and costs loss, at high learning rates a lot; see `weights_delay`, and docs/staleness.md in the
+        repository.
 
         Raises what a synchronous `step_fn` raises; the next call raises the error of an asynchronous one.
         """
