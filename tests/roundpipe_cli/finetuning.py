@@ -41,13 +41,14 @@ FAMILIES = ("llama", "qwen3", "qwen3-moe", "gemma2", "gpt2", "gpt-neox")
 
 # As many chat templates are: each message between marks.
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # The same, with the assistant's words marked.
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -55,7 +56,7 @@ MARKED = (
 UNSTABLE = CHATML.replace(
     "{{ message['content'] }}", "{% if loop.last %}<think></think>{% endif %}{{ message['content'] }}"
 )
-WORDS = "one two three four five six seven eight nine ten and the cat sat on a mat while dogs sing".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "and", "the", "cat", "sat", "on", "a"]
 
 
 def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:

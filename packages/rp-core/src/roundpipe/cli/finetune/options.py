@@ -30,7 +30,8 @@ class FineTuning:
 
     None: `tokenizer`, the model's; `lora`, all weights; `lora_targets`, all linear layers; `num_microbatch`,
     chosen; `epochs` or `steps`, the other counts; `eval_every`, at the end only; `save_every`, by time; `dtype`
-    and `devices`, by the machine; `betas`, the optimizer's own. `warm_up`: steps, or a part of all steps if below 1.
+    and `devices`, by the machine; `betas`, the optimizer's own. `warm_up`: steps, or
+    below 1 a part of all steps.
     """
 
     model: Path

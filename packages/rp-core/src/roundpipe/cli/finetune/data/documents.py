@@ -165,15 +165,16 @@ def sample_of(option: str, place: str, record: Mapping[str, Any]) -> Sample:
 
 
 def _string(option: str, place: str, record: Mapping[str, Any], name: str) -> str:
-    value: object = record[name]
-    if not isinstance(value, str):
-        hint = "; write conversations as 'messages'" if isinstance(value, list) else ""
-        raise Refused(f"{option} {place}: {name!r} must be text, but is a {type(value).__name__}{hint}")
-    return value
+    value = record[name]
+    if isinstance(value, str):
+        return value
+    kind = type(value).__name__
+    hint = "; write conversations as 'messages'" if kind == "list" else ""
+    raise Refused(f"{option} {place}: {name!r} must be text, but is a {kind}{hint}")
 
 
 def _chat(option: str, place: str, record: Mapping[str, Any]) -> Chat:
-    messages, tools = record["messages"], record.get("tools")
+    messages, tools = cast("tuple[object, Any]", (record["messages"], record.get("tools")))
     if not isinstance(messages, list) or not messages:
         told = repr(cast(object, messages))
         raise Refused(f"{option} {place}: 'messages' must be a list of at least one message, but is {told:.60}")
