@@ -56,7 +56,24 @@ MARKED = (
 UNSTABLE = CHATML.replace(
     "{{ message['content'] }}", "{% if loop.last %}<think></think>{% endif %}{{ message['content'] }}"
 )
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "and", "the", "cat", "sat", "on", "a"]
+WORDS = [
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "and",
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+]
 
 
 def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:

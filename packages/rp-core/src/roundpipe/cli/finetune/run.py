@@ -160,7 +160,7 @@ def _begin(
     done = job.resume() if goes_on else 0
     if options.resume:
         print(f"goes on after step {done}" if done else "no checkpoint yet: begins with step 1", flush=True)
-    with _reports(options, done if goes_on else None) as reports:
+    with _reports(options, done or None) as reports:
         _run(job, data.steps, done, reports, tokenizer)
 
 
@@ -176,6 +176,7 @@ Reports = tuple[Metrics, TensorBoard]
 
 @contextmanager
 def _reports(options: FineTuning, after: int | None) -> Generator[Reports]:
+    """Reports that begin anew, or go on after a step."""
     lines = options.output / output.METRICS if "jsonl" in options.report else None
     board = options.output / output.TENSORBOARD if "tensorboard" in options.report else None
     with Metrics(lines, after=after) as metrics, TensorBoard(board, after=after) as tensorboard:
