@@ -28,7 +28,8 @@ SETTINGS += ["--num-microbatch", "2"]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders() -> dict[str, Path]:
+    """Of the models that were made, by family."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""What `roundpipe train --model` refuses: one line and exit code 2, before a model is made or a file is written."""
+"""What `roundpipe train --model` refuses: one line and exit code 2, before a model or a file is made."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_with_resume_goes_on(
         assert main([*inputs, "--output", str(run)]) == status
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
-        f"roundpipe: interrupted after step {step} of {STEPS}; a checkpoint is saved: the same command with --resume "
-        "goes on"
+        f"roundpipe: interrupted after step {step} of {STEPS}; a checkpoint is saved: the same command with "
+        "--resume goes on"
     )
     assert (run / "checkpoints" / f"step-{step:08}").is_dir()
     assert not (run / "model").exists()
@@ -199,6 +199,7 @@ def test_other_options_than_before_are_refused_by_name(
     shutil.copy(whole["full"] / "options.json", run)
     other = finetuning.json_lines(tmp_path / "other.jsonl", finetuning.texts(31))
     changed = [value.format(other=other) for value in CHANGED[told]]
+    capsys.readouterr()
 
     assert main([*inputs, *changed, "--output", str(run), "--resume"]) == 2
 

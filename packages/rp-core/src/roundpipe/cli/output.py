@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -18,17 +18,11 @@ METRICS = "metrics.jsonl"
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
-# All that is written, also by the built-in job, whose model is in the folder itself.
-_RESULTS = (
-    MODEL,
-    CHECKPOINTS,
-    TENSORBOARD,
-    METRICS,
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    OPTIONS,
-)
+# What only fine-tunings write, and what the built-in job does, whose model is in the folder itself.
+OF_FINE_TUNINGS = (MODEL, CHECKPOINTS, TENSORBOARD)
+_OF_THE_TOY = ("config.json", "generation_config.json", "model.safetensors")
+# The options last: by these a folder is recognized.
+ALL_RESULTS = (*OF_FINE_TUNINGS, METRICS, *_OF_THE_TOY, OPTIONS)
 _MARK = "roundpipe_version"
 _UNFINISHED = ".unfinished"
 # Far more than the options take: a larger file is not this command's and is not read.
@@ -54,13 +48,13 @@ def earlier_options(folder: Path) -> dict[str, Any]:
     return found
 
 
-def remove_run(folder: Path) -> None:
-    """Remove what runs of this command have written to the folder, the options last: by these it is recognized.
+def remove_results(folder: Path, names: Sequence[str]) -> None:
+    """Remove these results of earlier runs.
 
     Raises `Refused` if it cannot be removed.
     """
     try:
-        for name in _RESULTS:
+        for name in names:
             path = folder / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -30,7 +30,7 @@ def train(given: Options, size: ModelSize | None = None) -> None:
     options = fitted(given)
     with opened(str(options.devices)) as runtime:
         if options.output is not None:
-            output.remove_run(options.output)
+            output.remove_results(options.output, output.OF_FINE_TUNINGS)
             output.create_output(options.output, _jsonable(options))
         if options.profile is not None:
             output.create_profile(options.profile)

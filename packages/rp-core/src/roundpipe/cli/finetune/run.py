@@ -151,7 +151,7 @@ def _begin(
         output.create_profile(options.profile)
     goes_on = options.resume and output.has_run(options.output)
     if not goes_on:
-        output.remove_run(options.output)
+        output.remove_results(options.output, output.ALL_RESULTS)
         output.create_output(options.output, {**options.jsonable(), "data_digest": data.digest})
     manager = _manager(options)
     job = Job(options, model, updates, data.batches, data.evaluation, manager, runtime)
