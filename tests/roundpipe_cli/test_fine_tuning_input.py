@@ -100,6 +100,7 @@ WRONG = {
     "resume and overwrite": (["--resume", "--overwrite"], "do not go together"),
     "targets without adapters": (["--lora-targets", "q_proj"], "--lora-targets needs --lora"),
     "targets that are nowhere": (["--lora", "2", "--lora-targets", "w_proj"], "no layers named w_proj"),
+    "a mistyped option": (["--squence", "8"], "unknown argument '--squence'; the nearest option is --sequence"),
     "an option of the toy": (["--seq-len", "8"], "with --model write --sequence"),
     "another option of the toy": (["--batch-size", "8"], "with --model write --batch"),
     "fewer sequences than microbatches": (["--num-microbatch", "3"], "'auto' or a whole number"),

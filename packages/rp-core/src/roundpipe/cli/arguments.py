@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -19,7 +20,9 @@ def parse(arguments: Sequence[str]) -> options.Given:
 
     Raises `Refused` for unknown options and missing values, `SystemExit` after printing the help or the version.
     """
-    given = _parser().parse_args(arguments, namespace=options.Given())
+    given, unknown = _parser().parse_known_args(arguments, namespace=options.Given())
+    if unknown:
+        raise Refused(_unknown(given.command, unknown[0]))
     for name, value in vars(given).items():
         # Some versions of argparse drop a value of two dashes and leave an empty list.
         if value == []:
@@ -37,6 +40,15 @@ def known_options() -> dict[str, str]:
     values = {flag: "value" for flag, _, _ in (*_VALUES, *_TUNING_VALUES)}
     flags = {flag: "flag" for flag, _ in (*_FLAGS, *_TUNING_FLAGS)}
     return {flag.removeprefix("--").replace("-", "_"): kind for flag, kind in {**values, **flags, **lists}.items()}
+
+
+def _unknown(command: str, text: str) -> str:
+    hint = ""
+    if command == "train" and text.startswith("--"):
+        flags = [f"--{name.replace('_', '-')}" for name in known_options()]
+        nearest = difflib.get_close_matches(text.partition("=")[0], flags, n=1, cutoff=0)
+        hint = f"; the nearest option is {nearest[0]}"
+    return f"unknown argument {text!r}{hint}; `roundpipe {command} --help` shows the usage"
 
 
 class _Parser(argparse.ArgumentParser):

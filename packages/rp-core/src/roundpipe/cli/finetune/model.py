@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +13,10 @@ from torch import nn
 
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, wrap_model_to_roundpipe
 from roundpipe.cli.errors import Refused
-from roundpipe.cli.finetune.options import FineTuning
+from roundpipe.cli.finetune.options import ALL_LINEAR, FineTuning
 
 # Files of weights that are not read; a folder with one of these is not one without weights.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")
-ALL_LINEAR = "all-linear"
 
 
 def config_file(options: FineTuning) -> Path:
@@ -26,7 +26,10 @@ def config_file(options: FineTuning) -> Path:
         raise Refused(f"--model {path} holds an adapter; name the model that it was made for")
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise Refused(f"--model must be a folder with a model, or a config.json, but there is no {file}")
+        raise Refused(
+            f"--model must be a folder with a model, or a config.json, but there is no {file}; `hf download NAME "
+            "--local-dir FOLDER` fetches a model of the hub"
+        )
     return file
 
 
@@ -81,7 +84,9 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
         "compile_layers": options.compile,
         "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),
     }
-    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        # PEFT and transformers tell each other what to call in later versions.
+        warnings.simplefilter("ignore", FutureWarning)
         # Random weights, and adapters, whose first matrix is random.
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         model = _wrapped(options, wrapping)

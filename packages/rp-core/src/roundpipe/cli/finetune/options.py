@@ -17,6 +17,7 @@ OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd", "sgd-momentum")
 WITH_BETAS = ("adamw", "adam", "lion")
 SCHEDULES = ("cosine", "constant")
 REPORTS = ("jsonl", "tensorboard")
+ALL_LINEAR = "all-linear"
 MOST_BATCH = 2**16
 MOST_SEQUENCE = 2**24
 MOST_RANK = 2**14
@@ -219,7 +220,8 @@ def _targets(given: list[str] | None) -> tuple[str, ...] | None:
     found = tuple(name.strip() for text in given for name in text.split(","))
     if not all(found):
         raise Refused("--lora-targets must be names of layers, such as q_proj v_proj, but one is empty")
-    return found
+    # PEFT's name for the default.
+    return None if found == (ALL_LINEAR,) else found
 
 
 def _one_of(flag: str, text: str, names: tuple[str, ...], why: str = "") -> str:
