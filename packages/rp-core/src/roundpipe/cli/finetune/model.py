@@ -76,6 +76,8 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
 
     Raises `Refused` for a model that is no row of layers, and adapters that fit nothing in it; `HostMemoryShort`.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     wrapping: dict[str, Any] = {
         "name": options.model.name,
         "use_sequential_preset": True,
@@ -90,6 +92,8 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
         # Random weights, and adapters, whose first matrix is random.
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         model = _wrapped(options, wrapping)
+    # Of writing files: checkpoints write some beside the training's own bar.
+    disable_progress_bar()
     return cast(RoundPipe, model.train())
 
 
@@ -152,9 +156,6 @@ def check_lora(options: FineTuning) -> None:
 
 def save_model(model: RoundPipe, tokenizer: Any, folder: Path) -> None:
     """Write the model, or its adapters, and the tokenizer as `save_pretrained` does."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     save: Any = model.named_model.save_pretrained
     save(folder)
     tokenizer.save_pretrained(folder)
