@@ -228,7 +228,8 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "folder").mkdir()
     finetuning.json_lines(tmp_path / "folder" / "c.ndjson", [{"messages": CHAT.messages, "prompt": "p"}])
-    (tmp_path / "README").write_text("not this")
+    for name in ("README", "config.json"):
+        (tmp_path / name).write_text("not this")
 
     found = list(read_samples("--data", [tmp_path]))
 

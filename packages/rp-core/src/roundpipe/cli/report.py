@@ -180,6 +180,12 @@ class Progress:
         self._bar.close()
 
 
+def say(line: str) -> None:
+    """Print a line to stdout; where a progress bar is on the same terminal, above it."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
 def _postfix(figures: StepFigures) -> str:
     host = readable_bytes(figures.host_bytes)
     device = readable_bytes(max(figures.device_peak_bytes))

@@ -24,7 +24,7 @@ from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.finetune.separation import check_separation
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
-from roundpipe.cli.report import Metrics, Progress, TensorBoard, tensorboard_writer
+from roundpipe.cli.report import Metrics, Progress, TensorBoard, say, tensorboard_writer
 from roundpipe.cli.training.machine import fitted, opened
 from roundpipe.errors import CheckpointError
 
@@ -245,7 +245,7 @@ def _evaluate(job: Job, step: int, reports: Reports) -> float | None:
     if loss is not None:
         for report in reports:
             report.held_out(step, loss)
-        print(f"held-out loss after step {step}: {loss:.4f}", flush=True)
+        say(f"held-out loss after step {step}: {loss:.4f}")
     return loss
 
 

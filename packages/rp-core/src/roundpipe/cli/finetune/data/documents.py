@@ -68,7 +68,8 @@ def read_samples(option: str, paths: Sequence[Path]) -> Iterator[Sample]:
 
 def _files(option: str, path: Path) -> list[Path]:
     if path.is_dir():
-        known = JSON_LINES | TEXTS | {PARQUET}
+        # Many a folder has a config.json.
+        known = JSON_LINES - {".json"} | TEXTS | {PARQUET}
         found = sorted(file for file in path.rglob("*") if file.suffix in known and file.is_file())
         if not found:
             raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(known))}")
