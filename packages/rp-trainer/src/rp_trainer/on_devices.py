@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
@@ -12,6 +13,8 @@ import torch
 from accelerate.utils import convert_to_fp32  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 from roundpipe import AutoRoundPipe, RoundPipe
 from torch import nn
+
+from rp_trainer.rows import no_more_than_rows
 
 Engine = RoundPipe | AutoRoundPipe
 
@@ -40,9 +43,17 @@ class OnDevices(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the devices; its outputs are on the host."""
         with self.autocast(), self._adapters.as_trained():
-            outputs = self.engine(*args, **kwargs)
+            outputs = self._call(args, kwargs)
         # As Accelerate does with a model that it runs under autocast.
         return outputs if self._autocast_dtype is None else convert_to_fp32(outputs)  # pyright: ignore[reportUnknownVariableType]
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(self.engine, RoundPipe):
+            return self.engine(*args, **kwargs)
+        names = inspect.signature(self.engine.named_model.forward).parameters
+        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        config = no_more_than_rows(self.engine, batch)
+        return self.engine(*args, **{"roundpipe_run_config": config, **kwargs})
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context in which layers run."""

@@ -10,6 +10,8 @@ import rp_batch
 import torch
 from roundpipe import OwnLoss, RoundPipe, RoundPipeRunConfig
 
+from rp_trainer.rows import default_count, no_more_than_rows, rows_of
+
 Kwargs = Mapping[str, Any]
 
 
@@ -30,9 +32,11 @@ def loss_of_step(engine: RoundPipe, batches: Sequence[Kwargs], scale: float) -> 
     divided further.
     """
     if len(batches) == 1 and scale == 1:
-        return engine.forward_backward(input_kwargs=batches[0], run_config=_no_more_than_rows(engine, batches[0]))
+        return engine.forward_backward(input_kwargs=batches[0], run_config=no_more_than_rows(engine, batches[0]))
     own: Any = getattr(engine.model, "own_loss", None)
-    parts = [part for batch in batches for part in _parts(own, batch, _count(engine, len(batches)))]
+    # As many in all as a call has by default, or more.
+    count = -(-default_count(engine) // len(batches))
+    parts = [part for batch in batches for part in _parts(own, batch, min(count, rows_of(engine, batch) or 1))]
 
     def calls(*_: object) -> list[tuple[tuple[()], dict[str, Any]]]:
         return [((), part.kwargs) for part in parts]
@@ -51,26 +55,6 @@ def loss_of_step(engine: RoundPipe, batches: Sequence[Kwargs], scale: float) -> 
     return engine.forward_backward(input_kwargs=together, label=(), loss_fn=loss_fn, run_config=config)
 
 
-def _no_more_than_rows(engine: RoundPipe, batch: Kwargs) -> RoundPipeRunConfig | None:
-    """The last batch of an epoch may have fewer rows than calls have microbatches, which is nothing to warn of."""
-    rows = _rows(batch)
-    is_chosen = engine.num_microbatch is not None and engine.model_run_config.execute_plan is None
-    if not is_chosen or rows is None or rows >= _count(engine, 1):
-        return None
-    return RoundPipeRunConfig(num_microbatch=max(1, rows))
-
-
-def _rows(batch: Kwargs) -> int | None:
-    labels = batch.get("labels")
-    return len(labels) if isinstance(labels, torch.Tensor) and labels.ndim else None
-
-
-def _count(engine: RoundPipe, num_batches: int) -> int:
-    """Into how many microbatches each batch is divided: as many in all as a call has by default, or more."""
-    wanted = engine.num_microbatch or len(engine.runtime.lanes) + 1
-    return -(-wanted // num_batches)
-
-
 def _parts(own: object, batch: Kwargs, count: int) -> list[_Part]:
     if not isinstance(own, OwnLoss) or batch.get("labels") is None:
         return [_Part(dict(batch), None)]
@@ -79,5 +63,5 @@ def _parts(own: object, batch: Kwargs, count: int) -> list[_Part]:
     except NotImplementedError:
         # How this loss divides is unknown, so the batch stays in one piece.
         return [_Part(dict(batch), None)]
-    split = rp_batch.split(((), whole), max(1, min(count, _rows(batch) or 1)))
+    split = rp_batch.split(((), whole), max(1, count))
     return [_Part(kwargs, own.share(kwargs, whole)) for _, kwargs in split]

@@ -40,8 +40,7 @@ class SteppedByEngine(torch.optim.Optimizer):
         _train_masters(engine, optimizer)
         # What schedulers see, and what steps: settings of the latter change in steps only.
         self.shown = optimizer
-        self._stepping = copy.copy(optimizer)
-        self._stepping.param_groups = [dict(group) for group in optimizer.param_groups]
+        self._stepping = _with_own_groups(optimizer)
         self._max_norm: float | None = None
         self._norm: Future[float] = Future()
         self._last: Future[float] | None = None
@@ -104,6 +103,8 @@ class SteppedByEngine(torch.optim.Optimizer):
     def exposed(self) -> torch.optim.Optimizer:
         """The optimizer that steps, with the settings of the next step: for `roundpipe.save_checkpoint`."""
         self.finish()
+        # A new one: settings of one that has stepped must change in steps only.
+        self._stepping = _with_own_groups(self._stepping)
         _set(self._stepping.param_groups, _settings(self.shown.param_groups))
         return self._stepping
 
@@ -174,6 +175,13 @@ def _master(one: torch.Tensor, masters: Mapping[torch.Tensor, torch.Tensor]) -> 
         f"the optimizer has a parameter of shape {tuple(one.shape)} that is not a trained one of the model; make "
         "it from model.parameters() of the model that the trainer gets"
     )
+
+
+def _with_own_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy with the same state, whose groups have settings of their own."""
+    found = copy.copy(optimizer)
+    found.param_groups = [dict(group) for group in optimizer.param_groups]
+    return found
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> _Settings:

@@ -48,8 +48,7 @@ def changed(trainer: type[object], known: Mapping[str, str] = TRAINER) -> Iterat
     []
     """
     for name, wanted in known.items():
-        method = inspect.getattr_static(trainer, name, None)
-        found = None if method is None else _arguments(getattr(trainer, name))
+        found = _arguments(getattr(trainer, name)) if callable(getattr(trainer, name, None)) else None
         if found != wanted:
             yield f"{trainer.__name__}.{name} is known as {wanted}, but is {found or 'not there'}"
 
