@@ -40,6 +40,7 @@ def test_losses_and_weights_are_those_of_one_step_late(tmp_path, options, settin
         assert_same(found, script(Trainer, tmp_path, settings), ("loss", "learning_rate", "eval_loss"))
 
 
+@pytest.mark.nightly
 def test_the_norm_that_is_logged_is_that_of_the_step_before(tmp_path, options):
     wanted = logs(script(LateTrainer, tmp_path, {}), ("grad_norm",))
     found = logs(

@@ -55,7 +55,9 @@ class Entropy:
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("order", ["below the mixin", "above the trainer"])
+@pytest.mark.parametrize(
+    "order", ["below the mixin", pytest.param("above the trainer", marks=pytest.mark.nightly)]
+)
 def test_a_method_of_a_subclass(tmp_path, options, order):
     class Plain(Entropy, Trainer):
         pass
@@ -73,6 +75,7 @@ def test_a_method_of_a_subclass(tmp_path, options, order):
     assert set(vars(found)["seen"]) == {OnDevices}
 
 
+@pytest.mark.nightly
 def test_calls_of_the_trainers_model_itself_run_on_the_devices(tmp_path, options, monkeypatch):
     calls: list[torch.Size] = []
     plain = OnDevices.forward

@@ -28,7 +28,7 @@ def script(kind: type[Trainer], path: Path, settings: dict[str, Any], **given: A
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
 
-@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_losses_rates_norms_and_weights_are_the_same(tmp_path, options, accumulated):
     # 22 ragged rows in batches of 3: the last batch, and the last step of each epoch, are shorter.
     settings = {**EVALUATED, "gradient_accumulation_steps": accumulated}
@@ -56,6 +56,7 @@ def test_one_call_takes_all_batches_that_a_step_accumulates(tmp_path, options, m
     assert calls == [4, 4]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [{"max_grad_norm": 0}, {"optim": "sgd"}, {"optim": "adafactor"}])
 def test_so_are_those_of_other_settings(tmp_path, options, settings):
     settings = {**settings, "num_train_epochs": 1}
@@ -79,6 +80,7 @@ def test_parameters_of_another_model_are_refused(tmp_path, options):
         script(RoundPipeTrainer, tmp_path, {}, optimizers=(optimizer, None), roundpipe=options)
 
 
+@pytest.mark.nightly
 def test_bf16_runs_layers_under_autocast(tmp_path, options):
     settings = {"bf16": True, "num_train_epochs": 1}
     wanted = script(Trainer, tmp_path, settings)
@@ -90,6 +92,7 @@ def test_bf16_runs_layers_under_autocast(tmp_path, options):
         torch.testing.assert_close(here, there, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.nightly
 def test_a_loss_that_is_a_mean_over_rows_is_scaled_by_the_accumulation(tmp_path, options):
     def classifier() -> nn.Module:
         torch.manual_seed(0)
@@ -143,6 +146,7 @@ def test_a_model_that_is_taken_apart_trains_too(tmp_path, options):
     assert_same(script(RoundPipeTrainer, tmp_path, settings, model=Odd(), roundpipe=options), wanted)
 
 
+@pytest.mark.nightly
 def test_predictions_and_metrics_are_the_same(tmp_path, options):
     def trained(kind: type[Trainer], **given: Any) -> Trainer:
         metrics = {"compute_metrics": lambda found: {"mean": float(found.predictions.mean())}}
@@ -166,6 +170,7 @@ def test_a_model_can_be_evaluated_and_generate_without_training(tmp_path, option
     assert torch.equal(*tokens)
 
 
+@pytest.mark.nightly
 def test_each_training_may_begin_with_a_new_model(tmp_path, options):
     args = TrainingArguments(str(tmp_path), **ARGUMENTS)
     trainer = RoundPipeTrainer(
@@ -179,6 +184,7 @@ def test_each_training_may_begin_with_a_new_model(tmp_path, options):
         torch.testing.assert_close(value, first[name])
 
 
+@pytest.mark.nightly
 def test_a_second_training_goes_on_with_the_same_optimizer(tmp_path, options):
     def twice(kind: type[Trainer], **given: Any) -> Trainer:
         trainer = script(kind, tmp_path, {"num_train_epochs": 1}, **given)
@@ -208,6 +214,7 @@ def test_the_optimizers_state_survives_a_reload(two):
         steps.step(lambda: 0.0)
 
 
+@pytest.mark.nightly
 def test_callbacks_see_the_users_model_and_every_event(tmp_path, options):
     from transformers import TrainerCallback
 
@@ -231,6 +238,7 @@ def test_callbacks_see_the_users_model_and_every_event(tmp_path, options):
     assert events(RoundPipeTrainer, roundpipe=options) == events(Trainer)
 
 
+@pytest.mark.nightly
 def test_devices_are_those_of_the_environment_if_none_are_given(tmp_path, monkeypatch):
     with Runtime("cpu:1") as runtime:
         monkeypatch.setattr("roundpipe.models.roundpipe.default_runtime", lambda: runtime)

@@ -61,13 +61,16 @@ def dpo(kind: type[Any], path: Path, settings: dict[str, Any], **given: Any) -> 
     return trainer
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 4}], ids=["1", "4"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.nightly), {"gradient_accumulation_steps": 4}], ids=["1", "4"]
+)
 def test_sft_is_the_same(tmp_path, options, settings):
     wanted, found = sft(trl.SFTTrainer, tmp_path, settings), sft(SFT, tmp_path, settings, roundpipe=options)
     assert_same(found, wanted, NAMES)
     assert "entropy" in logs(found, NAMES)[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "settings",
     [
@@ -82,6 +85,7 @@ def test_so_it_is_with_other_settings(tmp_path, options, settings):
     assert_same(found, wanted, NAMES)
 
 
+@pytest.mark.nightly
 def test_adapters_train_the_same_and_are_not_empty(tmp_path, options):
     given = {"peft_config": lora()}
     wanted = sft(trl.SFTTrainer, tmp_path, {}, **given)
@@ -98,7 +102,9 @@ def test_adapters_train_the_same_and_are_not_empty(tmp_path, options):
     assert all(moved)
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 3}], ids=["1", "3"])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"gradient_accumulation_steps": 3}, marks=pytest.mark.nightly)], ids=["1", "3"]
+)
 def test_dpo_with_a_reference_model_is_the_same(tmp_path, options, settings):
     wanted, found = dpo(trl.DPOTrainer, tmp_path, settings), dpo(DPO, tmp_path, settings, roundpipe=options)
     assert_same(found, wanted, NAMES)
@@ -130,6 +136,7 @@ def test_dpo_with_adapters_switched_off_is_the_same(tmp_path, options, monkeypat
     assert calls.count(False) == 3 + 2 * 2
 
 
+@pytest.mark.nightly
 def test_dpo_against_an_adapter_that_was_trained_before(tmp_path, options):
     from peft import get_peft_model
 
