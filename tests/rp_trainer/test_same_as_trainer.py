@@ -69,7 +69,8 @@ def test_the_users_own_optimizer_and_scheduler_train_the_same(tmp_path, options)
         model = causal_lm()
         optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
-        return script(kind, tmp_path, {}, model=model, optimizers=(optimizer, scheduler), **given)
+        once = {"num_train_epochs": 1}
+        return script(kind, tmp_path, once, model=model, optimizers=(optimizer, scheduler), **given)
 
     assert_same(trained(RoundPipeTrainer, roundpipe=options), trained(Trainer))
 
@@ -114,10 +115,11 @@ def test_a_loss_that_is_a_mean_over_rows_is_scaled_by_the_accumulation(tmp_path,
 def test_a_wrapped_model_is_taken_as_it_is(tmp_path, two):
     model = causal_lm()
     engine = wrap_model_to_roundpipe(model, runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=3))
-    found = script(RoundPipeTrainer, tmp_path, {}, model=engine)
+    once = {"num_train_epochs": 1}
+    found = script(RoundPipeTrainer, tmp_path, once, model=engine)
     assert found.model is model
     assert found.model_wrapped.engine is engine
-    assert_same(found, script(Trainer, tmp_path, {}))
+    assert_same(found, script(Trainer, tmp_path, once))
 
 
 def test_a_model_that_is_taken_apart_trains_too(tmp_path, options):
