@@ -99,7 +99,10 @@ def test_a_loss_that_is_a_mean_over_rows_is_scaled_by_the_accumulation(tmp_path,
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
         none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return BertForSequenceClassification(BertConfig(vocab_size=48, num_labels=3, **sizes, **none))
+        model = BertForSequenceClassification(BertConfig(vocab_size=48, num_labels=3, **sizes, **none))
+        # As models say whose loss is not divided by `num_items_in_batch`.
+        model.accepts_loss_kwargs = False
+        return model
 
     def labelled(batch: list[Any]) -> dict[str, torch.Tensor]:
         return {**padded(batch), "labels": torch.tensor([int(row["input_ids"][0]) % 3 for row in batch])}
