@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,12 +135,11 @@ def _object(option: str, place: str, line: str) -> Mapping[str, Any]:
 
 def _of_parquet(option: str, file: Path) -> Iterator[Sample]:
     try:
-        import datasets  # pyright: ignore[reportMissingImports] - only where the user has it
+        datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise Refused(f"{option} {file} is Parquet, which needs datasets: pip install datasets") from None
-    load: Any = cast(Any, datasets).Dataset.from_parquet
     try:
-        rows: Iterable[Mapping[str, Any]] = load(str(file), keep_in_memory=True)
+        rows: Iterable[Mapping[str, Any]] = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
     except Exception as error:  # readers raise errors of many libraries
         raise Refused(f"{option} {file} cannot be read as Parquet: {error}") from error
     for number, row in enumerate(rows, 1):
