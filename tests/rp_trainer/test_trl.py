@@ -119,6 +119,15 @@ def test_dpo_with_a_reference_model_is_the_same(tmp_path, options, settings):
         assert torch.equal(reference.state_dict()[name], value), name
 
 
+@pytest.mark.nightly
+def test_dpo_under_autocast_has_its_reference_on_the_devices_too(tmp_path, options):
+    settings = {"bf16": True}
+    wanted, found = dpo(trl.DPOTrainer, tmp_path, settings), dpo(DPO, tmp_path, settings, roundpipe=options)
+    assert len(found.ref_model.engine.model) == 4
+    for here, there in zip(logs(found, ("loss", "eval_loss")), logs(wanted, ("loss", "eval_loss")), strict=True):
+        torch.testing.assert_close(here, there, rtol=0.05, atol=0.05)
+
+
 def test_dpo_with_adapters_switched_off_is_the_same(tmp_path, options, monkeypatch):
     calls: list[bool] = []
     plain = OnDevices.forward

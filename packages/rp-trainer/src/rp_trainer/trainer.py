@@ -95,6 +95,9 @@ class RoundPipeMixin(_Base):
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module) and not isinstance(reference, OnDevices):
             reference.requires_grad_(False)
+            # With bf16 Accelerate has put its autocast around forward; ours is around the engine's.
+            if (own := vars(reference).pop("_original_forward", None)) is not None:
+                vars(reference)["forward"] = own
             options = self._options.on(self._wrapped().engine.runtime)
             bind_fused_head(reference)
             engine = options.wrap(reference, f"{type(self).__name__}'s reference")
