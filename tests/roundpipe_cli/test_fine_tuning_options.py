@@ -133,7 +133,12 @@ def test_random_weights_are_said_aloud_and_depend_on_the_seed(
 def test_the_plan_is_told_before_the_first_step(
     inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", *inputs, "--output", str(tmp_path / "run"), *SETTINGS[:-2], "--held-out", "0.1"]) == 0
+    assert (
+        main(
+            ["train", *inputs, "--output", str(tmp_path / "run"), *SETTINGS[:-2], "--held-out", "0.1", "--no-sync"]
+        )
+        == 0
+    )
 
     printed, shown = capsys.readouterr()
     told = ["data: 24 samples", "host memory", "device memory", "num_microbatch", "tokens/s", "bound by"]
@@ -147,7 +152,7 @@ def test_the_plan_is_told_before_the_first_step(
 
 def test_lines_of_a_report_tell_how_late_the_weights_of_a_loss_are(inputs: list[str], tmp_path: Path) -> None:
     late: dict[str, list[int]] = {}
-    for run, given in (("async", []), ("sync", ["--sync"])):
+    for run, given in (("async", ["--no-sync"]), ("sync", [])):
         assert main(["train", *inputs, "--output", str(tmp_path / run), *SETTINGS, "--steps", "4", *given]) == 0
         late[run] = [line["steps_late"] for line in finetuning.lines(tmp_path / run)]
 

@@ -198,7 +198,7 @@ def test_the_defaults_pass_their_own_checks() -> None:
 
     assert options.num_microbatch == 4
     assert options.batch_tokens == options.batch_size * options.seq_len
-    assert not options.sync
+    assert options.sync
 
 
 def test_a_refusal_names_the_option_and_what_was_found() -> None:

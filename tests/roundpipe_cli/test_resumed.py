@@ -23,6 +23,7 @@ STEPS = 7
 # One device: how layers are cut then changes no sum. Layers drop out by the random states that a checkpoint has.
 SETTINGS = ["--sequence", "24", "--batch", "3", "--steps", str(STEPS), "--lr", "1e-2", "--devices", "cpu:1"]
 SETTINGS += ["--num-microbatch", "2", "--save-every", "2", "--keep", "9", "--held-out", "0.2", "--eval-every", "3"]
+SETTINGS += ["--no-sync"]
 KINDS = {"full": [], "lora": ["--lora", "2"], "sync": ["--sync", "--no-packing"]}
 
 

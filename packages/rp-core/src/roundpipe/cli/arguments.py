@@ -38,7 +38,7 @@ def known_options() -> dict[str, str]:
     """
     lists = {"--data": "values", **{flag: "values" for flag, _, _ in _TUNING_LISTS}}
     values = {flag: "value" for flag, _, _ in (*_VALUES, *_TUNING_VALUES)}
-    flags = {flag: "flag" for flag, _ in (*_FLAGS, *_TUNING_FLAGS)}
+    flags = {flag: "flag" for flag, _ in (*_FLAGS, *_SWITCHES, *_TUNING_FLAGS)}
     return {flag.removeprefix("--").replace("-", "_"): kind for flag, kind in {**values, **flags, **lists}.items()}
 
 
@@ -128,6 +128,8 @@ def _add_options(train: argparse.ArgumentParser) -> None:
         help="files, or folders of them: text (the standard library's source); with --model also JSONL, Parquet",
     )
     _add_flags(train, _FLAGS)
+    for flag, text in _SWITCHES:
+        train.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     tuning = train.add_argument_group("with --model")
     for flag, metavar, text in _TUNING_VALUES:
         tuning.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text)
@@ -161,9 +163,9 @@ _VALUES = (
     ("--output", "FOLDER", "where to write the model, the metrics and the options used (nowhere)"),
     ("--profile", "PATH", "where to write a trace of the training steps, for Perfetto (nowhere)"),
 )
-_FLAGS = (
-    ("--sync", "wait for each optimizer step, instead of running it beside the next training step"),
-    ("--overwrite", "replace the run that is in --output"),
+_FLAGS = (("--overwrite", "replace the run that is in --output"),)
+_SWITCHES = (
+    ("--sync", "wait for each optimizer step, or run it beside the next training step, one step late (--sync)"),
 )
 _DEFAULTS = options.Given
 _TUNING_VALUES = (
@@ -179,7 +181,7 @@ _TUNING_VALUES = (
     ("--schedule", "NAME", f"learning rate after the warm-up: cosine or constant ({_DEFAULTS.schedule})"),
     ("--warm-up", "N", f"steps, or a part of all steps below 1, in which the rate rises ({_DEFAULTS.warm_up})"),
     ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({_DEFAULTS.optimizer})"),
-    ("--betas", "B,B", "of adamw, adam and lion (0.9,0.95; lion 0.9,0.99)"),
+    ("--betas", "B,B", "of adamw, adam and lion (0.9,0.95, with --no-sync 0.5,0.95; lion 0.9,0.99)"),
     ("--weight-decay", "RATE", f"of weights, but not of norms and biases ({_DEFAULTS.weight_decay})"),
     ("--clip", "NORM", f"largest norm of the gradients; 0: any ({_DEFAULTS.clip})"),
     ("--held-out", "PART", f"of the data, to evaluate on ({_DEFAULTS.held_out})"),

@@ -27,8 +27,7 @@ def with_config(given: Given, known: Mapping[str, str]) -> Given:
         return given
     path = Path(given.config)
     found = {name: _value(path, name, value, known[name]) for name, value in _named(path, known).items()}
-    # A flag that is false is one that is not given.
-    return Given(**{**{name: value for name, value in found.items() if value is not False}, **vars(given)})
+    return Given(**{**found, **vars(given)})
 
 
 def _named(path: Path, known: Mapping[str, str]) -> dict[str, Any]:

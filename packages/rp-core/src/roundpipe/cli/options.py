@@ -61,7 +61,7 @@ class Given(argparse.Namespace):
     lr: str = "2e-3"
     dtype: str | None = None
     optim_dtype: str = "float32"
-    sync: bool = False
+    sync: bool = True
     seed: str = "0"
     devices: str | None = None
     output: str | None = None

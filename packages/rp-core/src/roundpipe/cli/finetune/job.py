@@ -48,8 +48,8 @@ class Job:
         """
         began = time.perf_counter()
         rate = self.updates.rate(step)
-        late = int(self.model.is_behind())
         loss = self._backpropagate(self.data.calls(step))
+        late = self.model.weights_delay
         is_finite = bool(torch.isfinite(torch.tensor(loss)))
         if is_finite:
             self.model.step(partial(self.updates.update, rate), is_async=not self.options.sync)

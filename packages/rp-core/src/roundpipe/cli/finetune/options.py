@@ -128,7 +128,7 @@ def read_fine_tuning(given: Given) -> FineTuning:
         weight_decay=_within("--weight-decay", given.weight_decay, 0, 1),
         clip=_within("--clip", given.clip, 0, math.inf),
         optimizer=_one_of("--optimizer", given.optimizer, OPTIMIZERS),
-        betas=_betas(given.betas, given.optimizer),
+        betas=_betas(given.betas, given.optimizer, sync=given.sync),
         epochs=_epochs(given),
         steps=_whole("--steps", given.steps, MOST_STEPS) if "steps" in vars(given) else None,
         eval_every=None if given.eval_every is None else _whole("--eval-every", given.eval_every, MOST_STEPS),
@@ -202,9 +202,10 @@ def _warm_up(text: str) -> float:
     return number
 
 
-def _betas(text: str | None, optimizer: str) -> tuple[float, float] | None:
+def _betas(text: str | None, optimizer: str, *, sync: bool) -> tuple[float, float] | None:
     if text is None:
-        return (0.9, 0.95) if optimizer in ("adam", "adamw") else None
+        # Late steps bear less momentum: docs/staleness.md.
+        return (0.9 if sync else 0.5, 0.95) if optimizer in ("adam", "adamw") else None
     if optimizer not in WITH_BETAS:
         raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {optimizer} has none")
     parts = text.split(",")

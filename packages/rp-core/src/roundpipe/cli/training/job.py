@@ -22,7 +22,7 @@ from roundpipe.cli.training.windows import Windows
 
 HELD_OUT_BYTES = 64 * 1024
 
-# An asynchronous step applies gradients of older weights; lower momentum compensates for the delay.
+# Low momentum serves steps of either kind here: docs/staleness.md.
 BETAS = (0.5, 0.95)
 WEIGHT_DECAY = 0.1
 
@@ -58,8 +58,8 @@ class Job:
         began = time.perf_counter()
         rate = learning_rate(step, steps=self.options.steps, highest=self.options.lr)
         inputs, labels = self.training.at(self._starts(step))
-        late = int(self.model.is_behind())
         loss = self.model.forward_backward(input_kwargs={"input_ids": inputs}, label=labels, loss_fn=self._loss)
+        late = self.model.weights_delay
         self.model.step(partial(self._update, rate), is_async=not self.options.sync)
         return self._figures(step, loss.item() / self.scale, late, rate, time.perf_counter() - began)
 
