@@ -1,14 +1,14 @@
-"""How Sphinx builds the site: `uv run --group docs sphinx-build -W --keep-going -b html docs docs/_build`."""
+"""How Sphinx builds the site: `uv run --group docs sphinx-build -W --keep-going -q -b html docs docs/_build`."""
 
 import os
 
 project = "RoundPipe"
 author = "The RoundPipe authors"
-copyright = "the RoundPipe authors, Apache-2.0"  # noqa: A001 - Sphinx reads this name
+copyright = "the RoundPipe authors, Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-# A toctree may name a page that is still to be written. A misspelt name is noticed: its page is in no toctree then.
+# A toctree may name a page that is still to be written. A misspelt name is noticed: its page is then in none.
 suppress_warnings = ["toc.not_readable", "ref.python"]
 
 myst_enable_extensions = ["colon_fence"]

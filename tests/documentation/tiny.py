@@ -1,4 +1,4 @@
-"""Stand-ins that hidden blocks of the pages import: what a page calls Qwen3-8B is made here, with a few weights."""
+"""Stand-ins that hidden blocks of the pages import: what a page calls Qwen3-8B has few weights here."""
 
 from __future__ import annotations
 
