@@ -2,8 +2,6 @@
 
 python examples/full_finetuning.py --model Qwen3-8B --data instructions.jsonl
 python examples/full_finetuning.py --tiny
-
-Each line of the data is {"prompt": ..., "response": ...}; only the response is learned.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, get_cosin
 Sample = tuple[list[int], list[int]]
 
 
-# %% The data: pairs of token ids and labels; labels of -100 do not count
+# %% The data: token ids and labels; labels of -100, which those of prompts are, do not count
 def samples(path: Path | None, encode: Callable[[str], list[int]]) -> list[Sample]:
     """What the file has; without one, sums."""
     if path is None:
@@ -69,13 +67,14 @@ def main(words: list[str]) -> list[float]:
     """Train; the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-8B", help="the folder of a checkpoint")
-    parser.add_argument("--data", type=Path, help="a file of JSON lines; default: sums of two numbers")
+    parser.add_argument("--data", type=Path, help='lines of {"prompt": ..., "response": ...}')
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--num-microbatch", type=int, default=None)
+    parser.add_argument("--num-microbatch", type=int)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights, for a few steps")
     arguments = parser.parse_args(words)
     model, encode = load(arguments)
-    steps, rate = (12, 1e-2) if arguments.tiny else (500, 1e-5)
+    steps, rate = (12, 1e-2) if arguments.tiny else (arguments.steps, 1e-5)
     optimizer = roundpipe.optim.AdamW(model.optim_parameters(), lr=rate)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=steps // 10, num_training_steps=steps)
 

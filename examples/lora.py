@@ -45,16 +45,17 @@ def main(words: list[str]) -> list[float]:
     """Train; the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-8B", help="the folder of a checkpoint")
-    parser.add_argument("--data", type=Path, default=Path(__file__) if "__file__" in globals() else None)
+    parser.add_argument("--data", type=Path, help="a text; default: one sentence, again and again")
     parser.add_argument("--output", default="adapters")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequence", type=int, default=2048, help="tokens in each sequence")
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights, for a few steps")
     arguments = parser.parse_args(words)
     model, encode = load(arguments)
-    steps, size, length = (12, 8, 24) if arguments.tiny else (200, arguments.batch, arguments.sequence)
-    text = arguments.data.read_text() if arguments.data else "Weights stay on the host; layers stream. " * 99
+    steps, size, length = (12, 8, 24) if arguments.tiny else (arguments.steps, arguments.batch, arguments.sequence)
+    text = arguments.data.read_text() if arguments.data else "Weights stay on the host; layers stream. " * 999
     ids = torch.tensor(encode(text))
     optimizer = roundpipe.optim.AdamW(model.optim_parameters(), lr=2e-2 if arguments.tiny else 1e-4)
     trained = sum(master.numel() for master in model.optim_parameters())

@@ -35,3 +35,8 @@ def test_only_python_runs() -> None:
     assert run("```py\nx = 1\n```\n```console\n$ ls\n```\n```python\ny = 1\n```\n").keys() >= {"y"}
     with pytest.raises(SyntaxError):
         compiled_only("```py\nx = \n```\n")
+
+
+def test_every_package_has_a_page_of_the_reference() -> None:
+    packages = {path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py")}
+    assert {path.stem for path in (ROOT / "docs/reference").glob("*.md")} == {"index", *packages}
