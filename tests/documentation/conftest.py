@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime]:
     """The runtime that models take by default, and the folder that files are written to."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROUNDPIPE_DEVICES", "cpu:2")
     with Runtime("cpu:2") as runtime:
         monkeypatch.setattr("roundpipe.runtime.runtime._default", [runtime])
         yield runtime

@@ -45,8 +45,7 @@ def test_the_transfer_layer_has_the_result_of_the_host(monkeypatch: pytest.Monke
 
 
 def test_the_transfer_layer_notices_a_forgotten_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROUNDPIPE_DEVICES", "cpu:1")
-    with pytest.raises(RuntimeError, match="matrix 0"):
+    with pytest.raises(RuntimeError, match=r"matrix 0 on .* is not ordered after copy"):
         example("transfer_alone", monkeypatch).main(["--tiny", "--forget"])
 
 
