@@ -157,14 +157,16 @@ class LossHead(Head):
         return functional.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def decoder(size: Size, seed: int = 0, *, with_loss: bool = False) -> nn.Sequential:
-    """The model in bf16 on the CPU, up to the logits or, `with_loss`, to the loss of all tokens.
+def decoder(
+    size: Size, seed: int = 0, *, with_loss: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> nn.Sequential:
+    """The model on the CPU, up to the logits or, `with_loss`, to the loss of all tokens.
 
     Its weights are drawn with `seed`, on a GPU where there is one.
     """
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             embedding = Embedding(size, hands_on_tokens=with_loss).cpu()

@@ -141,6 +141,18 @@ def test_no_checkpoint_at_all_is_refused(whole: tuple[Path, Job], tmp_path: Path
         load(whole[1], tmp_path / "nowhere")
 
 
+def test_a_folder_of_checkpoints_is_refused_with_the_way_to_load_the_newest(
+    whole: tuple[Path, Job], tmp_path: Path
+) -> None:
+    for name in ("step-00000002", "step-00000001"):
+        shutil.copytree(whole[0], tmp_path / name)
+    os.utime(tmp_path / "step-00000001" / "roundpipe" / "complete", ns=(1, 1))
+    with pytest.raises(
+        CheckpointError, match=r"load_latest\(model, optimizer\), or name one, such as .*step-00000002"
+    ):
+        load(whole[1], tmp_path)
+
+
 # File systems that fail
 
 CALLS: list[tuple[Any, str]] = [

@@ -138,6 +138,7 @@ def test_libraries_that_run_out_of_memory_are_followed_by_a_second_run_and_one_w
     with pytest.warns(DeviceMemoryWarning, match="out of device memory in a call, once in layer 0") as told:
         run_once(model, *batch(6))
     assert len(told) == 1
+    assert told[0].filename == __file__
     AT[where] = nothing
     train_call(truth, *batch(6), microbatches=3)
     assert_near(gradients(layers), gradients(truth), 1e-6)

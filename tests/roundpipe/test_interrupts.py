@@ -17,6 +17,7 @@ import pytest
 import roundpipe
 import rp_optim
 import rp_transfer
+from examples import examples
 from interrupting import Trained
 from plain import batch, square_error
 from roundpipe import Runtime
@@ -195,7 +196,8 @@ def test_an_interrupt_at_any_instruction_of_a_call_hangs_nothing(two: Runtime, w
             break
         seen.add(where)
         within(20, model.reset)
-        nth += 1 if nth < 400 else 7
+        # Every one under the thorough profile.
+        nth += (1 if nth < 400 else 7) * (100 // examples(100))
     within(20, model.reset)
     within(20, model.synchronize)
     assert len(seen) > 5

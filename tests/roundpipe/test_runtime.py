@@ -239,9 +239,9 @@ def test_nothing_grows_over_many_calls(runtime: Runtime) -> None:
         used = [use.used_bytes for use in runtime.memory()]
         return _tensors(), threading.active_count(), runtime.host_memory().used_bytes, used
 
-    work(40)
-    tensors, threads, host, used = work(40)
-    tensors_later, threads_later, host_later, used_later = work(160 if len(runtime.lanes) == 2 else 40)
+    work(20)
+    tensors, threads, host, used = work(20)
+    tensors_later, threads_later, host_later, used_later = work(120 if len(runtime.lanes) == 2 else 20)
     assert tensors_later <= tensors + 8
     assert threads_later == threads
     assert host_later <= host * 1.05 + 4096

@@ -76,8 +76,9 @@ def microbatches(model: RoundPipe, config: RoundPipeRunConfig | None) -> int:
 
 
 def test_the_number_of_microbatches_is_the_calls_the_models_or_one_more_than_devices(runtime: Runtime) -> None:
-    plain = wrap(runtime)
-    assert microbatches(plain, None) == len(runtime.lanes) + 1
+    if runtime.lanes[0].device.torch_device.type == "cpu":
+        # On GPUs it is chosen; see test_microbatches.
+        assert microbatches(wrap(runtime), None) == len(runtime.lanes) + 1
     model = wrap(runtime, model_run_config=RoundPipeRunConfig(num_microbatch=3))
     assert microbatches(model, None) == 3
     assert microbatches(model, RoundPipeRunConfig(num_microbatch=6)) == 6

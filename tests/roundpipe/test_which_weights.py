@@ -7,13 +7,23 @@ import operator
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import roundpipe
 import torch
 from plain import PLAN_NAMES, assert_near, batch, mlp, plans, square_error, train_call, twin, weights
-from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, doing_recompute
+from roundpipe import (
+    AutoRoundPipe,
+    GradScaler,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    doing_recompute,
+    load_checkpoint,
+    save_checkpoint,
+)
 from torch import nn
 
 # (layer, recomputed, weight) as the layers below read them; a layer's own attributes are copied to the devices.
@@ -46,11 +56,16 @@ class Telling:
         # Whoever gets its gradient knows that all layers have been recomputed.
         self.x = torch.ones(6, 1, dtype=dtype, requires_grad=True)
         self.steps = 0
+        # Of each call, by the model's own count, and the steps launched before it.
+        self.delays: list[int] = []
+        self.launched: list[int] = []
 
     def read_by(self, call: Callable[[], object]) -> int:
         """The one version that all layers read in a call, whenever they ran."""
         READ.clear()
         call()
+        self.delays.append(self.model.weights_delay)
+        self.launched.append(self.steps)
         assert {place for place, again, _ in READ if not again} == set(range(LAYERS))
         (version,) = {value for _, _, value in READ}
         return int(version)
@@ -142,6 +157,90 @@ def test_each_of_twenty_calls_reads_the_weights_that_the_table_says(
     actions, wanted = TABLE[name]
     assert len(wanted) >= 20
     assert Telling(runtime, plan).follow(actions, kind) == wanted
+
+
+# Each step of these makes new weights, so that weights tell the number of their step.
+NEW_EACH_STEP = sorted(name for name, (actions, _) in TABLE.items() if not set(actions) & set("ik"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NEW_EACH_STEP)
+def test_the_delay_of_a_calls_weights_is_the_number_of_steps_that_it_did_not_read(
+    two: Runtime, name: str, kind: str
+) -> None:
+    telling = Telling(two)
+    assert telling.model.weights_delay == 0
+    read = telling.follow(TABLE[name][0], kind)
+    assert telling.delays == [steps - version for steps, version in zip(telling.launched, read, strict=True)]
+    assert set(telling.delays) == ({0} if name == "synchronous" else {0, 1})
+
+
+def test_steps_that_change_nothing_count_in_the_delay(two: Runtime) -> None:
+    telling = Telling(two)
+    assert telling.follow("ci ci ck ci y c e", "fused") == [0] * 6
+    assert telling.delays == [0, 1, 1, 0, 0, 0]
+
+
+def test_a_failed_step_that_was_reset_delays_nothing(two: Runtime) -> None:
+    telling = Telling(two)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    telling.model.step(fail)
+    with pytest.raises(ZeroDivisionError):
+        telling.model.synchronize()
+    telling.model.reset()
+    telling.follow("c", "fused")
+    assert telling.delays == [0]
+
+
+def test_the_delay_after_a_checkpoint_is_that_of_the_run_that_saved_it(two: Runtime, tmp_path: Path) -> None:
+    telling = Telling(two)
+    telling.follow("ca ca", "fused")
+    optimizer = Numbering(telling.model.optim_parameters())
+    save_checkpoint(tmp_path / "saved", telling.model, optimizer, step=2)
+    resumed = Telling(two)
+    load_checkpoint(tmp_path / "saved", resumed.model, Numbering(resumed.model.optim_parameters()))
+    assert resumed.follow("c", "fused") == telling.follow("c", "fused") == [1]
+    assert resumed.delays[-1:] == telling.delays[-1:] == [1]
+
+
+class Taken(nn.Module):
+    """A layer that a part runs, and one that the host runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x))
+
+
+def taken_apart(runtime: Runtime, frozen: str | None) -> AutoRoundPipe:
+    module = Taken()
+    if frozen is not None:
+        module.get_submodule(frozen).requires_grad_(False)
+    config = RoundPipeRunConfig(num_microbatch=1)
+    module.inner = RoundPipe(module.inner, runtime=runtime, model_run_config=config)
+    return AutoRoundPipe(module)
+
+
+@pytest.mark.parametrize("frozen", [None, "inner", "outer"])
+def test_the_delay_of_a_model_that_was_taken_apart_counts_all_its_weights(
+    two: Runtime, frozen: str | None, tmp_path: Path
+) -> None:
+    model, delays = taken_apart(two, frozen), list[int]()
+    for is_async in (True, True, False, False, True):
+        model(torch.ones(2, 1)).sum().backward()
+        delays.append(model.weights_delay)
+        model.step(lambda: None, is_async=is_async)
+    assert delays == [0, 1, 1, 0, 0]
+    save_checkpoint(tmp_path / "saved", model, Numbering(model.optim_parameters()), step=5)
+    resumed = taken_apart(two, frozen)
+    load_checkpoint(tmp_path / "saved", resumed, Numbering(resumed.optim_parameters()))
+    resumed(torch.ones(2, 1))
+    assert resumed.weights_delay == 1
 
 
 @pytest.mark.parametrize("plan", PLAN_NAMES)

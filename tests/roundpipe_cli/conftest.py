@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from roundpipe import Runtime
 from roundpipe.cli import train
+from roundpipe.cli.estimate.hardware import Machine, measured
+from roundpipe.cli.finetune import forecast
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
@@ -16,3 +23,21 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a model was about to be made")
 
     monkeypatch.setattr(train, "Job", refuse)
+
+
+@pytest.fixture(scope="session")
+def machines() -> dict[str, Machine]:
+    return {}
+
+
+@pytest.fixture
+def measured_once(monkeypatch: pytest.MonkeyPatch, machines: dict[str, Machine]) -> None:
+    """Measure the machine once, for all fine-tunings: that takes a second."""
+
+    def known(runtime: Runtime) -> Machine:
+        devices = f"{len(runtime.lanes)}"
+        if devices not in machines:
+            machines[devices] = measured(runtime)
+        return machines[devices]
+
+    monkeypatch.setattr(forecast, "measured", known)

@@ -45,7 +45,7 @@ def test_a_model_that_finds_no_room_is_one_line_and_leaves_no_part_of_it(tmp_pat
     folder.joinpath("options.json").write_text('{"roundpipe_version": "0"}')
     folder.joinpath("config.json").write_text('"whole"')
 
-    status, complaints = _trained(text, "--output", str(folder))
+    status, complaints = _trained(text, "--output", str(folder), "--overwrite")
 
     assert status == 1
     assert complaints[-1].startswith(f"roundpipe: --output {folder}: the model cannot be written")

@@ -255,6 +255,8 @@ WRONG = {
     "devices that are no number": ["--devices", "cuda:0"],
     "RAM in words": ["--ram", "much"],
     "no RAM": ["--ram", "0"],
+    "RAM without a unit": ["--ram", "64"],
+    "a card with memory without a unit": ["--gpu", "memory=24,link=25,tflops=165"],
     "more RAM than there is": ["--ram", "99999999999999TiB"],
     "RAM that stands still": ["--ram-gb-s", "0"],
     "a link that is no number": ["--link", "fast"],
@@ -282,6 +284,14 @@ def test_a_wrong_option_is_refused_in_one_line(
 ) -> None:
     model = [] if case == "no model" else ["--model", config(TINY)]
     assert refused(capsys, *model, *SMALL[:2], *WRONG[case])
+
+
+def test_ram_without_a_unit_is_refused_with_the_way_to_write_it(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--ram: a size must have a unit, such as '64GB'" in refused(
+        capsys, "--model", config(TINY), *SMALL[:2], "--ram", "64"
+    )
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

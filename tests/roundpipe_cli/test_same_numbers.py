@@ -15,7 +15,7 @@ from roundpipe.cli.training.model import ModelSize, make_model
 from torch.nn.functional import cross_entropy
 
 SIZE = ModelSize(layers=3, hidden=32, intermediate=48, heads=2, key_value_heads=1, head_numbers=16)
-STEPS = 20
+STEPS = 10
 DEVICES = ["cpu:1", "cpu:2", "cpu:4", pytest.param("cuda", marks=pytest.mark.cuda)]
 Weights = dict[str, torch.Tensor]
 

@@ -15,11 +15,13 @@ import pytest
 import torch
 from roundpipe import Runtime
 from roundpipe.cli import main
+from roundpipe.cli.errors import Refused
 from roundpipe.cli.options import Given, Options, read_options
 from roundpipe.cli.train import train
 from roundpipe.cli.training.data import Corpus, read_corpus
-from roundpipe.cli.training.job import Job, learning_rate
+from roundpipe.cli.training.job import Job
 from roundpipe.cli.training.model import ModelSize
+from roundpipe.cli.training.rates import learning_rate
 from transformers import AutoModelForCausalLM
 
 TINY = ModelSize(layers=2, hidden=16, intermediate=32, heads=2, key_value_heads=1, head_numbers=8)
@@ -104,10 +106,17 @@ def test_the_saved_model_loads_and_gives_the_same_logits(tmp_path: Path, text: P
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_a_folder_of_an_earlier_run_may_be_written_again(tmp_path: Path, text: Path) -> None:
-    for steps in (2, 1):
-        train(_options(data=[str(text)], output=str(tmp_path / "runs"), steps=str(steps)), TINY)
-        assert [line["step"] for line in _lines(tmp_path / "runs")] == [0, *range(1, steps + 1), steps]
+def test_a_folder_of_an_earlier_run_is_written_again_only_if_that_is_asked_for(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "runs"
+    train(_options(data=[str(text)], output=str(run), steps="2"), TINY)
+    before = _lines(run)
+
+    with pytest.raises(Refused, match="has a run already; go on with it by --resume, replace it by --overwrite"):
+        train(_options(data=[str(text)], output=str(run), steps="1"), TINY)
+    assert _lines(run) == before
+
+    train(_options(data=[str(text)], output=str(run), steps="1", overwrite=True), TINY)
+    assert [line["step"] for line in _lines(run)] == [0, 1, 1]
 
 
 def test_losses_do_not_depend_on_the_number_of_devices(text: Path) -> None:

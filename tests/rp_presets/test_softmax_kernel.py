@@ -17,7 +17,7 @@ from rp_presets.losses.softmax_kernel import differentiate_in_place
 from torch.nn import functional
 
 for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
-    for classes in (1, 100, 4096, 9001):
+    for classes in (1, 100, 4096, 9001) if dtype == torch.float32 else (4097,):
         torch.manual_seed(classes)
         logits = (torch.randn(5, classes) * 3).to(dtype)
         logits[2, 1:2] = float("-inf")
@@ -78,14 +78,13 @@ for steps, weight, reduction, with_grad in itertools.product(
 """
 
 
-@pytest.mark.parametrize("script", [SCRIPT, WHOLE], ids=["kernel", "loss"])
 @pytest.mark.skipif(find_spec("triton") is None, reason="torch brings Triton along on Linux alone")
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="the interpreter that came with torch 2.11 fails with new NumPy"
 )
-def test_its_losses_and_gradients_are_those_of_torch(script: str) -> None:
+def test_its_losses_and_gradients_are_those_of_torch() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT + WHOLE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -72,7 +72,7 @@ def test_hardware_words_replace_those_of_the_file(costs: str, capsys: pytest.Cap
     slow = run(capsys, "simulate", costs, *SIZE, "--ram-gb-s", "0.000001")
     assert "bound by host memory" in slow
     assert "device_memory_bytes (4)" in refusal(capsys, "plan", costs, *SIZE, "--device-memory", "8B")
-    assert "Limits.host_memory_bytes is 9" in refusal(capsys, "plan", costs, *SIZE, "--ram", "9")
+    assert "Limits.host_memory_bytes is 9" in refusal(capsys, "plan", costs, *SIZE, "--ram", "9B")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,8 @@ def test_hardware_words_replace_those_of_the_file(costs: str, capsys: pytest.Cap
         ("--link", "0"),
         ("--link=--",),
         ("--ram", "64G"),
+        ("--ram", "64"),
+        ("--device-memory", "24"),
         ("--ram", "0"),
         ("--ram-gb-s", "-1"),
         ("--device-memory", "much"),
@@ -95,6 +97,11 @@ def test_hardware_that_cannot_be_is_refused_in_one_line(
     words: tuple[str, ...], costs: str, capsys: pytest.CaptureFixture[str]
 ):
     refusal(capsys, "plan", costs, *SIZE, *words)
+
+
+def test_a_size_without_a_unit_is_refused_with_the_way_to_write_it(costs: str, capsys: pytest.CaptureFixture[str]):
+    assert "such as 64GB (10^9 bytes)" in refusal(capsys, "plan", costs, *SIZE, "--ram", "64")
+    run(capsys, "plan", costs, *SIZE, "--ram", "64000000000")
 
 
 def test_the_knobs_reach_the_published_strategy(costs: str, capsys: pytest.CaptureFixture[str]):

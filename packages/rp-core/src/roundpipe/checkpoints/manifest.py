@@ -69,14 +69,25 @@ def check(folder: Path) -> tuple[str, ...]:
     """Read all files and compare them with the manifest; return their names.
 
     Raises `CheckpointDamaged` with the first file that is not as it was written, `CheckpointError` for one that
-    cannot be read.
+    cannot be read, and for a folder that has checkpoints in it.
     """
+    _refuse_several(folder)
     sums = _manifest(folder)
     with ThreadPoolExecutor(_READERS, "roundpipe-verify") as pool:
         for found in pool.map(_compared, [folder / name for name in sums], sums.values()):
             if found is not None:
                 raise found
     return tuple(sums)
+
+
+def _refuse_several(folder: Path) -> None:
+    inside = [] if is_finished(folder) else [marker.parents[1] for marker in folder.glob(f"*/{_MARKER}")]
+    if inside:
+        newest = max(inside, key=lambda path: (path / _MARKER).stat().st_mtime_ns)
+        raise CheckpointError(
+            f"{folder} is a folder of checkpoints, not one of them; load the newest with "
+            f"CheckpointManager({str(folder)!r}).load_latest(model, optimizer), or name one, such as {newest}"
+        )
 
 
 def _manifest(folder: Path) -> dict[str, Checksum]:

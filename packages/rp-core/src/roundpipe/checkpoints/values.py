@@ -37,10 +37,14 @@ def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> 
     if callable(item := getattr(value, "item", None)) and type(value).__module__ == "numpy":
         return item()
     raise CheckpointError(
-        f"{path} is a {type(value).__name__}, which a checkpoint does not hold: it has numbers, text, lists, "
-        "dicts "
-        "and tensors only; leave it out, or make its state_dict() return these"
+        f"{_shown(path)} must be made of numbers, text, lists, dicts and tensors, which a checkpoint holds, but "
+        f"its type is {type(value).__name__}; leave it out, or save what its state_dict() returns"
     )
+
+
+def _shown(path: str) -> str:
+    """The name as the user gave it: ``facts`` are arguments of `save_checkpoint`."""
+    return path.removeprefix("facts.")
 
 
 def _marked(kind: str, value: Any) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def _sequence(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) 
     if type(value) is deque:
         return {**_marked("deque", items), "maxlen": value.maxlen}
     if issubclass(type(value), tuple):
-        raise CheckpointError(f"{path} is a {kind}; make it a plain tuple")
+        raise CheckpointError(f"{_shown(path)} must be a plain tuple, but its type is {kind}")
     return items
 
 

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from roundpipe.cli.arguments import parse
+from roundpipe.cli.arguments import known_options, parse
+from roundpipe.cli.config_file import with_config
 from roundpipe.cli.errors import Diverged, Refused, Unwritable
+from roundpipe.cli.finetune.options import read_fine_tuning
 from roundpipe.cli.interrupt import Interrupted
 from roundpipe.cli.options import Given, read_options
 from roundpipe.errors import HostMemoryShort
@@ -20,7 +22,7 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 if training or writing failed, 2 for unusable arguments or
-    input and for a model that host memory is too small for, 130 after Ctrl-C.
+    input and for a model that host memory is too small for, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
         arguments: the arguments after the command's name; None takes those of the process.
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return _complain(str(error), FAILED)
     except Interrupted as interrupted:
-        return _complain(str(interrupted), INTERRUPTED)
+        return _complain(str(interrupted), interrupted.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     return 0
@@ -56,6 +58,13 @@ def _run(given: Given) -> None:
         from roundpipe.cli.plan import plan
 
         plan(plan_options)
+        return
+    given = with_config(given, known_options())
+    if given.model is not None:
+        tuning = read_fine_tuning(given)
+        from roundpipe.cli.finetune.run import fine_tune
+
+        fine_tune(tuning)
         return
     options = read_options(given)
     from roundpipe.cli.train import train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -19,12 +20,35 @@ def parse(arguments: Sequence[str]) -> options.Given:
 
     Raises `Refused` for unknown options and missing values, `SystemExit` after printing the help or the version.
     """
-    given = _parser().parse_args(arguments, namespace=options.Given())
+    given, unknown = _parser().parse_known_args(arguments, namespace=options.Given())
+    if unknown:
+        raise Refused(_unknown(given.command, unknown[0]))
     for name, value in vars(given).items():
         # Some versions of argparse drop a value of two dashes and leave an empty list.
         if value == []:
             raise Refused(f"--{name.replace('_', '-')} must be followed by a value, but is not")
     return given
+
+
+def known_options() -> dict[str, str]:
+    """What each option of `train` takes, a ``"value"``, ``"values"`` or nothing (a ``"flag"``), by its name.
+
+    >>> known_options()["lora_targets"], known_options()["sync"]
+    ('values', 'flag')
+    """
+    lists = {"--data": "values", **{flag: "values" for flag, _, _ in _TUNING_LISTS}}
+    values = {flag: "value" for flag, _, _ in (*_VALUES, *_TUNING_VALUES)}
+    flags = {flag: "flag" for flag, _ in (*_FLAGS, *_TUNING_FLAGS)}
+    return {flag.removeprefix("--").replace("-", "_"): kind for flag, kind in {**values, **flags, **lists}.items()}
+
+
+def _unknown(command: str, text: str) -> str:
+    hint = ""
+    if command == "train" and text.startswith("--"):
+        flags = [f"--{name.replace('_', '-')}" for name in known_options()]
+        nearest = difflib.get_close_matches(text.partition("=")[0], flags, n=1, cutoff=0)
+        hint = f"; the nearest option is {nearest[0]}"
+    return f"unknown argument {text!r}{hint}; `roundpipe {command} --help` shows the usage"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,11 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_options(
         commands.add_parser(
             "train",
-            help="train a small language model on text",
+            help="fine-tune a model, or train a small one on text",
             description=(
-                "Train a small Qwen3 model, with random weights and bytes for tokens, on text. With no option the "
-                "text is the Python standard library's own source, and the devices are this machine's GPUs or, "
-                "where there is none, two CPU devices."
+                "With --model, fine-tune that model on --data. Without, train a small Qwen3 model, with random "
+                "weights and bytes for tokens, on text. With no option the text is the Python standard library's "
+                "own source, and the devices are this machine's GPUs or, where there is none, two CPU devices."
             ),
             allow_abbrev=False,
         )
@@ -101,29 +125,78 @@ def _add_options(train: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=argparse.SUPPRESS,
-        help="text files, or folders of them (the standard library's source)",
+        help="files, or folders of them: text (the standard library's source); with --model also JSONL, Parquet",
     )
-    train.add_argument(
-        "--sync",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="wait for each optimizer step, instead of running it beside the next training step",
-    )
+    _add_flags(train, _FLAGS)
+    tuning = train.add_argument_group("with --model")
+    for flag, metavar, text in _TUNING_VALUES:
+        tuning.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    for flag, metavar, text in _TUNING_LISTS:
+        tuning.add_argument(
+            flag, metavar=metavar, nargs="+", action="extend", default=argparse.SUPPRESS, help=text
+        )
+    _add_flags(tuning, _TUNING_FLAGS)
+
+
+def _add_flags(parser: argparse._ActionsContainer, flags: Sequence[tuple[str, str]]) -> None:  # pyright: ignore[reportPrivateUsage]
+    for flag, text in flags:
+        parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
 
 
 _DTYPES = "|".join(options.DTYPES)
 _VALUES = (
-    ("--steps", "N", f"training steps ({options.Given.steps})"),
+    ("--steps", "N", f"training steps ({options.Given.steps}; with --model by --epochs)"),
     ("--batch-size", "N", f"sequences in a step ({options.Given.batch_size})"),
     ("--seq-len", "N", f"bytes in a sequence ({options.Given.seq_len})"),
-    ("--num-microbatch", "N", f"parts that a batch is split into ({options.Given.num_microbatch})"),
-    ("--lr", "RATE", f"highest learning rate ({options.Given.lr})"),
+    (
+        "--num-microbatch",
+        "N",
+        f"parts that a batch is split into ({options.Given.num_microbatch}; with --model the fastest)",
+    ),
+    ("--lr", "RATE", f"highest learning rate ({options.Given.lr}; with --model 2e-5, with --lora 2e-4)"),
     ("--dtype", _DTYPES, "numbers of the model (bfloat16 on GPUs, float32 on CPU devices)"),
     ("--optim-dtype", _DTYPES, f"numbers of the optimizer ({options.Given.optim_dtype})"),
     ("--seed", "N", f"seed of the weights and of the order of the data ({options.Given.seed})"),
     ("--devices", "DEVICES", "such as cuda, cuda:0,2, cpu or cpu:4 (all GPUs, else cpu:2)"),
     ("--output", "FOLDER", "where to write the model, the metrics and the options used (nowhere)"),
     ("--profile", "PATH", "where to write a trace of the training steps, for Perfetto (nowhere)"),
+)
+_FLAGS = (
+    ("--sync", "wait for each optimizer step, instead of running it beside the next training step"),
+    ("--overwrite", "replace the run that is in --output"),
+)
+_DEFAULTS = options.Given
+_TUNING_VALUES = (
+    ("--model", "PATH", "a folder with a model; without weights, or a config.json: random weights"),
+    ("--tokenizer", "FOLDER", "the tokenizer (the model's)"),
+    ("--config", "FILE", "options in YAML, by the same names without dashes; those given here count first"),
+    ("--lora", "RANK", "train adapters of this rank, with PEFT (all weights are trained)"),
+    ("--lora-alpha", "NUMBER", "adapters count by this over the rank (twice the rank)"),
+    ("--sequence", "N", f"tokens in a sequence ({_DEFAULTS.sequence})"),
+    ("--batch", "N", "sequences in a call (8)"),
+    ("--accumulation", "N", f"calls in a step ({_DEFAULTS.accumulation})"),
+    ("--epochs", "N", f"times that all data is trained on ({_DEFAULTS.epochs})"),
+    ("--schedule", "NAME", f"learning rate after the warm-up: cosine or constant ({_DEFAULTS.schedule})"),
+    ("--warm-up", "N", f"steps, or a part of all steps below 1, in which the rate rises ({_DEFAULTS.warm_up})"),
+    ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({_DEFAULTS.optimizer})"),
+    ("--betas", "B,B", "of adamw, adam and lion (0.9,0.95; lion 0.9,0.99)"),
+    ("--weight-decay", "RATE", f"of weights, but not of norms and biases ({_DEFAULTS.weight_decay})"),
+    ("--clip", "NORM", f"largest norm of the gradients; 0: any ({_DEFAULTS.clip})"),
+    ("--held-out", "PART", f"of the data, to evaluate on ({_DEFAULTS.held_out})"),
+    ("--eval-every", "N", "steps between evaluations (before the first and after the last step)"),
+    ("--save-every", "N", f"steps, or minutes such as 15min, between checkpoints ({_DEFAULTS.save_every})"),
+    ("--keep", "N", f"checkpoints to keep, beside the best ({_DEFAULTS.keep})"),
+)
+_TUNING_LISTS = (
+    ("--lora-targets", "NAME", "layers that get adapters, such as q_proj v_proj (all linear layers)"),
+    ("--eval-data", "PATH", "data to evaluate on"),
+    ("--report", "KIND", "jsonl, tensorboard, or both (jsonl)"),
+)
+_TUNING_FLAGS = (
+    ("--no-packing", "one document in a sequence, instead of as many as fit"),
+    ("--completions-only", "learn completions and what the assistant says, instead of everything"),
+    ("--compile", "compile the layers"),
+    ("--resume", "go on from the newest whole checkpoint in --output"),
 )
 _PLAN_VALUES = (
     ("--model", "PATH", "the folder of a checkpoint, or its config.json"),

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C that lets the current training step finish."""
+"""Handling of Ctrl-C and SIGTERM that lets the current training step finish."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _NOTICE = b"\nroundpipe: stopping after this step; press Ctrl-C again to stop at once\n"
+# As shells report a process that a signal has ended.
+_ENDED_BY = 128
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C; `main` prints the message as one line and returns 130."""
+    """A signal has ended the training; `main` prints the message as one line and returns `exit_code`."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = _ENDED_BY + number
 
 
 class Interruption:
     """Inside the context the first Ctrl-C sets `asked` and prints a notice; the second raises `KeyboardInterrupt`.
 
-    Does nothing outside the main thread, which alone receives signals.
+    So does SIGTERM, whose second one ends the process. Does nothing outside the main thread, which alone receives
+    signals. `number`: the signal.
     """
 
     def __init__(self) -> None:
         self.asked = False
-        self._before: Any = None  # Any: what signal.signal returns
+        self.number: int = signal.SIGINT
+        self._before: dict[int, Any] = {}  # Any: what signal.signal returns
         self._in_charge = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self.asked = True
+        del frame
+        self.asked, self.number = True, number
         self._give_back()
         # Not through `sys.stderr`: the signal may interrupt a write to it, and streams are not reentrant.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _NOTICE)
@@ -37,11 +45,13 @@ class Interruption:
     def _give_back(self) -> None:
         if self._in_charge:
             self._in_charge = False
-            signal.signal(signal.SIGINT, self._before)
+            for number, before in self._before.items():
+                signal.signal(number, before)
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
             self._in_charge = True
         return self
 

@@ -17,6 +17,35 @@ MOST_BATCH_BYTES = 2**22
 MOST_MICROBATCHES = 2**14
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Options that the built-in job does not have.
+NEED_A_MODEL = frozenset(
+    [
+        "accumulation",
+        "batch",
+        "betas",
+        "clip",
+        "compile",
+        "completions_only",
+        "epochs",
+        "eval_data",
+        "eval_every",
+        "held_out",
+        "keep",
+        "lora",
+        "lora_alpha",
+        "lora_targets",
+        "no_packing",
+        "optimizer",
+        "report",
+        "resume",
+        "save_every",
+        "schedule",
+        "sequence",
+        "tokenizer",
+        "warm_up",
+        "weight_decay",
+    ]
+)
 
 
 class Given(argparse.Namespace):
@@ -48,6 +77,28 @@ class Given(argparse.Namespace):
     lora: str | None = None
     optimizer: str = "adamw"
     utilisation: str | None = None
+    tokenizer: str | None = None
+    eval_data: list[str] | None = None
+    held_out: str = "0"
+    lora_targets: list[str] | None = None
+    lora_alpha: str | None = None
+    accumulation: str = "1"
+    no_packing: bool = False
+    completions_only: bool = False
+    warm_up: str = "0.03"
+    schedule: str = "cosine"
+    weight_decay: str = "0.01"
+    clip: str = "1"
+    betas: str | None = None
+    epochs: str = "1"
+    eval_every: str | None = None
+    save_every: str = "15min"
+    keep: str = "3"
+    resume: bool = False
+    overwrite: bool = False
+    compile: bool = False
+    report: list[str] | None = None
+    config: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +122,7 @@ class Options:
     devices: str | None
     output: Path | None
     profile: Path | None
+    overwrite: bool = False
 
     @property
     def batch_tokens(self) -> int:
@@ -86,20 +138,23 @@ def read_options(given: Given) -> Options:
 
     Raises `Refused` for a value that cannot be used.
     """
+    for name in sorted(NEED_A_MODEL & vars(given).keys()):
+        raise Refused(f"--{name.replace('_', '-')} needs --model, the model to train")
     options = Options(
-        data=None if given.data is None else tuple(_path("--data", text) for text in given.data),
-        steps=_whole("--steps", given.steps, least=1, most=MOST_STEPS),
-        batch_size=_whole("--batch-size", given.batch_size, least=1, most=MOST_BATCH_BYTES),
-        seq_len=_whole("--seq-len", given.seq_len, least=2, most=MOST_SEQ_LEN),
-        num_microbatch=_whole("--num-microbatch", given.num_microbatch, least=1, most=MOST_MICROBATCHES),
-        lr=_positive("--lr", given.lr),
+        data=None if given.data is None else tuple(path("--data", text) for text in given.data),
+        steps=whole("--steps", given.steps, least=1, most=MOST_STEPS),
+        batch_size=whole("--batch-size", given.batch_size, least=1, most=MOST_BATCH_BYTES),
+        seq_len=whole("--seq-len", given.seq_len, least=2, most=MOST_SEQ_LEN),
+        num_microbatch=whole("--num-microbatch", given.num_microbatch, least=1, most=MOST_MICROBATCHES),
+        lr=positive("--lr", given.lr),
         dtype=None if given.dtype is None else _dtype("--dtype", given.dtype),
         optim_dtype=_dtype("--optim-dtype", given.optim_dtype),
         sync=given.sync,
-        seed=_seed(given.seed),
+        seed=seed(given.seed),
         devices=given.devices,
-        output=None if given.output is None else _utf8_path("--output", given.output),
-        profile=None if given.profile is None else _utf8_path("--profile", given.profile),
+        output=None if given.output is None else utf8_path("--output", given.output),
+        profile=None if given.profile is None else utf8_path("--profile", given.profile),
+        overwrite=given.overwrite,
     )
     _check_batch(options)
     return options
@@ -119,14 +174,18 @@ def _check_batch(options: Options) -> None:
         )
 
 
-def _whole(flag: str, text: str, *, least: int, most: int) -> int:
+def whole(flag: str, text: str, *, least: int, most: int, also: str = "", why: str = "") -> int:
+    """A whole number. `also`: what else may be given; `why`: where the limit comes from."""
     number = _number(text)
     if number is None or not least <= number <= most:
-        raise Refused(f"{flag} must be a whole number of at least {least} and at most {most}, but is {text!r}")
+        raise Refused(
+            f"{flag} must be {also}a whole number of at least {least} and at most {most}{why}, but is {text!r}"
+        )
     return number
 
 
-def _seed(text: str) -> int:
+def seed(text: str) -> int:
+    """A seed that torch takes."""
     number = _number(text)
     if number is None or not 0 <= number < 2**63:
         raise Refused(f"--seed must be a whole number from 0 to 2**63 - 1, but is {text!r}")
@@ -140,7 +199,8 @@ def _number(text: str) -> int | None:
         return None
 
 
-def _positive(flag: str, text: str) -> float:
+def positive(flag: str, text: str) -> float:
+    """A finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -156,16 +216,17 @@ def _dtype(flag: str, text: str) -> str:
     return text
 
 
-def _path(flag: str, text: str) -> Path:
+def path(flag: str, text: str) -> Path:
+    """A path that a system may have."""
     if not text or "\0" in text:
         raise Refused(f"{flag} must name a path, but is {text!r}")
     return Path(text)
 
 
-def _utf8_path(flag: str, text: str) -> Path:
+def utf8_path(flag: str, text: str) -> Path:
     """Check that a path is valid UTF-8, which libraries not written in Python, such as safetensors, require."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise Refused(f"{flag} must be a path in UTF-8, but is {text!r}") from None
-    return _path(flag, text)
+    return path(flag, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -15,16 +15,51 @@ from roundpipe.cli.errors import Refused, Unwritable
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
+MODEL = "model"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+# What only fine-tunings write, and what the built-in job does, whose model is in the folder itself.
+OF_FINE_TUNINGS = (MODEL, CHECKPOINTS, TENSORBOARD)
+_OF_THE_TOY = ("config.json", "generation_config.json", "model.safetensors")
+# The options last: by these a folder is recognized.
+ALL_RESULTS = (*OF_FINE_TUNINGS, METRICS, *_OF_THE_TOY, OPTIONS)
 _MARK = "roundpipe_version"
 _UNFINISHED = ".unfinished"
 # Far more than the options take: a larger file is not this command's and is not read.
 _MOST_OPTIONS_BYTES = 2**20
 
 
-def check_output(folder: Path) -> None:
-    """Raise `Refused` unless the path is new, an empty folder, or the output of an earlier run of this command."""
+def check_output(folder: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Raise `Refused` unless the path is new, or an empty folder, or has a run that may be replaced or goes on."""
     try:
-        _check(folder)
+        _check(folder, replaceable=overwrite or resume)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def has_run(folder: Path) -> bool:
+    """Whether the folder is the output of an earlier run of this command."""
+    return folder.is_dir() and _is_earlier_run(folder)
+
+
+def earlier_options(folder: Path) -> dict[str, Any]:
+    """The options of the run that the folder is the output of."""
+    found: dict[str, Any] = json.loads((folder / OPTIONS).read_bytes())
+    return found
+
+
+def remove_results(folder: Path, names: Sequence[str]) -> None:
+    """Remove these results of earlier runs.
+
+    Raises `Refused` if it cannot be removed.
+    """
+    try:
+        for name in names:
+            path = folder / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
     except OSError as error:
         raise _unusable(folder, error) from error
 
@@ -79,7 +114,7 @@ def finished_files(folder: Path) -> Generator[Path, None, None]:
         unfinished.mkdir()
         yield unfinished
         made = sorted(unfinished.iterdir())
-        for path in made:
+        for path in filter(Path.is_file, unfinished.rglob("*")):
             _sync(path)
         for path in made:
             path.replace(folder / path.name)
@@ -93,11 +128,18 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, *, replaceable: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise Refused(f"--output {folder} must be a folder, but is a file; name a new folder")
-    if folder.is_dir() and any(folder.iterdir()) and not _is_earlier_run(folder):
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not _is_earlier_run(folder):
         raise Refused(f"--output {folder} has other files in it; name a new or empty folder")
+    if not replaceable:
+        raise Refused(
+            f"--output {folder} has a run already; go on with it by --resume, replace it by --overwrite, or name "
+            "another folder"
+        )
 
 
 def _is_earlier_run(folder: Path) -> bool:

@@ -9,19 +9,28 @@ from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from rp_transfer import resident_bytes
 from tqdm import tqdm
 
+from roundpipe.cli.errors import Refused
 from roundpipe.cli.output import writing
+from roundpipe.runtime.runtime import Runtime
 from roundpipe.telemetry.tables import readable_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Measurements of one training step. `loss`: nats per byte. Device bytes: one number for each device."""
+    """Measurements of one training step.
+
+    `loss`: nats per token. `steps_late`: by how many steps the weights of this loss are older than the newest.
+    `tokens_per_s`: without padding. Device bytes: one number for each device.
+    """
 
     step: int
     loss: float
+    steps_late: int
     tokens_per_s: float
     learning_rate: float
     host_bytes: int
@@ -30,19 +39,41 @@ class StepFigures:
     seconds: float
 
 
+def figures_of(
+    runtime: Runtime, *, step: int, loss: float, late: int, tokens: int, rate: float, seconds: float
+) -> StepFigures:
+    """The figures of a step, with the memory in use now."""
+    memory = runtime.memory()
+    return StepFigures(
+        step=step,
+        loss=loss,
+        steps_late=late,
+        tokens_per_s=tokens / seconds,
+        learning_rate=rate,
+        host_bytes=resident_bytes(),
+        device_bytes=[use.used_bytes for use in memory],
+        device_peak_bytes=[use.peak_bytes for use in memory],
+        seconds=seconds,
+    )
+
+
 class Metrics:
     """Writes measurements to a file as JSON lines, each flushed at once; writes nothing if `path` is None.
 
     A training step is a line with the fields of `StepFigures`; an evaluation is a line with `step`, the number of
     steps done so far, and `held_out_loss`.
+
+    `after`: go on with a file whose lines are of the steps up to this one; later lines are dropped.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, after: int | None = None) -> None:
         self._path = path
         self._file: TextIOWrapper | None = None
         if path is not None:
             with writing(f"--output {path}"):
+                kept = [] if after is None else _lines_up_to(path, after)
                 self._file = path.open("w", encoding="utf-8")
+                self._file.writelines(kept)
 
     def step(self, figures: StepFigures) -> None:
         """Record one training step."""
@@ -69,11 +100,71 @@ class Metrics:
                 self._file.close()
 
 
-class Progress:
-    """The progress bar, on stderr."""
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The whole lines of steps up to this one; a killed run may have left part of a line."""
+    kept: list[str] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, LookupError, TypeError):
+            continue
+    return kept
 
-    def __init__(self, steps: int) -> None:
-        self._bar = tqdm(total=steps, desc="train", unit="step", file=sys.stderr, dynamic_ncols=True)
+
+class TensorBoard:
+    """Writes the same as `Metrics` to a folder for TensorBoard; nothing if it is None.
+
+    Raises `Refused` if TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path | None, *, after: int | None = None) -> None:
+        self._folder = folder
+        self._writer: Any = None  # Any: torch leaves it untyped
+        if folder is not None:
+            with writing(f"--output {folder}"):
+                self._writer = tensorboard_writer()(str(folder), purge_step=None if after is None else after + 1)
+
+    def step(self, figures: StepFigures) -> None:
+        """Record one training step."""
+        for name in ("loss", "steps_late", "tokens_per_s", "learning_rate"):
+            self._add(f"training/{name}", getattr(figures, name), figures.step)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Record the held-out loss after so many steps."""
+        self._add("held_out/loss", loss, step)
+
+    def _add(self, name: str, value: float, step: int) -> None:
+        if self._writer is not None:
+            with writing(f"--output {self._folder}"):
+                self._writer.add_scalar(name, value, step)
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            with writing(f"--output {self._folder}"):
+                self._writer.close()
+
+
+def tensorboard_writer() -> Any:  # Any: torch leaves it untyped
+    """The class that writes for TensorBoard. Raises `Refused` if that is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise Refused("--report tensorboard needs TensorBoard: pip install tensorboard") from None
+    return SummaryWriter
+
+
+class Progress:
+    """The progress bar, on stderr. `done`: steps of an earlier run."""
+
+    def __init__(self, steps: int, *, done: int = 0) -> None:
+        self._bar = tqdm(total=steps, initial=done, desc="train", unit="step", file=sys.stderr, dynamic_ncols=True)
 
     def step(self, figures: StepFigures) -> None:
         """Show one training step as done."""
@@ -89,8 +180,15 @@ class Progress:
         self._bar.close()
 
 
+def say(line: str) -> None:
+    """Print a line to stdout; where a progress bar is on the same terminal, above it."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
 def _postfix(figures: StepFigures) -> str:
     host = readable_bytes(figures.host_bytes)
     device = readable_bytes(max(figures.device_peak_bytes))
     speed = f"{figures.tokens_per_s:,.0f} tokens/s"
-    return f"loss {figures.loss:.3f}, {speed}, host {host}, device {device}"
+    late = f" ({figures.steps_late} step late)" if figures.steps_late else ""
+    return f"loss {figures.loss:.3f}{late}, {speed}, host {host}, device {device}"

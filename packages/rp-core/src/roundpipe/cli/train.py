@@ -25,11 +25,12 @@ def train(given: Options, size: ModelSize | None = None) -> None:
     after the current step.
     """
     if given.output is not None:
-        output.check_output(given.output)
+        output.check_output(given.output, overwrite=given.overwrite)
     corpus = _read(given)
     options = fitted(given)
     with opened(str(options.devices)) as runtime:
         if options.output is not None:
+            output.remove_results(options.output, output.OF_FINE_TUNINGS)
             output.create_output(options.output, _jsonable(options))
         if options.profile is not None:
             output.create_profile(options.profile)
@@ -56,7 +57,7 @@ def _run(job: Job) -> None:
                 job.save(folder)
                 print(f"the model, {output.METRICS} and {output.OPTIONS} are in {folder}", flush=True)
     if interruption.asked:
-        raise Interrupted(f"interrupted after step {done} of {job.options.steps}")
+        raise Interrupted(f"interrupted after step {done} of {job.options.steps}", interruption.number)
 
 
 def _steps(job: Job, metrics: Metrics, interruption: Interruption) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from roundpipe.execution.packed_data import Arrivals, RoundPipePackedData
 from roundpipe.execution.run import Run
 from roundpipe.planning.call_log import CallTime
 from roundpipe.planning.planner import Planner
+from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
 from roundpipe.state.model_state import PinMode
@@ -186,6 +186,7 @@ class Engine:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes
         self._check_host_memory(mode, tasks, batch, keeps_outputs=keep)
+        self.host.note_read()
         call = self._call(mode, batch, config, loss_fn, keep=keep)
         run = Run(call, tasks, batch, self._runtime, self._twins)
         self.host.follow(run)
@@ -262,4 +263,4 @@ class Engine:
 
 def _warn_of_shortages(run: Run) -> None:
     if not run.aborted and (words := run.explain_shortages()) is not None:
-        warnings.warn(words, DeviceMemoryWarning, stacklevel=2)
+        warn_user(words, DeviceMemoryWarning)

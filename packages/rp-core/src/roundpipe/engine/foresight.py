@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from roundpipe.engine.forecast import MemoryForecast, likely
 from roundpipe.engine.host_bytes import HostBytes, added, given_to, gradient_bytes, held_by, needed_by
 from roundpipe.engine.memory_report import state_bytes_now
 from roundpipe.errors import HostMemoryWarning
+from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.model_state import Block, ModelState, PinMode, moves
 
@@ -173,7 +173,7 @@ class Foresight:
         forecast = self._without_garbage(forecast, own)
         if not forecast.fits:
             self._runtime.memory_warnings.add(forecast.purpose)
-            warnings.warn(forecast.explained("is likely to need"), HostMemoryWarning, stacklevel=2)
+            warn_user(forecast.explained("is likely to need"), HostMemoryWarning)
 
     def _without_garbage(self, forecast: MemoryForecast, own: Sequence[ModelState]) -> MemoryForecast:
         """If it does not fit, free models that nobody uses any more, which are cycles, and look again."""

@@ -142,6 +142,10 @@ class Joint:
             return False
         return any(host.state.unpublished for host in self._hosts)
 
+    def weights_delay(self) -> int:
+        """Steps launched before the last call whose results it does not read."""
+        return self._hosts[0].read_delay
+
     def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:
         """Measure the memory that the model uses now."""
         self._runtime.refuse_forked()

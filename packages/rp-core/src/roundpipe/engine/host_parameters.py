@@ -56,7 +56,8 @@ class HostParameters:
     """One model's parameters on the host.
 
     Call every method but `masters` on the launcher's thread, between calls and steps. `predicted_bytes`: device
-    memory predicted for the last call; None if unknown.
+    memory predicted for the last call; None if unknown. `read_delay`: steps launched before the last call whose
+    results it does not read.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class HostParameters:
     ) -> None:
         self.name = name
         self.predicted_bytes: int | None = None
+        self.read_delay = 0
         self._runtime = runtime
         self._modules = modules
         self._observer = observer
@@ -242,6 +244,10 @@ class HostParameters:
         self.state.note_flags()
         if self.state.note_attributes() and self._observer is not None:
             self._observer.note_altered()
+
+    def note_read(self) -> None:
+        """Record which step's weights the call that is launched now reads; call it after `get_ready`."""
+        self.read_delay = int(self.state.unpublished)
 
     def raise_late_errors(self) -> None:
         """Raise the errors of work that has ended since the last call of this."""

@@ -61,9 +61,14 @@ class Resident(HostParameters):
 
     def _wait_for_weights(self, *, training: bool) -> None:
         self.get_ready(training=training)
+        self.note_read()
         for block in [*self.state.trainable, *self._shared_blocks()]:
             with own_turn(block.turns, write=False):
                 pass
+
+    def note_read(self) -> None:
+        """Record which step's weights a call of the whole model reads, in its parts and outside of them."""
+        self.read_delay = int(any(host.state.unpublished for host in (self, *self._hosts)))
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
         """Take a step's turns; if it publishes weights, autograd then refuses backward through older graphs."""

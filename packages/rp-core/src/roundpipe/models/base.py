@@ -18,6 +18,7 @@ from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.group import Joint
 from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import RoundPipeError, TrainingWarning
+from roundpipe.frameworks import advice
 from roundpipe.models.current import publish_first
 from roundpipe.runtime.runtime import Runtime, lasting
 
@@ -35,6 +36,10 @@ def caller() -> str:
 
 # Methods of transformers and PEFT that read the weights, or write them, on the host.
 _READ_WEIGHTS = frozenset({"generate", "merge_adapter", "push_to_hub", "save_pretrained", "unmerge_adapter"})
+
+
+_STAYS = "a RoundPipe model stays on the host in the dtype it was wrapped in"
+_BEFORE = "its layers run on the devices by themselves. Convert the model before wrapping it"
 
 
 class RoundPipeBase(nn.Module):
@@ -84,7 +89,9 @@ class RoundPipeBase(nn.Module):
         """Run ``step_fn(*args, **kwargs)`` on the optimizer's thread, with the gradients of all calls so far.
 
         An asynchronous step returns at once; calls read its result after the next `step` or `synchronize`. A
-        synchronous step returns when it is done; calls launched afterwards read its result.
+        synchronous step returns when it is done; calls launched afterwards read its result. The delay of one step
+        saves time and costs loss, at high learning rates a lot; see `weights_delay`, and docs/staleness.md in the
+        repository.
 
         Raises what a synchronous `step_fn` raises; the next call raises the error of an asynchronous one.
         """
@@ -126,6 +133,30 @@ class RoundPipeBase(nn.Module):
         The optimizer's own state, such as moments, is not restored; reload it if needed.
         """
         self._joint.reset()
+
+    @property
+    def weights_delay(self) -> int:
+        """How many steps launched before the latest call are missing from the weights that it read: 0 or 1.
+
+        After `s` steps the loss of a call is that of the weights after step ``s - weights_delay``: 1 if the step
+        before the call was asynchronous and nothing has published its result since, 0 otherwise, also for the
+        first call. Steps that changed nothing, such as those that a `GradScaler` skips, count.
+
+        >>> from roundpipe import RoundPipe
+        >>> with Runtime("cpu:1") as runtime:
+        ...     model = RoundPipe(nn.Linear(4, 1), runtime=runtime)
+        ...     delays = []
+        ...     for is_async in (True, True, False, False):
+        ...         _ = model.forward_backward((torch.ones(2, 4),), loss_fn=lambda outputs, _: outputs.sum())
+        ...         delays.append(model.weights_delay)
+        ...         model.step(lambda: None, is_async=is_async)
+        >>> delays
+        [0, 1, 1, 0]
+
+        A forward counts from its launch; its backward reads the same weights. Evaluation counts as a call, too, so
+        read this after the call whose loss it belongs to.
+        """
+        return self._joint.weights_delay()
 
     def memory_report(self, *optimizers: torch.optim.Optimizer) -> MemoryReport:
         """Report the host memory of this model, by kind, and the device memory of its runtime, at this moment.
@@ -366,11 +397,25 @@ class RoundPipeBase(nn.Module):
 
     # Operations that the engine does not support
 
+    def to(self, *args: Any, **kwargs: Any) -> RoundPipeBase:
+        """Return the model if it is where and what this asks for: on the host, of this dtype.
+
+        Raises `RuntimeError` for anything else; it names the framework that called, and what to use.
+        """
+        wanted = list(_places_in([*args, *kwargs.values()]))
+        own = {one.dtype for one in self._named.parameters() if one.is_floating_point() or one.is_complex()}
+        if all(one.type == "cpu" if isinstance(one, torch.device) else own <= {one} for one in wanted):
+            return self
+        told = " and ".join(map(str, wanted))
+        raise RuntimeError(f"{_STAYS}, but was asked to move to {told}; {_BEFORE}{advice()}")
+
+    def cpu(self) -> RoundPipeBase:
+        """Return the model, which is on the host."""
+        return self
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         del fn, recurse
-        raise RuntimeError(
-            "a RoundPipe model stays on the host in the dtype it was wrapped in; convert it before wrapping it"
-        )
+        raise RuntimeError(f"{_STAYS}; {_BEFORE}{advice()}")
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported: layers can be compiled, the engine around them cannot.
@@ -378,7 +423,9 @@ class RoundPipeBase(nn.Module):
         Raises `TypeError`.
         """
         del args, kwargs
-        raise TypeError("a RoundPipe model cannot be compiled as a whole; wrap it with compile_layers=True")
+        raise TypeError(
+            f"a RoundPipe model cannot be compiled as a whole; wrap it with compile_layers=True{advice()}"
+        )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -483,6 +530,17 @@ def wrappers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, RoundPi
     else:
         for name, child in module.named_children():
             yield from wrappers(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _places_in(arguments: Iterable[object]) -> Iterator[torch.device | torch.dtype]:
+    """The devices and dtypes among the arguments of `nn.Module.to`."""
+    for one in arguments:
+        if isinstance(one, torch.Tensor):
+            yield from (one.device, one.dtype)
+        elif isinstance(one, torch.device | torch.dtype):
+            yield one
+        elif isinstance(one, str) or (isinstance(one, int) and not isinstance(one, bool)):
+            yield torch.device(one)
 
 
 def _replace(table: dict[str, Any], latest: Mapping[torch.Tensor, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from rp_optim.masters import link_of, own_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from roundpipe.errors import TrainingWarning, TrainsNothing
+from roundpipe.frameworks import advice
 from roundpipe.state.master import EngineMaster
 from roundpipe.state.ownership import owner_of
 
@@ -141,7 +142,7 @@ def _refuse_nothing(optimizer: Optimizer, *, is_inside: bool) -> None:
     if not is_inside and any(isinstance(parameter, EngineMaster) for parameter in parameters):
         raise TrainsNothing(
             "an optimizer stepped outside of a step function, where its parameters have no gradients; write "
-            f"{_STEP}"
+            f"{_STEP}{advice()}"
         )
     for parameter in parameters:
         if parameter.requires_grad and (name := owner_of(parameter)) is not None:
@@ -149,5 +150,5 @@ def _refuse_nothing(optimizer: Optimizer, *, is_inside: bool) -> None:
                 f"an optimizer was made over the parameters of model {name!r} itself, which have no gradients; "
                 f"make it after wrapping, over the optimizer's: optimizer = {_OPTIMIZER}, and step it by {_STEP}. "
                 "Or call model.synchronize() before it steps: that waits, and weights are then trained in their "
-                "own dtype"
+                f"own dtype{advice()}"
             )

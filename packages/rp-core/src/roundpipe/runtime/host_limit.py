@@ -13,6 +13,8 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for unit, base in (("B", 1000), ("iB", 1024))
 }
+# Nobody means so few bytes: the unit was forgotten.
+_LEAST_WITHOUT_UNIT = 2**20
 _SYNTAX = re.compile(r"(?P<number>\d{1,15}(\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
 
 
@@ -22,12 +24,17 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("1.5 KiB"), parse_bytes("2GB")
     (1536, 2000000000)
 
-    Raises `ValueError` for anything else.
+    Raises `ValueError` for anything else, and for less than a MiB without a unit, such as ``64``.
     """
     match = _SYNTAX.fullmatch(text.strip())
     if match is None or match["unit"] not in _UNITS:
         raise ValueError(f"a size must read like '48GB' (10^9 bytes) or '48GiB' (2^30 bytes), but is {text!r}")
-    return int(float(match["number"]) * _UNITS[match["unit"]])
+    nbytes = int(float(match["number"]) * _UNITS[match["unit"]])
+    if not match["unit"] and nbytes < _LEAST_WITHOUT_UNIT:
+        raise ValueError(
+            f"a size must have a unit, such as '{text}GB' (10^9 bytes), but is {text!r}: {nbytes} bytes"
+        )
+    return nbytes
 
 
 def current_limit(host_memory_bytes: int | None = None) -> HostLimit:

@@ -10,10 +10,14 @@ not hold back `SIGTERM` handlers or a timeout's alarm, which may raise in the sa
 
 from __future__ import annotations
 
+import inspect
+import os
 import threading
+import warnings
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -23,6 +27,8 @@ from roundpipe.errors import add_note, in_words
 
 _Result = TypeVar("_Result")
 
+# Code between the user's line and the launcher: this package, and torch, whose modules call `forward`.
+_INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 # How often the launcher looks for an interrupt of its caller while it waits.
 _LOOK_S = 0.02
 # How long an interrupted caller waits for the launcher to reach its next wait and for tasks to end. Work still
@@ -31,10 +37,11 @@ _PATIENCE_S = 0.3
 
 
 class _Caller:
-    """A thread that waits for a body. `interrupt`: the exception that ended its wait, if any."""
+    """A thread that waits for a body. `interrupt`: the exception that ended its wait, if any. `told`: warnings."""
 
     def __init__(self) -> None:
         self.interrupt: BaseException | None = None
+        self.told: list[tuple[str, type[Warning]]] = []
 
 
 class _Here(threading.local):
@@ -53,6 +60,23 @@ def wait_until(over: Callable[[float], bool]) -> None:
     while not over(_LOOK_S):
         if caller is not None and caller.interrupt is not None:
             raise caller.interrupt
+
+
+def warn_user(words: str, category: type[Warning]) -> None:
+    """Issue a warning at the user's line; from a launcher's thread, once the body there has ended."""
+    caller = _HERE.caller
+    if caller is not None:
+        caller.told.append((words, category))
+    else:
+        warnings.warn(words, category, stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """The `stacklevel`, for whoever calls this, of the nearest frame outside of this package and of torch."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class Launcher:
@@ -95,6 +119,8 @@ class Launcher:
         finally:
             # An error's traceback keeps this frame alive, and with it these references.
             del outcome, body
+            for words, category in caller.told:
+                warn_user(words, category)
 
     def close(self) -> None:
         """Finish the submitted bodies and end the thread. May be called twice."""

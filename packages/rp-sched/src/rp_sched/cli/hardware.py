@@ -12,6 +12,8 @@ _PREFIXES = {"": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for binary, base in (("", 1000), ("i", 1024))
 }
+# Nobody means so few bytes: the unit was forgotten.
+_LEAST_WITHOUT_UNIT = 2**20
 _COUNTS = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)(?:\s*([A-Za-z]*)B)?")
 
@@ -46,11 +48,16 @@ def size(text: str) -> int:
 
     >>> size("2GB"), size("1.5KiB")
     (2000000000, 1536)
+
+    Raises `ValueError` for anything else, and for less than a MiB without a unit, such as ``64``.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[2] or "") not in _PREFIXES:
         raise ValueError("must read like 48GB (10^9 bytes) or 48GiB (2^30 bytes)")
-    return int(float(match[1]) * _PREFIXES[match[2] or ""])
+    nbytes = int(float(match[1]) * _PREFIXES[match[2] or ""])
+    if not text.strip().endswith("B") and nbytes < _LEAST_WITHOUT_UNIT:
+        raise ValueError(f"must have a unit, such as {text}GB (10^9 bytes) or {text}GiB (2^30 bytes)")
+    return nbytes
 
 
 def _switched(limits: Limits, counts: tuple[int, ...], devices: int) -> Limits:

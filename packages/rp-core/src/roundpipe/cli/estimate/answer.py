@@ -60,6 +60,13 @@ def as_json(found: Foretold, changes: Sequence[Change]) -> str:
     )
 
 
+def as_summary(found: Foretold) -> str:
+    """Some ten lines, for a training that is about to begin."""
+    planned = found.planned
+    run = [] if planned is None or not found.forecast.fits else list(_run_summary(found, planned))
+    return "\n".join([*_headings(found), _verdict(found), *_host(found), *run])
+
+
 # JSON
 
 
@@ -204,6 +211,16 @@ def _a_parameter(found: Foretold) -> str:
 
 
 def _run(found: Foretold, planned: Planned) -> Iterator[str]:
+    yield from _run_summary(found, planned)
+    head = len(planned.course.loads.costs) - 1
+    yield f"stages  layer 0 is what runs before the model's layers, layer {head} the head"
+    stages = list(_stages(planned))
+    yield from stages[:_MOST_STAGES]
+    if len(stages) > _MOST_STAGES:
+        yield f"  and {len(stages) - _MOST_STAGES} more (--json has all)"
+
+
+def _run_summary(found: Foretold, planned: Planned) -> Iterator[str]:
     machine = found.case.machine
     memory = _gb(machine.card.memory_bytes)
     yield f"device memory  {_gb(planned.device_bytes)} of {memory} at most, workspace included"
@@ -213,12 +230,6 @@ def _run(found: Foretold, planned: Planned) -> Iterator[str]:
     busy = planned.course.loads_ms(planned.devices)
     others = ", ".join(f"{name} {_seconds(ms)}" for name, ms in sorted(busy.items(), key=_by_time) if ms)
     yield f"bound by  {_BOUNDS[planned.bound_by]}; busy in a step: {others}"
-    head = len(planned.course.loads.costs) - 1
-    yield f"stages  layer 0 is what runs before the model's layers, layer {head} the head"
-    stages = list(_stages(planned))
-    yield from stages[:_MOST_STAGES]
-    if len(stages) > _MOST_STAGES:
-        yield f"  and {len(stages) - _MOST_STAGES} more (--json has all)"
 
 
 def _by_time(item: tuple[Resource, float]) -> float:

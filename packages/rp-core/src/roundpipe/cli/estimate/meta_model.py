@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,25 +20,33 @@ _MOST_BYTES = 16 * 2**20
 _MOST_LAYERS = 4000
 
 
-def model_of(path: Path, lora: int | None = None) -> nn.Module:
+def model_of(
+    path: Path,
+    lora: int | None = None,
+    *,
+    targets: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
     """The model of a config file, with adapters of rank `lora` and all else frozen if that is given.
 
-    Its weights are in the config's dtype, bfloat16 if it has none. Raises `Refused` for a config of another kind.
+    `targets`: the ends of the names of layers that get adapters; None: of all linear layers. `dtype`: of its
+    weights; None: the config's, bfloat16 if it has none. Raises `Refused` for a config of another kind.
     """
-    model = _made(path, _config(path))
+    model = _made(path, _config(path), dtype)
     if not lists_of_layers(model):
         raise Refused(
             f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
         )
-    if lora is not None and not adapt(model, lora):
-        raise Refused(f"--lora: the layers of a {type(model).__name__} have no linear layers to adapt")
+    if lora is not None and not adapt(model, lora, targets):
+        which = "linear layers to adapt" if targets is None else f"layers named {', '.join(targets)}"
+        raise Refused(f"--lora: the layers of a {type(model).__name__} have no {which}")
     return model.train()
 
 
-def adapt(model: nn.Module, rank: int) -> int:
-    """Freeze the model and put adapters beside all linear layers inside its layers; return how many.
+def adapt(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> int:
+    """Freeze the model and put adapters beside linear layers inside its layers; return how many.
 
-    As PEFT does with ``target_modules="all-linear"``: adapters are in fp32.
+    As PEFT does with ``target_modules="all-linear"``, or a list of names: adapters are in fp32.
     """
     model.requires_grad_(False)
     found = [
@@ -46,6 +55,7 @@ def adapt(model: nn.Module, rank: int) -> int:
         for module in layers.modules()
         for name, child in module.named_children()
         if _features(child) is not None
+        and (targets is None or name in {one.rpartition(".")[2] for one in targets})
     ]
     for module, name, child in found:
         setattr(module, name, Adapted(child, rank))
@@ -115,11 +125,11 @@ def _check_layers(path: Path, fields: dict[str, object]) -> None:
             raise Refused(f"--model {path}: {name} must be at most {_MOST_LAYERS}, but is {value}")
 
 
-def _made(path: Path, config: Any) -> nn.Module:  # Any: each model has a class of its own
+def _made(path: Path, config: Any, dtype: torch.dtype | None) -> nn.Module:  # Any: each has a class of its own
     from transformers import AutoModelForCausalLM
 
     maker: Any = AutoModelForCausalLM
-    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     try:
         with torch.device("meta"):
             return cast(nn.Module, maker.from_config(config, dtype=dtype))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from functools import partial
 from pathlib import Path
@@ -10,20 +9,18 @@ from typing import Any
 
 import torch
 from rp_presets import causal_lm_loss
-from rp_transfer import resident_bytes
 from torch import Tensor
 
 from roundpipe import RoundPipeRunConfig, Runtime, optim, wrap_model_to_roundpipe
 from roundpipe.cli.options import Options
 from roundpipe.cli.output import finished_files, writing
-from roundpipe.cli.report import StepFigures
+from roundpipe.cli.report import StepFigures, figures_of
 from roundpipe.cli.training import data
 from roundpipe.cli.training.model import ModelSize, make_model, save_model
+from roundpipe.cli.training.rates import learning_rate
 from roundpipe.cli.training.windows import Windows
 
 HELD_OUT_BYTES = 64 * 1024
-WARM_UP = 0.1
-LAST_RATE = 0.1
 
 # An asynchronous step applies gradients of older weights; lower momentum compensates for the delay.
 BETAS = (0.5, 0.95)
@@ -61,9 +58,10 @@ class Job:
         began = time.perf_counter()
         rate = learning_rate(step, steps=self.options.steps, highest=self.options.lr)
         inputs, labels = self.training.at(self._starts(step))
+        late = int(self.model.is_behind())
         loss = self.model.forward_backward(input_kwargs={"input_ids": inputs}, label=labels, loss_fn=self._loss)
         self.model.step(partial(self._update, rate), is_async=not self.options.sync)
-        return self._figures(step, loss.item() / self.scale, rate, time.perf_counter() - began)
+        return self._figures(step, loss.item() / self.scale, late, rate, time.perf_counter() - began)
 
     def held_out_loss(self) -> float:
         """Compute the loss on the held-out windows, in nats per byte, after waiting for all updates."""
@@ -124,31 +122,16 @@ class Job:
             grad.div_(self.scale)
         return all(bool(grad.isfinite().all()) for grad in grads)
 
-    def _figures(self, step: int, loss: float, rate: float, seconds: float) -> StepFigures:
-        memory = self.runtime.memory()
-        return StepFigures(
+    def _figures(self, step: int, loss: float, late: int, rate: float, seconds: float) -> StepFigures:
+        return figures_of(
+            self.runtime,
             step=step,
             loss=loss,
-            tokens_per_s=self.options.batch_tokens / seconds,
-            learning_rate=rate,
-            host_bytes=resident_bytes(),
-            device_bytes=[use.used_bytes for use in memory],
-            device_peak_bytes=[use.peak_bytes for use in memory],
+            late=late,
+            tokens=self.options.batch_tokens,
+            rate=rate,
             seconds=seconds,
         )
-
-
-def learning_rate(step: int, *, steps: int, highest: float) -> float:
-    """Compute the learning rate of a step, counted from 1: linear warm-up over a tenth of the steps, cosine decay.
-
-    >>> [round(learning_rate(step, steps=20, highest=1.0), 2) for step in (1, 2, 11, 20)]
-    [0.5, 1.0, 0.55, 0.1]
-    """
-    rise = max(1, round(WARM_UP * steps))
-    if step <= rise:
-        return highest * step / rise
-    done = (step - rise) / (steps - rise)
-    return highest * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def _dtype(name: str | None) -> torch.dtype:

@@ -6,16 +6,20 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from rp_transfer import BackendUnavailable, parse_devices
 
 from roundpipe import Runtime
 from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.options import Options
 
+_Fitted = TypeVar("_Fitted", Options, FineTuning)
 
-def fitted(options: Options) -> Options:
+
+def fitted(options: _Fitted) -> _Fitted:
     """Fill in the devices and the dtype.
 
     Devices: the option's, else those of ``ROUNDPIPE_DEVICES``, else all GPUs, else two CPU devices. Dtype: the

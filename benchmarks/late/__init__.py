@@ -1,0 +1,1 @@
+"""What `staleness.py` consists of: workloads, variants of late steps, training loops, and a report."""

@@ -1,0 +1,187 @@
+"""Samples in files: plain text, JSONL, and Parquet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from roundpipe.cli.errors import Refused
+
+JSON_LINES = frozenset({".jsonl", ".ndjson", ".json"})
+PARQUET = ".parquet"
+TEXTS = frozenset({".txt", ".md", ".text"})
+_SHAPES = "'messages', 'prompt' and 'completion', or 'text'"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of which all is learned. `place`: where it is, for errors."""
+
+    place: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt, and what is to follow it."""
+
+    place: str
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation. `messages`: at least one, each with a ``role``. `tools`: as chat templates take them."""
+
+    place: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+
+
+Sample = Text | Completion | Chat
+
+
+def read_samples(option: str, paths: Sequence[Path]) -> Iterator[Sample]:
+    """Read files, and those of folders that have a known suffix, in the order of their names.
+
+    A file with the suffix ``.jsonl``, ``.ndjson`` or ``.json`` has an object a line; ``.parquet`` needs
+    `datasets`; any other file is one text.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "a.jsonl")
+    ...     size = path.write_text('{"text": "one"}')
+    ...     [sample.text for sample in read_samples("--data", [path])]
+    ['one']
+
+    Raises `Refused` for a path that is missing, cannot be read, or holds something else; the message names the
+    place. `option`: by which the paths were given.
+    """
+    for path in paths:
+        for file in _files(option, path):
+            yield from _samples(option, file)
+
+
+def _files(option: str, path: Path) -> list[Path]:
+    if path.is_dir():
+        # Many a folder has a config.json.
+        known = JSON_LINES - {".json"} | TEXTS | {PARQUET}
+        found = sorted(file for file in path.rglob("*") if file.suffix in known and file.is_file())
+        if not found:
+            raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(known))}")
+        return found
+    if not path.is_file():
+        what = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise Refused(f"{option} {path} {what}; name files or folders")
+    return [path]
+
+
+def _samples(option: str, file: Path) -> Iterator[Sample]:
+    if file.suffix in JSON_LINES:
+        return _of_lines(option, file)
+    if file.suffix == PARQUET:
+        return _of_parquet(option, file)
+    return iter([Text(str(file), _decoded(option, str(file), _content(option, file)))])
+
+
+def _content(option: str, file: Path) -> bytes:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise Refused(f"{option} {file} cannot be read ({error.strerror})") from error
+    if b"\0" in content:
+        raise Refused(f"{option} {file} must be text, JSONL or Parquet, but holds zero bytes")
+    return content
+
+
+def _decoded(option: str, place: str, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise Refused(f"{option} {place} must be in UTF-8, but is not (byte {error.start})") from None
+
+
+def _of_lines(option: str, file: Path) -> Iterator[Sample]:
+    for number, line in enumerate(_lines(option, file), 1):
+        place = f"{file}:{number}"
+        text = _decoded(option, place, line)
+        if text.strip():
+            yield sample_of(option, place, _object(option, place, text))
+
+
+def _lines(option: str, file: Path) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as opened:
+            yield from opened
+    except OSError as error:
+        raise Refused(f"{option} {file} cannot be read ({error.strerror})") from error
+
+
+def _object(option: str, place: str, line: str) -> Mapping[str, Any]:
+    try:
+        found: object = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        hint = "; write one object a line, not a list" if line.lstrip().startswith("[") else ""
+        raise Refused(f"{option} {place} must be one JSON object, but is not: {error}{hint}") from None
+    if not isinstance(found, dict):
+        raise Refused(f"{option} {place} must be a JSON object with {_SHAPES}, but is a {type(found).__name__}")
+    return cast("Mapping[str, Any]", found)
+
+
+def _of_parquet(option: str, file: Path) -> Iterator[Sample]:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] - only where the user has it
+    except ImportError:
+        raise Refused(f"{option} {file} is Parquet, which needs datasets: pip install datasets") from None
+    load: Any = cast(Any, datasets).Dataset.from_parquet
+    try:
+        rows: Iterable[Mapping[str, Any]] = load(str(file), keep_in_memory=True)
+    except Exception as error:  # readers raise errors of many libraries
+        raise Refused(f"{option} {file} cannot be read as Parquet: {error}") from error
+    for number, row in enumerate(rows, 1):
+        # A column that other rows have is None here.
+        given = {name: value for name, value in row.items() if value is not None}
+        yield sample_of(option, f"{file}:{number}", given)
+
+
+def sample_of(option: str, place: str, record: Mapping[str, Any]) -> Sample:
+    """The sample of a record: of several shapes ``messages`` counts first, then ``prompt`` and ``completion``.
+
+    >>> sample_of("--data", "a:1", {"prompt": "1+1=", "completion": "2", "id": 7})
+    Completion(place='a:1', prompt='1+1=', completion='2')
+    """
+    if "messages" in record:
+        return _chat(option, place, record)
+    if "prompt" in record and "completion" in record:
+        return Completion(
+            place, _string(option, place, record, "prompt"), _string(option, place, record, "completion")
+        )
+    if "text" in record:
+        return Text(place, _string(option, place, record, "text"))
+    raise Refused(f"{option} {place} must have {_SHAPES}, but has {', '.join(map(repr, record)) or 'nothing'}")
+
+
+def _string(option: str, place: str, record: Mapping[str, Any], name: str) -> str:
+    value = record[name]
+    if isinstance(value, str):
+        return value
+    kind = type(value).__name__
+    hint = "; write conversations as 'messages'" if kind == "list" else ""
+    raise Refused(f"{option} {place}: {name!r} must be text, but is a {kind}{hint}")
+
+
+def _chat(option: str, place: str, record: Mapping[str, Any]) -> Chat:
+    messages, tools = cast("tuple[object, Any]", (record["messages"], record.get("tools")))
+    if not isinstance(messages, list) or not messages:
+        told = repr(cast(object, messages))
+        raise Refused(f"{option} {place}: 'messages' must be a list of at least one message, but is {told:.60}")
+    for message in cast("list[object]", messages):
+        if not isinstance(message, dict) or not isinstance(cast("dict[str, Any]", message).get("role"), str):
+            raise Refused(
+                f"{option} {place}: each message must have a 'role' and a 'content', but one is {message!r:.60}"
+            )
+    return Chat(place, cast("Sequence[Mapping[str, Any]]", messages), tools)

@@ -1,0 +1,74 @@
+"""The run that `--resume` goes on with: its options must be the same, and its number of microbatches is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from roundpipe.checkpoints.manifest import OWN, is_finished
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.options import FineTuning
+from roundpipe.cli.output import CHECKPOINTS, earlier_options
+
+# Options that a resumed run may change: none of these has a part in what is computed, but for rounding.
+FREE = frozenset(
+    [
+        "compile",
+        "data",
+        "devices",
+        "eval_data",
+        "keep",
+        "model",
+        "num_microbatch",
+        "output",
+        "overwrite",
+        "profile",
+        "report",
+        "resume",
+        "save_every",
+        "save_minutes",
+        "tokenizer",
+    ]
+)
+
+
+def check_same(options: FineTuning, digest: str) -> None:
+    """Raise `Refused` unless the run in the output folder had the same options and the same data.
+
+    Paths may differ: data is compared by its tokens, the model by its checkpoint.
+    """
+    earlier = earlier_options(options.output)
+    if "data_digest" not in earlier:
+        raise Refused(f"--resume: {options.output} has a run of the built-in job, which does not go on")
+    for name, value in options.jsonable().items():
+        if name not in FREE and earlier.get(name) != value:
+            flag = _flag(name)
+            raise Refused(
+                f"--resume goes on with the same options, but {flag} was {_words(earlier.get(name))} and is "
+                f"{_words(value)}; give it as it was, or name another --output"
+            )
+    if earlier["data_digest"] != digest:
+        raise Refused(
+            "--resume goes on with the same data, but --data, --eval-data or the tokenizer make other tokens now; "
+            "name another --output"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--no-packing" if name == "packing" else f"--{name.replace('_', '-')}"
+
+
+def _words(value: Any) -> str:
+    return "not given" if value is None else str(value)
+
+
+def checkpoint_microbatches(folder: Path) -> int | None:
+    """The number of microbatches of the newest checkpoint; None if there is none."""
+    for path in sorted((folder / CHECKPOINTS).glob("step-*"), reverse=True):
+        if is_finished(path):
+            try:
+                return json.loads((path / OWN / "training.json").read_bytes())["facts"]["data"]["num_microbatch"]
+            except (OSError, ValueError, LookupError, TypeError):
+                continue
+    return None

@@ -1,0 +1,73 @@
+"""What a fine-tuning takes on this machine: told before it begins, and refused where it does not fit."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from roundpipe import RoundPipe, Runtime
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.estimate.answer import as_summary
+from roundpipe.cli.estimate.foretell import Case, Foretold, foretell
+from roundpipe.cli.estimate.hardware import measured
+from roundpipe.cli.estimate.meta_model import model_of
+from roundpipe.cli.estimate.workload import Workload
+from roundpipe.cli.finetune.model import config_file
+from roundpipe.cli.finetune.options import FineTuning
+
+_GB = 1e9
+
+
+def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foretold:
+    """Plan the training on this machine, with the number of microbatches that is fastest unless one is given.
+
+    Raises `Refused` for a model that cannot be made, and tokens that it does not have.
+    """
+    model = model_of(
+        config_file(options),
+        options.lora,
+        targets=options.lora_targets,
+        dtype=getattr(torch, str(options.dtype)),
+    )
+    _check_vocabulary(model, largest_token)
+    workload = Workload.of(
+        model, sequence=options.sequence, optimizer=options.optimizer, is_adapted=options.lora is not None
+    )
+    return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch))
+
+
+def _check_vocabulary(model: torch.nn.Module, largest_token: int) -> None:
+    size = vocabulary_of(model)
+    if largest_token >= size:
+        raise Refused(
+            f"the tokenizer makes tokens up to {largest_token}, but the model has {size}; give the model's own "
+            "tokenizer with --tokenizer"
+        )
+
+
+def vocabulary_of(model: torch.nn.Module) -> int:
+    """How many tokens a model of transformers knows."""
+    embeddings: Any = cast(Any, model).get_input_embeddings()
+    return len(embeddings.weight)
+
+
+def summary(found: Foretold) -> str:
+    """The plan, in some ten lines. Raises `Refused` if the devices or the host are too small for it."""
+    told = as_summary(found)
+    if found.device_short_bytes:
+        short, what = found.device_short_bytes, "a device's"
+        hint = "lower --sequence, or raise --num-microbatch up to --batch"
+    elif not found.forecast.fits:
+        short, what = found.forecast.short_bytes, "host"
+        hint = "take --lora, or --optimizer lion or adafactor"
+    else:
+        return told
+    raise Refused(
+        f"this does not fit: {what} memory is short by {short / _GB:.3g} GB; {hint}; `roundpipe plan` tells more"
+    )
+
+
+def check_host(model: RoundPipe, optimizer: torch.optim.Optimizer, accumulation: int) -> None:
+    """Raise `HostMemoryShort` unless training fits beside what is in memory now."""
+    model.memory_forecast(optimizer, additions=accumulation).check()

@@ -1,0 +1,148 @@
+"""The steps of a fine-tuning, its evaluations and its checkpoints."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundpipe import CheckpointManager, RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.data.batches import Sequences, Steps, labels_in
+from roundpipe.cli.finetune.options import FineTuning
+from roundpipe.cli.finetune.updates import Updates
+from roundpipe.cli.report import StepFigures, figures_of
+from roundpipe.errors import CheckpointError
+
+# By which transformers' models divide the sum over labels, if it is given.
+TOTAL = "num_items_in_batch"
+
+
+class Job:
+    """Trains a wrapped model. `evaluation`: what to evaluate, if anything. `manager`: of its checkpoints."""
+
+    def __init__(
+        self,
+        options: FineTuning,
+        model: RoundPipe,
+        updates: Updates,
+        data: Steps,
+        evaluation: Evaluation | None,
+        manager: CheckpointManager,
+        runtime: Runtime,
+    ) -> None:
+        self.options, self.model, self.updates, self.data = options, model, updates, data
+        self.evaluation, self.manager, self.runtime = evaluation, manager, runtime
+        self._saved_step: int | None = None
+        self._saved_at = time.monotonic()
+        if options.accumulation > 1:
+            _check_accumulation(model, data.calls(1)[0])
+
+    def step(self, step: int) -> tuple[StepFigures, bool]:
+        """Run step number `step`, counted from 1. Return also whether its loss is finite; if not, no update.
+
+        Unless `sync`, its update may end after the return.
+        """
+        began = time.perf_counter()
+        rate = self.updates.rate(step)
+        late = int(self.model.is_behind())
+        loss = self._backpropagate(self.data.calls(step))
+        is_finite = bool(torch.isfinite(torch.tensor(loss)))
+        if is_finite:
+            self.model.step(partial(self.updates.update, rate), is_async=not self.options.sync)
+        seconds = time.perf_counter() - began
+        tokens = self.data.tokens(step)
+        found = figures_of(
+            self.runtime, step=step, loss=loss, late=late, tokens=tokens, rate=rate, seconds=seconds
+        )
+        return found, is_finite
+
+    def _backpropagate(self, calls: list[dict[str, Tensor]]) -> float:
+        """The mean over the labels of all calls: each call contributes by how many it has."""
+        total = sum(map(labels_in, calls))
+        whole: dict[str, Any] = {TOTAL: total} if len(calls) > 1 else {}
+        return sum(self.model.forward_backward(input_kwargs={**call, **whole}).item() for call in calls)
+
+    def held_out_loss(self) -> float | None:
+        """The mean over all labels that are held out, after all updates; None if nothing is evaluated."""
+        if self.evaluation is None:
+            return None
+        self.model.synchronize()
+        self.model.eval()
+        try:
+            return self.evaluation.loss(self.model)
+        finally:
+            self.model.train()
+
+    def save_if_due(self, step: int, loss: float | None) -> None:
+        """Save a checkpoint every so many steps or minutes, while training goes on."""
+        options = self.options
+        by_step = options.save_every is not None and step % options.save_every == 0
+        minutes = (time.monotonic() - self._saved_at) / 60
+        if by_step or (options.save_minutes is not None and minutes >= options.save_minutes):
+            self._save(step, loss)
+
+    def save_now(self, step: int) -> None:
+        """Save a checkpoint, unless this step has one, and wait until it is on the disk.
+
+        Raises `CheckpointError` if it cannot be written.
+        """
+        if self._saved_step != step:
+            self._save(step, None)
+        self.manager.wait()
+
+    def _save(self, step: int, loss: float | None) -> None:
+        self._saved_step, self._saved_at = step, time.monotonic()
+        count = self.model.model_run_config.num_microbatch
+        data = {"num_microbatch": count}
+        self.manager.save(self.model, self.updates.optimizer, step=step, data=data, metric=loss)
+
+    def resume(self) -> int:
+        """Load the newest whole checkpoint; return its step, 0 if there is none.
+
+        Raises `Refused` if none can be loaded.
+        """
+        try:
+            loaded = self.manager.load_latest(self.model, self.updates.optimizer)
+        except CheckpointError as error:
+            raise Refused(f"--resume: {error}") from error
+        self._saved_step = None if loaded is None else loaded.step
+        return 0 if loaded is None else loaded.step
+
+
+class Evaluation:
+    """Held-out data. `batch`: sequences in a call.
+
+    It runs as training calls do, whose gradients are dropped: logits of a batch would fill the host's memory.
+    """
+
+    def __init__(self, sequences: Sequences, batch: int, pad: int) -> None:
+        rows = [sequences.at(number) for number in range(sequences.in_epoch)]
+        self._batches = [sequences.of(rows[at : at + batch], pad) for at in range(0, len(rows), batch)]
+
+    def loss(self, model: RoundPipe) -> float:
+        """The mean over all labels. The model has no gradients before, and none behind."""
+        counts = list(map(labels_in, self._batches))
+        count = model.model_run_config.num_microbatch
+        assert isinstance(count, int)
+        losses: list[float] = []
+        for batch in self._batches:
+            # The last batch may have fewer sequences.
+            parts = min(count, len(batch["input_ids"]))
+            config = RoundPipeRunConfig(num_microbatch=parts)
+            losses.append(model.forward_backward(input_kwargs=batch, run_config=config).item())
+            model.zero_grad()
+        return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+
+def _check_accumulation(model: RoundPipe, batch: dict[str, Tensor]) -> None:
+    """Raise `Refused` unless the model's loss can be divided by the labels of several calls."""
+    own: Any = getattr(model.model, "own_loss", None)
+    if TOTAL not in own.with_total(batch):
+        raise Refused(
+            f"--accumulation must be 1: the loss of a {type(model.named_model).__name__} is a mean over one call; "
+            "raise --batch and --num-microbatch instead, which is the same sum"
+        )

@@ -1,0 +1,161 @@
+"""The model and the tokenizer of a fine-tuning, from a folder or a configuration."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rp_presets import UnsupportedModel
+from torch import nn
+
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, wrap_model_to_roundpipe
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.options import ALL_LINEAR, FineTuning
+
+# Files of weights that are not read; a folder with one of these is not one without weights.
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")
+
+
+def config_file(options: FineTuning) -> Path:
+    """The model's ``config.json``. Raises `Refused` if there is none, or if the folder holds an adapter."""
+    path = options.model
+    if (path / "adapter_config.json").is_file():
+        raise Refused(f"--model {path} holds an adapter; name the model that it was made for")
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise Refused(
+            f"--model must be a folder with a model, or a config.json, but there is no {file}; `hf download NAME "
+            "--local-dir FOLDER` fetches a model of the hub"
+        )
+    return file
+
+
+def has_weights(options: FineTuning) -> bool:
+    """Whether the model has weights; otherwise they are random.
+
+    Raises `Refused` for a folder whose weights are in other files than safetensors.
+    """
+    if not options.model.is_dir():
+        return False
+    if any(options.model.glob("*.safetensors")):
+        return True
+    others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in options.model.glob(pattern))
+    if others:
+        raise Refused(
+            f"--model {options.model} has no safetensors files, but {others[0]}, which is not read; load the "
+            "model with transformers and save it again with save_pretrained"
+        )
+    return False
+
+
+def tokenizer_of(options: FineTuning) -> Any:  # Any: each model has a class of its own
+    """The tokenizer. Raises `Refused` if there is none."""
+    from transformers import AutoTokenizer
+
+    folder = options.tokenizer or config_file(options).parent
+    loader: Any = AutoTokenizer
+    if not folder.is_dir() or not any(folder.glob("*token*")):
+        raise Refused(f"there is no tokenizer in {folder}; give a folder that has one with --tokenizer")
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers check their files in many ways
+        raise Refused(f"the tokenizer in {folder} cannot be used: {error}") from error
+
+
+def pad_of(tokenizer: Any) -> int:
+    """What fills up sequences; no label and no other document sees it."""
+    found = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in found if token is not None), 0)
+
+
+def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> RoundPipe:
+    """The model on the host, with adapters if these are wanted, ready to train.
+
+    Raises `Refused` for a model that is no row of layers, and adapters that fit nothing in it; `HostMemoryShort`.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    wrapping: dict[str, Any] = {
+        "name": options.model.name,
+        "use_sequential_preset": True,
+        "optim_dtype": getattr(torch, options.optim_dtype),
+        "runtime": runtime,
+        "compile_layers": options.compile,
+        "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),
+    }
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        # PEFT and transformers tell each other what to call in later versions.
+        warnings.simplefilter("ignore", FutureWarning)
+        # Random weights, and adapters, whose first matrix is random.
+        torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
+        model = _wrapped(options, wrapping)
+    # Of writing files: checkpoints write some beside the training's own bar.
+    disable_progress_bar()
+    return cast(RoundPipe, model.train())
+
+
+def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
+    dtype = getattr(torch, str(options.dtype))
+    adapt = _adapter(options)
+    try:
+        if has_weights(options):
+            return from_pretrained(options.model, dtype=dtype, adapt=adapt, trust_remote_code=False, **wrapping)
+        return wrap_model_to_roundpipe(adapt(_random(options, dtype)), **wrapping)
+    except UnsupportedModel as error:
+        raise Refused(f"--model {options.model} cannot be trained by this command: {error}") from error
+    except (ValueError, OSError) as error:
+        raise Refused(f"--model {options.model} cannot be loaded: {error}") from error
+
+
+def _random(options: FineTuning, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    loader, maker = cast("tuple[Any, Any]", (AutoConfig, AutoModelForCausalLM))
+    config = loader.from_pretrained(str(config_file(options)), local_files_only=True, trust_remote_code=False)
+    # Drawn in one dtype, so that a seed gives the same weights in each.
+    drawn = maker.from_config(config, dtype=torch.float32)
+    if dtype == torch.float32:
+        return drawn
+    model = maker.from_config(config, dtype=dtype)
+    model.load_state_dict(drawn.state_dict())
+    return model
+
+
+def _adapter(options: FineTuning) -> Callable[[Any], nn.Module]:
+    """What adds the adapters that are wanted."""
+    if options.lora is None:
+        return _as_it_is
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise Refused("--lora needs PEFT: pip install peft") from None
+    config_class, add = cast("tuple[Any, Any]", (LoraConfig, get_peft_model))
+    targets: Any = ALL_LINEAR if options.lora_targets is None else list(options.lora_targets)
+    config = config_class(r=options.lora, lora_alpha=options.alpha, target_modules=targets, task_type="CAUSAL_LM")
+
+    def adapted(model: nn.Module) -> nn.Module:
+        try:
+            return add(model, config)
+        except ValueError as error:
+            raise Refused(f"--lora-targets: {error}") from error
+
+    return adapted
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def check_lora(options: FineTuning) -> None:
+    """Raise `Refused` if adapters are wanted, but PEFT is missing."""
+    _adapter(options)
+
+
+def save_model(model: RoundPipe, tokenizer: Any, folder: Path) -> None:
+    """Write the model, or its adapters, and the tokenizer as `save_pretrained` does."""
+    save: Any = model.named_model.save_pretrained
+    save(folder)
+    tokenizer.save_pretrained(folder)

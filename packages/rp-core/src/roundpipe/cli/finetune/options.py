@@ -1,0 +1,247 @@
+"""The options of a fine-tuning, checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from roundpipe.cli import options as checks
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.options import MOST_MICROBATCHES, MOST_STEPS, Given
+
+# Only the built-in job has these: what to write instead.
+_INSTEAD = {"batch_size": "--batch", "seq_len": "--sequence"}
+OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd", "sgd-momentum")
+WITH_BETAS = ("adamw", "adam", "lion")
+SCHEDULES = ("cosine", "constant")
+REPORTS = ("jsonl", "tensorboard")
+ALL_LINEAR = "all-linear"
+MOST_BATCH = 2**16
+MOST_SEQUENCE = 2**24
+MOST_RANK = 2**14
+_DTYPES = ("float32", "bfloat16")
+_MINUTES = "min"
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuning:
+    """What to train, on what, and how.
+
+    None: `tokenizer`, the model's; `lora`, all weights; `lora_targets`, all linear layers; `num_microbatch`,
+    chosen; `epochs` or `steps`, the other counts; `eval_every`, at the end only; `save_every`, by time; `dtype`
+    and `devices`, by the machine; `betas`, the optimizer's own. `warm_up`: steps, or
+    below 1 a part of all steps.
+    """
+
+    model: Path
+    tokenizer: Path | None
+    data: tuple[Path, ...]
+    eval_data: tuple[Path, ...] | None
+    held_out: float
+    lora: int | None
+    lora_targets: tuple[str, ...] | None
+    lora_alpha: float | None
+    sequence: int
+    batch: int
+    num_microbatch: int | None
+    accumulation: int
+    packing: bool
+    completions_only: bool
+    lr: float
+    warm_up: float
+    schedule: str
+    weight_decay: float
+    clip: float
+    optimizer: str
+    betas: tuple[float, float] | None
+    epochs: int | None
+    steps: int | None
+    eval_every: int | None
+    save_every: int | None
+    save_minutes: float | None
+    keep: int
+    resume: bool
+    overwrite: bool
+    sync: bool
+    compile: bool
+    dtype: str | None
+    optim_dtype: str
+    seed: int
+    devices: str | None
+    output: Path
+    profile: Path | None
+    report: tuple[str, ...]
+
+    @property
+    def alpha(self) -> float:
+        """By which, over the rank, adapters count: twice the rank unless given."""
+        return self.lora_alpha if self.lora_alpha is not None else 2.0 * (self.lora or 0)
+
+    def jsonable(self) -> dict[str, Any]:
+        """All options, as JSON has them."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in cast("tuple[Any, ...]", value)]
+    return str(value) if isinstance(value, Path) else value
+
+
+def read_fine_tuning(given: Given) -> FineTuning:
+    """Check the values of all options, except for what depends on files and devices.
+
+    >>> read_fine_tuning(Given(model=__file__, data=["a.jsonl"], output="run", lora="8")).lr
+    0.0002
+
+    Raises `Refused` for a value that cannot be used, and for options that do not go together.
+    """
+    _refuse_toy_options(given)
+    for flag, value in (("--data", given.data), ("--output", given.output)):
+        if value is None:
+            raise Refused(f"{flag} must be given with --model")
+    _refuse_pairs(given)
+    save_every, save_minutes = _save_every(given.save_every)
+    batch = _whole("--batch", given.batch if "batch" in vars(given) else "8", MOST_BATCH)
+    return FineTuning(
+        model=checks.path("--model", str(given.model)),
+        tokenizer=None if given.tokenizer is None else checks.path("--tokenizer", given.tokenizer),
+        data=tuple(checks.path("--data", text) for text in given.data or ()),
+        eval_data=None
+        if given.eval_data is None
+        else tuple(checks.path("--eval-data", t) for t in given.eval_data),
+        held_out=_within("--held-out", given.held_out, 0, 1),
+        lora=None if given.lora is None else _whole("--lora", given.lora, MOST_RANK),
+        lora_targets=_targets(given.lora_targets),
+        lora_alpha=None if given.lora_alpha is None else checks.positive("--lora-alpha", given.lora_alpha),
+        sequence=_whole("--sequence", given.sequence, MOST_SEQUENCE, least=2),
+        batch=batch,
+        num_microbatch=_microbatches(given, batch),
+        accumulation=_whole("--accumulation", given.accumulation, MOST_BATCH),
+        packing=not given.no_packing,
+        completions_only=given.completions_only,
+        lr=checks.positive("--lr", given.lr if "lr" in vars(given) else "2e-5" if given.lora is None else "2e-4"),
+        warm_up=_warm_up(given.warm_up),
+        schedule=_one_of("--schedule", given.schedule, SCHEDULES),
+        weight_decay=_within("--weight-decay", given.weight_decay, 0, 1),
+        clip=_within("--clip", given.clip, 0, math.inf),
+        optimizer=_one_of("--optimizer", given.optimizer, OPTIMIZERS),
+        betas=_betas(given.betas, given.optimizer),
+        epochs=_epochs(given),
+        steps=_whole("--steps", given.steps, MOST_STEPS) if "steps" in vars(given) else None,
+        eval_every=None if given.eval_every is None else _whole("--eval-every", given.eval_every, MOST_STEPS),
+        save_every=save_every,
+        save_minutes=save_minutes,
+        keep=_whole("--keep", given.keep, 10**6),
+        resume=given.resume,
+        overwrite=given.overwrite,
+        sync=given.sync,
+        compile=given.compile,
+        dtype=None if given.dtype is None else _one_of("--dtype", given.dtype, _DTYPES, _WHY_NOT_16),
+        optim_dtype=_one_of("--optim-dtype", given.optim_dtype, _DTYPES, _WHY_NOT_16),
+        seed=checks.seed(given.seed),
+        devices=given.devices,
+        output=checks.utf8_path("--output", str(given.output)),
+        profile=None if given.profile is None else checks.utf8_path("--profile", given.profile),
+        report=tuple(_one_of("--report", text, REPORTS) for text in given.report or ["jsonl"]),
+    )
+
+
+_WHY_NOT_16 = "; float16 needs scaled losses, which only the built-in job has: take bfloat16"
+
+
+def _refuse_toy_options(given: Given) -> None:
+    for name, instead in _INSTEAD.items():
+        if name in vars(given):
+            raise Refused(f"--{name.replace('_', '-')} is of the built-in job; with --model write {instead}")
+
+
+def _refuse_pairs(given: Given) -> None:
+    for one, other in (("resume", "overwrite"), ("epochs", "steps"), ("eval_data", "held_out")):
+        if one in vars(given) and other in vars(given):
+            both = (one.replace("_", "-"), other.replace("_", "-"))
+            raise Refused(f"--{both[0]} and --{both[1]} do not go together; give one of them")
+    for name in ("lora_targets", "lora_alpha"):
+        if name in vars(given) and given.lora is None:
+            raise Refused(f"--{name.replace('_', '-')} needs --lora, the rank of the adapters")
+    if "eval_every" in vars(given) and not {"eval_data", "held_out"} & vars(given).keys():
+        raise Refused("--eval-every needs --eval-data or --held-out, to tell what to evaluate")
+
+
+def _microbatches(given: Given, batch: int) -> int | None:
+    text = given.num_microbatch if "num_microbatch" in vars(given) else "auto"
+    if text == "auto":
+        return None
+    return _whole("--num-microbatch", text, min(batch, MOST_MICROBATCHES), also="'auto' or ", why=" (--batch)")
+
+
+def _epochs(given: Given) -> int | None:
+    if "steps" in vars(given):
+        return None
+    return _whole("--epochs", given.epochs, MOST_STEPS)
+
+
+def _save_every(text: str) -> tuple[int | None, float | None]:
+    """Steps, or minutes."""
+    if text.endswith(_MINUTES):
+        return None, checks.positive("--save-every", text.removesuffix(_MINUTES))
+    try:
+        return _whole("--save-every", text, MOST_STEPS), None
+    except Refused:
+        raise Refused(
+            f"--save-every must be a number of steps, or minutes such as 15min, but is {text!r}"
+        ) from None
+
+
+def _warm_up(text: str) -> float:
+    number = _within("--warm-up", text, 0, MOST_STEPS)
+    if number > 1 and not number.is_integer():
+        raise Refused(f"--warm-up must be a number of steps, or a part of them below 1, but is {text!r}")
+    return number
+
+
+def _betas(text: str | None, optimizer: str) -> tuple[float, float] | None:
+    if text is None:
+        return (0.9, 0.95) if optimizer in ("adam", "adamw") else None
+    if optimizer not in WITH_BETAS:
+        raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {optimizer} has none")
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise Refused(f"--betas must be two numbers, such as 0.9,0.95, but is {text!r}")
+    first, second = (_within("--betas", part, 0, 0.999999) for part in parts)
+    return first, second
+
+
+def _targets(given: list[str] | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    found = tuple(name.strip() for text in given for name in text.split(","))
+    if not all(found):
+        raise Refused("--lora-targets must be names of layers, such as q_proj v_proj, but one is empty")
+    # PEFT's name for the default.
+    return None if found == (ALL_LINEAR,) else found
+
+
+def _one_of(flag: str, text: str, names: tuple[str, ...], why: str = "") -> str:
+    if text not in names:
+        raise Refused(
+            f"{flag} must be one of {', '.join(names)}, but is {text!r}{why if text == 'float16' else ''}"
+        )
+    return text
+
+
+def _whole(flag: str, text: str, most: int, *, least: int = 1, also: str = "", why: str = "") -> int:
+    return checks.whole(flag, text, least=least, most=most, also=also, why=why)
+
+
+def _within(flag: str, text: str, least: float, most: float) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (least <= number <= most and math.isfinite(number)):
+        told = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+        raise Refused(f"{flag} must be a number {told}, but is {text!r}")
+    return number

@@ -1,0 +1,264 @@
+"""The command `roundpipe train --model`: checks everything, tells the plan, trains, and writes the results."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe import CheckpointManager, RoundPipe, Runtime, profile
+from roundpipe.cli import output
+from roundpipe.cli.errors import Diverged, Refused, Unwritable
+from roundpipe.cli.finetune.data.batches import Sequences, Steps
+from roundpipe.cli.finetune.data.documents import read_samples
+from roundpipe.cli.finetune.data.tokens import Documents, Reader, held_out
+from roundpipe.cli.finetune.earlier import check_same, checkpoint_microbatches
+from roundpipe.cli.finetune.forecast import check_host, foretold, summary, vocabulary_of
+from roundpipe.cli.finetune.job import Evaluation, Job
+from roundpipe.cli.finetune.model import check_lora, has_weights, pad_of, save_model, tokenizer_of, wrapped
+from roundpipe.cli.finetune.options import FineTuning
+from roundpipe.cli.finetune.separation import check_separation
+from roundpipe.cli.finetune.updates import Updates
+from roundpipe.cli.interrupt import Interrupted, Interruption
+from roundpipe.cli.report import Metrics, Progress, TensorBoard, say, tensorboard_writer
+from roundpipe.cli.training.machine import fitted, opened
+from roundpipe.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What is trained on and evaluated, in order. `digest`: of all of it. `steps`: of the whole training."""
+
+    training: Documents
+    batches: Steps
+    evaluation: Evaluation | None
+    sequences: Sequences
+    digest: str
+    steps: int
+
+
+def fine_tune(given: FineTuning) -> None:
+    """Fine-tune a model as the options say.
+
+    Raises `Refused`, before anything is trained or overwritten, for options, data, a model or a checkpoint that
+    cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if the loss is not finite; `Unwritable`
+    if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
+    """
+    output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
+    options = fitted(given)
+    _check_installed(options)
+    tokenizer = tokenizer_of(options)
+    data = _read(options, tokenizer)
+    if given.resume and output.has_run(options.output):
+        check_same(options, data.digest)
+        if (options.output / output.MODEL).is_dir():
+            print(f"the run in {options.output} is finished; nothing is left to do", flush=True)
+            return
+    with opened(str(options.devices)) as runtime:
+        _train(options, tokenizer, data, runtime)
+
+
+def _check_installed(options: FineTuning) -> None:
+    if options.lora is not None:
+        check_lora(options)
+    if "tensorboard" in options.report:
+        tensorboard_writer()
+
+
+# Data
+
+
+def _read(options: FineTuning, tokenizer: Any) -> Data:
+    reader = Reader(tokenizer, sequence=options.sequence, completions_only=options.completions_only)
+    training, evaluated = reader.read(read_samples("--data", options.data)), None
+    if not training.all:
+        raise Refused(f"--data {', '.join(map(str, options.data))} has no samples; name files that hold some")
+    if options.eval_data is not None:
+        evaluated = reader.read(read_samples("--eval-data", options.eval_data))
+        if not evaluated.all:
+            raise Refused("--eval-data has no samples; name files that hold some")
+    elif options.held_out:
+        training, evaluated = held_out(training, options.held_out)
+    pad = pad_of(tokenizer)
+    sequences = _sequences(options, training)
+    batches = Steps(sequences, batch=options.batch, accumulation=options.accumulation, pad=pad)
+    evaluation = None if evaluated is None else Evaluation(_sequences(options, evaluated), options.batch, pad)
+    digest = training.digest() if evaluated is None else f"{training.digest()} {evaluated.digest()}"
+    steps = options.steps or batches.in_epochs(options.epochs or 1)
+    largest = max(training.largest, 0 if evaluated is None else evaluated.largest, pad)
+    return Data(replace(training, largest=largest), batches, evaluation, sequences, digest, steps)
+
+
+def _sequences(options: FineTuning, documents: Documents) -> Sequences:
+    return Sequences(documents, size=options.sequence, packing=options.packing, seed=options.seed)
+
+
+def _told(options: FineTuning, data: Data) -> str:
+    documents, counts = data.training, data.training.counts
+    rows = data.sequences.in_epoch
+    form = "packed into" if options.packing else "in"
+    filled = f", {documents.tokens / (rows * options.sequence):.0%} full" if options.packing else ""
+    lines = [
+        f"data: {counts.samples:,} samples; to train on, {documents.tokens:,} tokens, {documents.labels:,} of "
+        f"which are learned, {form} {rows:,} sequences of {options.sequence}{filled}"
+    ]
+    if counts.longer:
+        lost = f"; of {counts.lost} nothing to learn is left, so they are left out" if counts.lost else ""
+        lines.append(
+            f"{counts.longer:,} samples are longer than --sequence {options.sequence}: texts go on in further "
+            f"sequences, others are cut{lost}"
+        )
+    if not documents.has_end:
+        lines.append("the tokenizer has no token for the end of a text, so texts end without one")
+    epochs = data.steps * data.batches.rows / rows
+    lines.append(f"{data.steps:,} steps of {data.batches.rows} sequences, {epochs:.3g} epochs")
+    return "\n".join(lines)
+
+
+# Training
+
+
+def _train(options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime) -> None:
+    found = foretold(_with_earlier_microbatches(options), runtime, data.training.largest)
+    told = summary(found)
+    if not has_weights(options):
+        print(f"random weights: {options.model} has none", flush=True)
+    print(f"{_told(options, data)}\n{told}", flush=True)
+    assert found.planned is not None
+    model = wrapped(options, runtime, found.planned.microbatches)
+    if options.packing:
+        check_separation(model, vocabulary_of(model.named_model))
+    updates = Updates(model, options, data.steps)
+    check_host(model, updates.optimizer, options.accumulation)
+    _begin(options, model, updates, data, tokenizer, runtime)
+
+
+def _with_earlier_microbatches(options: FineTuning) -> FineTuning:
+    """With the number of microbatches of the run that goes on, unless one is given: sums are rounded as before."""
+    if options.num_microbatch is not None or not options.resume:
+        return options
+    return replace(options, num_microbatch=checkpoint_microbatches(options.output))
+
+
+def _begin(
+    options: FineTuning, model: RoundPipe, updates: Updates, data: Data, tokenizer: Any, runtime: Runtime
+) -> None:
+    if options.profile is not None:
+        output.create_profile(options.profile)
+    goes_on = options.resume and output.has_run(options.output)
+    if not goes_on:
+        output.remove_results(options.output, output.ALL_RESULTS)
+        output.create_output(options.output, {**options.jsonable(), "data_digest": data.digest})
+    manager = _manager(options)
+    job = Job(options, model, updates, data.batches, data.evaluation, manager, runtime)
+    # Layers draw from it; a checkpoint has its state.
+    torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
+    done = job.resume() if goes_on else 0
+    if options.resume:
+        print(f"goes on after step {done}" if done else "no checkpoint yet: begins with step 1", flush=True)
+    with _reports(options, done or None) as reports:
+        _run(job, data.steps, done, reports, tokenizer)
+
+
+def _manager(options: FineTuning) -> CheckpointManager:
+    try:
+        return CheckpointManager(options.output / output.CHECKPOINTS, keep_last=options.keep, best="min")
+    except CheckpointError as error:
+        raise Refused(str(error)) from error
+
+
+Reports = tuple[Metrics, TensorBoard]
+
+
+@contextmanager
+def _reports(options: FineTuning, after: int | None) -> Generator[Reports]:
+    """Reports that begin anew, or go on after a step."""
+    lines = options.output / output.METRICS if "jsonl" in options.report else None
+    board = options.output / output.TENSORBOARD if "tensorboard" in options.report else None
+    with Metrics(lines, after=after) as metrics, TensorBoard(board, after=after) as tensorboard:
+        yield metrics, tensorboard
+
+
+def _run(job: Job, steps: int, done: int, reports: Reports, tokenizer: Any) -> None:
+    folder = job.options.output
+    with Interruption() as interruption:
+        if not done:
+            _evaluate(job, 0, reports)
+        done = _profiled(job, steps, done, reports, interruption)
+        if interruption.asked:
+            raise Interrupted(_stopped(job, done, steps), interruption.number)
+        with _told_if_failed(folder):
+            job.manager.wait()
+        _save(job, tokenizer)
+    print(f"the model is in {folder / output.MODEL}", flush=True)
+
+
+def _stopped(job: Job, done: int, steps: int) -> str:
+    folder = job.options.output
+    if not done:
+        return "interrupted before the first step; nothing is lost"
+    with _told_if_failed(folder):
+        job.save_now(done)
+    return (
+        f"interrupted after step {done} of {steps}; a checkpoint is saved: the same command with --resume goes on"
+    )
+
+
+def _profiled(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
+    path = job.options.profile
+    if path is None:
+        return _steps(job, steps, done, reports, interruption)
+    with output.writing(f"--profile {path}"), profile(path) as taken:
+        done = _steps(job, steps, done, reports, interruption)
+    print(f"{taken.summary}\nthe trace is in {path}", flush=True)
+    return done
+
+
+def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
+    """Train on; return the number of steps done, fewer than all after a signal."""
+    every = job.options.eval_every
+    with Progress(steps, done=done) as progress:
+        for step in range(done + 1, steps + 1):
+            if interruption.asked:
+                return step - 1
+            figures, is_finite = job.step(step)
+            for report in reports:
+                report.step(figures)
+            progress.step(figures)
+            if not is_finite:
+                raise Diverged(
+                    f"the loss must stay finite, but is {figures.loss} at step {step}; try a lower --lr"
+                )
+            is_due = step == steps or (every is not None and step % every == 0)
+            loss = _evaluate(job, step, reports) if is_due else None
+            if step < steps:
+                job.save_if_due(step, loss)
+    return steps
+
+
+def _evaluate(job: Job, step: int, reports: Reports) -> float | None:
+    loss = job.held_out_loss()
+    if loss is not None:
+        for report in reports:
+            report.held_out(step, loss)
+        say(f"held-out loss after step {step}: {loss:.4f}")
+    return loss
+
+
+def _save(job: Job, tokenizer: Any) -> None:
+    folder = job.options.output
+    job.model.synchronize()
+    with output.writing(f"--output {folder}: the model"), output.finished_files(folder) as unfinished:
+        save_model(job.model, tokenizer, unfinished / output.MODEL)
+
+
+@contextmanager
+def _told_if_failed(folder: Path) -> Generator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise Unwritable(f"--output {folder}: {error}") from error

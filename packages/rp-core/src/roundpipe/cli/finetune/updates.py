@@ -1,0 +1,75 @@
+"""The optimizer of a fine-tuning: groups of parameters, learning rates, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe import RoundPipe, optim
+from roundpipe.cli.finetune.options import FineTuning
+from roundpipe.cli.training.rates import learning_rate
+
+_CLASSES: Mapping[str, Any] = {
+    "adamw": optim.AdamW,
+    "adam": optim.Adam,
+    "adafactor": optim.Adafactor,
+    "lion": optim.Lion,
+    "sgd": optim.SGD,
+    "sgd-momentum": partial(optim.SGD, momentum=0.9),
+}
+
+
+class Updates:
+    """Makes the steps of a model's optimizer. `steps`: of the whole training."""
+
+    def __init__(self, model: RoundPipe, options: FineTuning, steps: int) -> None:
+        self._options, self._steps = options, steps
+        settings = {} if options.betas is None else {"betas": options.betas}
+        groups = decay_groups(model, options.weight_decay)
+        self.optimizer: torch.optim.Optimizer = _CLASSES[options.optimizer](groups, lr=options.lr, **settings)
+        self._parameters = [parameter for group in groups for parameter in group["params"]]
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        options = self._options
+        return learning_rate(
+            step, steps=self._steps, highest=options.lr, warm_up=options.warm_up, schedule=options.schedule
+        )
+
+    def update(self, rate: float) -> None:
+        """Apply the gradients; runs on the optimizer's thread."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self._options.clip:
+            optim.clip_grad_norm_(self._parameters, self._options.clip)
+        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - torch leaves the closure untyped
+        self.optimizer.zero_grad()
+
+
+def decay_groups(model: RoundPipe, weight_decay: float) -> list[dict[str, Any]]:
+    """Master weights with and without decay: norms, biases and all other vectors have none.
+
+    >>> from torch import nn
+    >>> from roundpipe import Runtime
+    >>> with Runtime("cpu:1") as runtime:
+    ...     model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), runtime=runtime)
+    ...     [(len(group["params"]), group["weight_decay"]) for group in decay_groups(model, 0.1)]
+    [(1, 0.1), (3, 0.0)]
+    """
+    norms = {id(weight) for module in model.modules() if _is_norm(module) for weight in module.parameters()}
+    own = dict(model.named_model.named_parameters())
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, master in model.optim_named_parameters():
+        plain = master.ndim < 2 or name.endswith("bias") or id(own[name]) in norms
+        (others if plain else decayed).append(master)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not list(module.children())

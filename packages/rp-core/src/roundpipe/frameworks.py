@@ -1,0 +1,41 @@
+"""Which training framework called, and what to use instead: for errors of wrapped models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+_LOOP = "drive the model yourself: call model.forward_backward(...) and model.step(...) in a loop of your own"
+# Those that others call come last.
+_INSTEAD = {
+    "trl": (
+        "TRL",
+        "use rp_trainer: class Trainer(RoundPipeMixin, trl.SFTTrainer), or another trainer of TRL, with the model "
+        "wrapped or as it was",
+    ),
+    "transformers": (
+        "transformers' Trainer",
+        "use rp_trainer: from rp_trainer import RoundPipeTrainer as Trainer, with the model wrapped or as it was",
+    ),
+    "lightning": ("Lightning", f"leave the model out of its strategies, and {_LOOP}"),
+    "pytorch_lightning": ("Lightning", f"leave the model out of its strategies, and {_LOOP}"),
+    "deepspeed": ("DeepSpeed", f"leave it out, and {_LOOP}"),
+    "accelerate": ("Accelerate", f"leave the model out of accelerator.prepare, and {_LOOP}"),
+}
+
+
+def advice() -> str:
+    """What to use instead of the framework that called, to be added to an error; empty if no framework did."""
+    callers = set(_packages())
+    for package, (name, instead) in _INSTEAD.items():
+        if package in callers:
+            return f". {name} called: {instead}"
+    return ""
+
+
+def _packages() -> Iterator[str]:
+    """The packages whose code is on the stack."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        frame = frame.f_back

@@ -1,0 +1,158 @@
+"""`OnDevices`: the model that a trainer's loop holds, whose calls run on the devices."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from accelerate.utils import convert_to_fp32  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+from roundpipe import AutoRoundPipe, RoundPipe
+from torch import nn
+
+from rp_trainer.rows import no_more_than_rows
+
+Engine = RoundPipe | AutoRoundPipe
+
+
+class OnDevices(nn.Module):
+    """Stands for the user's model in a trainer's loop: calls run on the devices, all else is the user's model's.
+
+    Args:
+        engine: the wrapped model.
+        autocast_dtype: layers run under autocast to it, as `bf16` of the arguments asks; None: they do not.
+
+    `zero_grad` does nothing: a step drops the gradients that it has used, and an asynchronous one still reads them
+    when the loop calls it. `engine.zero_grad` drops those of calls that no step has used.
+    """
+
+    engine: Engine
+
+    def __init__(self, engine: Engine, autocast_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        # Not as a submodule: parameters and names are those of the user's model.
+        vars(self)["engine"] = engine
+        vars(self)["_autocast_dtype"] = autocast_dtype
+        vars(self)["_adapters"] = _Flags(engine.named_model)
+        self.training = engine.named_model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on the devices; its outputs are on the host."""
+        with self.autocast(), self._adapters.as_trained():
+            outputs = self._call(args, kwargs)
+        # As Accelerate does with a model that it runs under autocast.
+        return outputs if self._autocast_dtype is None else convert_to_fp32(outputs)  # pyright: ignore[reportUnknownVariableType]
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(self.engine, RoundPipe):
+            return self.engine(*args, **kwargs)
+        names = inspect.signature(self.engine.named_model.forward).parameters
+        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        config = no_more_than_rows(self.engine, batch)
+        return self.engine(*args, **{"roundpipe_run_config": config, **kwargs})
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context in which layers run."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        kind = self.engine.runtime.lanes[0].device.torch_device.type
+        return torch.autocast(kind, self._autocast_dtype)
+
+    @contextmanager
+    def in_place_of_model(self) -> Generator[None]:
+        """Let calls of the user's model itself run on the devices, too, as long as the context lasts.
+
+        It changes nothing where the engine itself runs this model: one that was taken apart, or is a single layer.
+        """
+        model = self.engine.named_model
+        if model is self.engine.model:
+            yield
+            return
+        own: Callable[..., Any] | None = vars(model).get("forward")
+
+        @functools.wraps(model.forward)
+        def forward(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if called is model:
+                return self(*args, **kwargs)
+            # A copy of the model, on which the engine finds out how its loss divides.
+            inner = own.__func__ if isinstance(own, MethodType) else type(called).forward
+            return inner(called, *args, **kwargs)
+
+        vars(model)["forward"] = MethodType(forward, model)
+        try:
+            yield
+        finally:
+            if own is None:
+                del vars(model)["forward"]
+            else:
+                vars(model)["forward"] = own
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: steps drop the gradients."""
+        del set_to_none
+
+    def train(self, mode: bool = True) -> OnDevices:
+        """Set training mode, of the user's model, too."""
+        self.training = mode
+        self.engine.train(mode)
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the user's model."""
+        return self.engine.named_model.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the user's model."""
+        return self.engine.named_model.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the user's model, with all results so far."""
+        return self.engine.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights into the user's model."""
+        return self.engine.load_state_dict(state_dict, strict, assign)
+
+    def _get_name(self) -> str:
+        # By this name Trainer knows whether its label smoother shifts labels.
+        inner = getattr(self.engine.named_model, "get_base_model", lambda: self.engine.named_model)()
+        return type(inner).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "engine" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.engine, name)
+
+
+class _Flags:
+    """Which parameters of an adapted model train, while code that calls it has switched its adapters off.
+
+    PEFT then takes ``requires_grad`` from the adapters, and gives it back. The engine would rearrange its blocks,
+    and refuse the backward of a forward from before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters()) if hasattr(model, "peft_config") else []
+        self._flags = [one.requires_grad for one in self._parameters]
+
+    @contextmanager
+    def as_trained(self) -> Generator[None]:
+        """In a call without gradients the flags are those of the last call with gradients."""
+        now = [one.requires_grad for one in self._parameters]
+        if torch.is_grad_enabled():
+            self._flags = now
+        wanted = self._flags
+        self._set(wanted, now)
+        try:
+            yield
+        finally:
+            self._set(now, wanted)
+
+    def _set(self, flags: list[bool], before: list[bool]) -> None:
+        for parameter, flag, was in zip(self._parameters, flags, before, strict=True):
+            if flag is not was:
+                parameter.requires_grad_(flag)

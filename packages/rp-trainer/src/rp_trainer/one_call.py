@@ -1,0 +1,67 @@
+"""The batches that one step accumulates, as the microbatches of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import rp_batch
+import torch
+from roundpipe import OwnLoss, RoundPipe, RoundPipeRunConfig
+
+from rp_trainer.rows import default_count, no_more_than_rows, rows_of
+
+Kwargs = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A microbatch: its arguments, and what it contributes (None: the loss among its outputs)."""
+
+    kwargs: dict[str, Any]
+    share: Any
+
+
+def loss_of_step(engine: RoundPipe, batches: Sequence[Kwargs], scale: float) -> torch.Tensor:
+    """Run forward, loss and backward of all batches of a step in one call; returns the sum of their losses.
+
+    `batches`: keyword arguments of the model, one batch each, of any lengths. `scale`: the factor of each loss.
+
+    Each batch has its own loss, as if it were alone; a model whose loss is known to divide may have its batches
+    divided further.
+    """
+    if len(batches) == 1 and scale == 1:
+        return engine.forward_backward(input_kwargs=batches[0], run_config=no_more_than_rows(engine, batches[0]))
+    own: Any = getattr(engine.model, "own_loss", None)
+    # As many in all as a call has by default, or more.
+    count = -(-default_count(engine) // len(batches))
+    parts = [part for batch in batches for part in _parts(own, batch, min(count, rows_of(engine, batch) or 1))]
+
+    def calls(*_: object) -> list[tuple[tuple[()], dict[str, Any]]]:
+        return [((), part.kwargs) for part in parts]
+
+    def shares(*_: object) -> list[Any]:
+        return [part.share for part in parts]
+
+    def loss_fn(outputs: Any, share: Any) -> torch.Tensor:
+        loss = outputs.loss if share is None else own.loss_fn(outputs, share)
+        return scale * loss
+
+    config = RoundPipeRunConfig(num_microbatch=len(parts), split_input=calls, split_label=shares)
+    # The engine looks in its arguments for names that it refuses, and for what is on its way to the host.
+    names = {name for batch in batches for name in batch}
+    together = {name: [batch.get(name) for batch in batches] for name in names}
+    return engine.forward_backward(input_kwargs=together, label=(), loss_fn=loss_fn, run_config=config)
+
+
+def _parts(own: object, batch: Kwargs, count: int) -> list[_Part]:
+    if not isinstance(own, OwnLoss) or batch.get("labels") is None:
+        return [_Part(dict(batch), None)]
+    try:
+        whole = dict(own.with_total(batch))
+    except NotImplementedError:
+        # How this loss divides is unknown, so the batch stays in one piece.
+        return [_Part(dict(batch), None)]
+    split = rp_batch.split(((), whole), max(1, count))
+    return [_Part(kwargs, own.share(kwargs, whole)) for _, kwargs in split]

@@ -1,0 +1,197 @@
+"""`SteppedByEngine`: the optimizer that a trainer's loop holds, whose steps run on the optimizer's thread."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import roundpipe
+import torch
+from roundpipe import AutoRoundPipe, RoundPipe
+from rp_optim.worker import wait_for_steps
+
+_Settings = list[dict[str, Any]]
+
+
+class SteppedByEngine(torch.optim.Optimizer):
+    """An optimizer over a model's own parameters, made to train its master weights in the engine's steps.
+
+    Args:
+        engine: the wrapped model.
+        optimizer: one over parameters of the user's model: torch's, RoundPipe's, or another that reads ``.grad``.
+        asynchronous: whether `step` returns before the step is over.
+
+    Its groups are those of `optimizer`, with the masters in place of the parameters, so schedulers set learning
+    rates as ever; a step takes the settings that the groups have when it is launched.
+
+    Raises `ValueError` if `optimizer` has a parameter that is not one of the model's.
+    """
+
+    def __init__(
+        self, engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer, *, asynchronous: bool = False
+    ) -> None:
+        # Not super().__init__(): torch would run the hooks of optimizers around `step`, where nothing steps yet.
+        self._engine = engine
+        self._asynchronous = asynchronous
+        _train_masters(engine, optimizer)
+        # What schedulers see, and what steps: settings of the latter change in steps only.
+        self.shown = optimizer
+        self._stepping = _with_own_groups(optimizer)
+        self._max_norm: float | None = None
+        self._norm: Future[float] = Future()
+        self._last: Future[float] | None = None
+
+    # What a trainer's loop asks for, before the step
+
+    def clip_at_next_step(self, max_norm: float) -> torch.Tensor | None:
+        """Let the next step scale its gradients so that their norm is at most `max_norm`; infinity: only measure.
+
+        Returns the norm: 0-dim, fp32, on the host. With synchronous steps it is the next step's, and is filled in
+        when that is over. With asynchronous ones it is the norm of the step before; None before the first.
+        """
+        self._max_norm = max_norm
+        if self._asynchronous:
+            return self._last_norm()
+        found = torch.tensor(math.nan)
+        self._norm.add_done_callback(partial(_fill, found))
+        return found
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Launch a step of the engine, with the gradients of all calls so far.
+
+        Raises `TypeError` for a `closure`, and what a synchronous step raises.
+        """
+        if closure is not None:
+            raise TypeError("a closure must not be given: the gradients are there when the step runs")
+        max_norm, norm = self._max_norm, self._norm
+        self._max_norm, self._norm = None, Future()
+        # For a scheduler that was made with this optimizer, and asks whether it has stepped.
+        vars(self.shown)["_opt_called"] = True
+        run = partial(self._carry_out, _settings(self.shown.param_groups), max_norm, norm)
+        self._engine.step(run, is_async=self._asynchronous)
+        self._last = norm
+
+    def _last_norm(self) -> torch.Tensor | None:
+        """The norm of the last step; None if it failed, which the model's next call tells."""
+        if self._last is None:
+            return None
+        if not self._last.done():
+            wait_for_steps()
+        return torch.tensor(self._last.result()) if self._last.done() else None
+
+    def _carry_out(self, settings: _Settings, max_norm: float | None, norm: Future[float]) -> None:
+        """One step, on the optimizer's thread."""
+        _set(self._stepping.param_groups, settings)
+        if max_norm is not None:
+            norm.set_result(float(roundpipe.optim.clip_grad_norm_(self._masters(), max_norm)))
+        self._stepping.step()
+        self._stepping.zero_grad()
+
+    def _masters(self) -> list[torch.Tensor]:
+        return [master for group in self._stepping.param_groups for master in group["params"]]
+
+    def finish(self) -> None:
+        """Wait for the last step; calls go on reading the weights that they read."""
+        wait_for_steps()
+
+    # What is saved and loaded
+
+    def exposed(self) -> torch.optim.Optimizer:
+        """The optimizer that steps, with the settings of the next step: for `roundpipe.save_checkpoint`."""
+        self.finish()
+        # A new one: settings of one that has stepped must change in steps only.
+        self._stepping = _with_own_groups(self._stepping)
+        _set(self._stepping.param_groups, _settings(self.shown.param_groups))
+        return self._stepping
+
+    def follow(self) -> None:
+        """Take over what was loaded into `exposed()`."""
+        _set(self.shown.param_groups, _settings(self._stepping.param_groups))
+        self.shown.state = self._stepping.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer, after the last step, as it would be for the model's own parameters."""
+        return self.exposed().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]  # as torch's
+        """Load a state from here, or from the same optimizer in plain torch; tensors may be on any device."""
+        self.exposed().load_state_dict(dict(state_dict))
+        self.follow()
+
+    # An optimizer's attributes
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch has an attribute
+        """The groups, with master weights; settings may be changed between steps."""
+        return self.shown.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state by master weight, after the last step."""
+        self.finish()
+        return self._stepping.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The settings of groups that do not have their own."""
+        return self.shown.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model that are trained from now on."""
+        self.finish()
+        self.shown.add_param_group(param_group)
+        _train_masters(self._engine, self.shown)
+        self._stepping.param_groups.append(dict(self.shown.param_groups[-1]))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: steps drop the gradients that they have used."""
+        del set_to_none
+
+
+def _fill(norm: torch.Tensor, found: Future[float]) -> None:
+    norm.fill_(found.result())
+
+
+def _train_masters(engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer) -> None:
+    """Put the master weights in the place of the model's own parameters."""
+    masters = dict(engine.optim_named_parameters())
+    found: dict[torch.Tensor, torch.Tensor] = {master: master for master in masters.values()}
+    own = engine.named_model.named_parameters()
+    found.update((one, masters[name]) for name, one in own if name in masters)
+    for group in optimizer.param_groups:
+        group["params"] = [_master(one, found) for one in group["params"]]
+    for one in [one for one in optimizer.state if one in found]:
+        optimizer.state[found[one]] = optimizer.state.pop(one)
+
+
+def _master(one: torch.Tensor, masters: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    if one in masters:
+        return masters[one]
+    raise ValueError(
+        f"the optimizer has a parameter of shape {tuple(one.shape)} that is not a trained one of the model; make "
+        "it from model.parameters() of the model that the trainer gets"
+    )
+
+
+def _with_own_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy with the same state, whose groups have settings of their own."""
+    found = copy.copy(optimizer)
+    found.param_groups = [dict(group) for group in optimizer.param_groups]
+    return found
+
+
+def _settings(groups: Iterable[Mapping[str, Any]]) -> _Settings:
+    return [{name: _copied(value) for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _set(groups: Iterable[dict[str, Any]], settings: _Settings) -> None:
+    for group, found in zip(groups, settings, strict=True):
+        group.update(found)

@@ -1,0 +1,64 @@
+"""What a script may set of RoundPipe where it makes its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from torch import nn
+
+PinMode = Any  # "alloc", "register" or "off"; `wrap_model_to_roundpipe` checks it
+
+
+@dataclass(frozen=True)
+class RoundPipeOptions:
+    """How a trainer's model is wrapped, and how it steps: the trainer's argument `roundpipe`.
+
+    Args:
+        asynchronous: whether steps run beside the next call, which then reads weights that are one step older
+            (faster). Default: each call reads the result of the step before, as in plain `Trainer`.
+        runtime: the devices; default: all GPUs, see ``ROUNDPIPE_DEVICES``.
+        model_run_config: settings of all calls, such as ``RoundPipeRunConfig(num_microbatch=8)``.
+        optim_dtype: dtype of the master weights; default: fp32 if the weights have 16 bits, else their own.
+        pin_model, compile_layers, double_buffer, example_inputs: see `roundpipe.wrap_model_to_roundpipe`.
+
+    >>> RoundPipeOptions(model_run_config=RoundPipeRunConfig(num_microbatch=8)).asynchronous
+    False
+    """
+
+    asynchronous: bool = False
+    runtime: Runtime | None = None
+    model_run_config: RoundPipeRunConfig | None = None
+    optim_dtype: torch.dtype | None = None
+    pin_model: PinMode = "alloc"
+    compile_layers: bool | Mapping[str, Any] = False
+    double_buffer: bool | None = None
+    example_inputs: Mapping[str, Any] | None = None
+
+    def wrap(self, model: nn.Module, name: str) -> RoundPipe | AutoRoundPipe:
+        """Wrap a model. Raises what `wrap_model_to_roundpipe` raises."""
+        return wrap_model_to_roundpipe(
+            model,
+            name=name,
+            model_run_config=self.model_run_config,
+            example_inputs=self.example_inputs,
+            optim_dtype=self.optim_dtype or _master_dtype(model),
+            pin_model=self.pin_model,
+            runtime=self.runtime,
+            compile_layers=self.compile_layers,
+            double_buffer=self.double_buffer,
+        )
+
+    def on(self, runtime: Runtime) -> RoundPipeOptions:
+        """The same on the devices of another model."""
+        return replace(self, runtime=runtime)
+
+
+def _master_dtype(model: nn.Module) -> torch.dtype | None:
+    is_coarse = any(
+        one.requires_grad and one.dtype in (torch.bfloat16, torch.float16) for one in model.parameters()
+    )
+    return torch.float32 if is_coarse else None

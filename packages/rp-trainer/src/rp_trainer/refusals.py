@@ -1,0 +1,76 @@
+"""Arguments that cannot work with RoundPipe: refused where the trainer is made, by their names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_OWN = "leave it out: RoundPipe places the model itself, and streams it to all GPUs of one process"
+_DTYPES = "load the model in bfloat16 (dtype=torch.bfloat16), or set bf16=True"
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
+
+# Arguments that must be at their defaults (false, None or empty), with the reason or what to do instead.
+_MUST_BE_OFF: Mapping[str, str] = {
+    "deepspeed": _OWN,
+    "fsdp": _OWN,
+    "parallelism_config": _OWN,
+    "fp16": "its loss scaling belongs to Accelerate, which does not run the backward; " + _DTYPES,
+    "fp16_full_eval": "it would cast the wrapped model; " + _DTYPES,
+    "bf16_full_eval": "it would cast the wrapped model; " + _DTYPES,
+    "torch_compile": "the engine around the layers cannot be compiled; set RoundPipeOptions(compile_layers=True)",
+    "auto_find_batch_size": "a call that runs out of a GPU's memory goes on in smaller parts by itself",
+    "use_liger_kernel": "it replaces the forward of a wrapped model; apply Liger to the model before",
+    "neftune_noise_alpha": "its hook comes after the model was wrapped; register one on the embedding yourself",
+    "debug": "its hooks come after the model was wrapped",
+    # TRL's
+    "activation_offloading": "the engine keeps activations on the host by itself",
+    "sync_ref_model": "it writes weights of the reference model past the engine; leave the reference as it is",
+    "precompute_ref_log_probs": "it runs before the model is wrapped; the reference model runs on the devices",
+}
+
+# Trainers of TRL that generate while they train.
+_GENERATING = {
+    "GRPOTrainer",
+    "RLOOTrainer",
+    "OnlineDPOTrainer",
+    "GKDTrainer",
+    "GOLDTrainer",
+    "DistillationTrainer",
+}
+
+
+def refuse(args: Any, kind: type[object]) -> None:
+    """Raise `ValueError` if a trainer of this class cannot work with these arguments, with the first one's name.
+
+    `args`: a `transformers.TrainingArguments`, or a subclass.
+    """
+    for words in _found(args, kind):
+        raise ValueError(words)
+
+
+def _found(args: Any, kind: type[object]) -> Iterator[str]:
+    for base in kind.__mro__:
+        if base.__name__ in _GENERATING and base.__module__.startswith("trl."):
+            yield f"{base.__name__} generates text while it trains, which RoundPipe does on the host only"
+    for name, why in _MUST_BE_OFF.items():
+        if getattr(args, name, None):
+            yield f"{name} must not be set with RoundPipe, but is {getattr(args, name)!r}: {why}"
+    if (optim := str(getattr(args.optim, "value", args.optim))) not in _OPTIMIZERS:
+        yield f"optim must be one of {', '.join(_OPTIMIZERS)} with RoundPipe, but is {optim!r}"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        yield (
+            "WORLD_SIZE is more than 1: RoundPipe drives all GPUs from one process; start the script with python, "
+            "not with torchrun or accelerate launch"
+        )
+    if getattr(args.accelerator_config, "use_configured_state", False):
+        yield "accelerator_config.use_configured_state must not be set with RoundPipe: leave it out"
+
+
+def refuse_optimizer(optimizer: Any) -> None:
+    """Raise `ValueError` for an optimizer that changes parameters outside of steps, as schedule-free ones do."""
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ValueError(
+            f"optimizers: {type(optimizer).__name__} changes its parameters between training and evaluation, "
+            "which RoundPipe does not follow; use another one"
+        )

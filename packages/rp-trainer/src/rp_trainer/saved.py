@@ -1,0 +1,58 @@
+"""Checkpoints of a trainer: folders that are whole or not there, beside the files that `Trainer` itself adds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from roundpipe import AutoRoundPipe, RoundPipe, load_checkpoint, save_checkpoint
+
+from rp_trainer.optimizer import SteppedByEngine
+
+Engine = RoundPipe | AutoRoundPipe
+_NAME = re.compile(r"checkpoint-(\d+)")
+# The last file that `Trainer` writes.
+_LAST = "trainer_state.json"
+
+
+def is_ours(folder: str | Path) -> bool:
+    """Whether RoundPipe wrote this checkpoint, and finished it."""
+    return (Path(folder) / "roundpipe" / "complete").is_file()
+
+
+def save(folder: str, engine: Engine, optimizer: SteppedByEngine, scheduler: Any, step: int) -> None:
+    """Write the model, its masters and the optimizer; the folder appears at once.
+
+    One that is there already, from an earlier run, is removed. Raises what `roundpipe.save_checkpoint` raises.
+    """
+    if Path(folder).exists():
+        shutil.rmtree(folder)
+    save_checkpoint(folder, engine, optimizer.exposed(), schedulers=scheduler, step=step)
+
+
+def load(folder: str, engine: Engine, optimizer: SteppedByEngine, scheduler: Any) -> None:
+    """Load what `save` wrote. Raises what `roundpipe.load_checkpoint` raises.
+
+    The random number generators are left to `Trainer`, which restores them where the data begins.
+    """
+    load_checkpoint(folder, engine, optimizer.exposed(), schedulers=scheduler, random=False)
+    optimizer.follow()
+
+
+def newest(folder: str) -> str | None:
+    """The newest checkpoint in a run's folder that `Trainer` had finished; None without any."""
+    found = [
+        (int(name[1]), path) for path in Path(folder).glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))
+    ]
+    return next((str(path) for _, path in sorted(found, reverse=True) if _is_finished(path)), None)
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        json.loads((path / _LAST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True

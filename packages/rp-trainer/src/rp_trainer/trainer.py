@@ -1,0 +1,290 @@
+"""`RoundPipeTrainer`, and the mixin that makes the same of other trainers."""
+
+# `Trainer` is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import roundpipe
+import torch
+from roundpipe import AutoRoundPipe, RoundPipe
+from torch import nn
+from transformers import Trainer
+
+from rp_trainer import saved
+from rp_trainer.fused_head import bind_fused_head
+from rp_trainer.host_arguments import bound, stay_on_host
+from rp_trainer.on_devices import OnDevices
+from rp_trainer.one_call import loss_of_step
+from rp_trainer.optimizer import SteppedByEngine
+from rp_trainer.options import RoundPipeOptions
+from rp_trainer.refusals import refuse, refuse_optimizer
+
+_Base = Trainer if TYPE_CHECKING else object
+
+# RoundPipe's optimizers for torch's, whose states load each other.
+_ON_HOST = {
+    torch.optim.Adam: roundpipe.optim.Adam,
+    torch.optim.AdamW: roundpipe.optim.AdamW,
+    torch.optim.SGD: roundpipe.optim.SGD,
+}
+
+
+class RoundPipeMixin(_Base):
+    """Makes a trainer that has its loss from `compute_loss` run on RoundPipe. It comes before the trainer's class.
+
+    ::
+
+        class SFTTrainer(RoundPipeMixin, trl.SFTTrainer):
+            pass
+
+    Args:
+        roundpipe: `RoundPipeOptions`; all other arguments are the trainer's. `model` may be wrapped already.
+
+    `model` stays the user's own model, `model_wrapped` is the `OnDevices` that runs it. Only methods that
+    `Trainer` documents or calls for subclasses are overridden; nothing is patched.
+
+    Raises `ValueError` for an argument that cannot work with RoundPipe, with its name; what
+    `roundpipe.wrap_model_to_roundpipe` raises.
+    """
+
+    def __init__(self, *args: Any, roundpipe: RoundPipeOptions | None = None, **kwargs: Any) -> None:
+        self._options = roundpipe or RoundPipeOptions()
+        self._on_devices: OnDevices | None = None
+        self._step_batches: _StepBatches | None = None
+        given = bound(super().__init__, args, kwargs)
+        if given.get("args") is not None:
+            # Before TRL loads a model by its name, which it puts where Accelerate's device is.
+            refuse(given["args"], type(self))
+            stay_on_host(given["args"])
+        self._given_engine, args, kwargs = _unwrapped(given.get("model"), args, kwargs)
+        super().__init__(*args, **kwargs)
+        refuse_optimizer(self.optimizer)
+        self._wrapped()
+        self._wrap_reference()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Accelerate's device is the host. `args` may have been made by the trainer's class just now."""
+        refuse(self.args, type(self))
+        stay_on_host(self.args)
+        super().create_accelerator_and_postprocess()
+
+    # The model
+
+    def _wrapped(self) -> OnDevices:
+        """The model on devices; wrapped when it is first asked for, and again after `model_init`."""
+        found, model = self._on_devices, self.model
+        assert isinstance(model, nn.Module)
+        if found is None or found.engine.named_model is not model:
+            found = self._on_devices = self._wrap(model, self._given_engine)
+            self._given_engine = None
+            self.model_wrapped = found
+        return found
+
+    def _wrap(self, model: nn.Module, engine: RoundPipe | AutoRoundPipe | None = None) -> OnDevices:
+        bind_fused_head(model)
+        engine = engine or self._options.wrap(model, f"{type(self).__name__}'s {type(model).__name__}")
+        return OnDevices(engine, torch.bfloat16 if self.args.bf16 else None)
+
+    def _wrap_reference(self) -> None:
+        """Let the second model of trainers such as DPO's run on the same devices."""
+        reference = getattr(self, "ref_model", None)
+        if isinstance(reference, nn.Module) and not isinstance(reference, OnDevices):
+            reference.requires_grad_(False)
+            options = self._options.on(self._wrapped().engine.runtime)
+            bind_fused_head(reference)
+            engine = options.wrap(reference, f"{type(self).__name__}'s reference")
+            self.ref_model = OnDevices(engine, torch.bfloat16 if self.args.bf16 else None).eval()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Weights stay on the host."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The model whose calls run on the devices; Accelerate prepares nothing but the optimizer."""
+        del model, dataloader
+        found = self._wrapped()
+        if training:
+            # Gradients of an earlier training that was broken off.
+            found.engine.zero_grad()
+        return found
+
+    # The optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """RoundPipe's optimizers in the place of torch's, which compute the same."""
+        kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return _ON_HOST.get(kind, kind), kwargs
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The trainer's own optimizer, made to train the master weights in the engine's steps."""
+        engine = self._wrapped().engine
+        # Accelerate wraps what it has prepared, in an earlier `train`.
+        if isinstance(getattr(self.optimizer, "optimizer", self.optimizer), SteppedByEngine):
+            return self.optimizer
+        made = super().create_optimizer() if model is None else super().create_optimizer(model)
+        refuse_optimizer(made)
+        self.optimizer = SteppedByEngine(engine, made, asynchronous=self._options.asynchronous)
+        return self.optimizer
+
+    @property
+    def _steps(self) -> SteppedByEngine:
+        found = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(found, SteppedByEngine)
+        return found
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip in the step; see `SteppedByEngine.clip_at_next_step` for whose norm is reported."""
+        del model
+        return self._steps.clip_at_next_step(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm to report; None before the first asynchronous step is over."""
+        del model
+        if grad_norm is not None or self.args.max_grad_norm > 0:
+            return grad_norm
+        return self._steps.clip_at_next_step(float("inf"))
+
+    # Training
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The batches of one step, noted here: a loss that is the model's own is computed for all in one call."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._step_batches = _StepBatches(batches)
+        return batches, num_items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward: if the loss is the model's own, of all batches of a step in one call.
+
+        Then the first batch's result is the sum of all losses, and the others' is zero. Any other loss is computed
+        by `compute_loss` for each batch, and its backward goes through the engine.
+        """
+        engine = self._wrapped().engine
+        if not isinstance(engine, RoundPipe) or not self._has_own_loss():
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        batches = [inputs] if self._step_batches is None else self._step_batches.beginning_with(inputs)
+        if not batches:
+            return torch.zeros(())
+        return self._in_one_call(engine, batches, num_items_in_batch)
+
+    def _has_own_loss(self) -> bool:
+        """Whether `compute_loss` is Trainer's, and comes to the loss that the model returns."""
+        overriding = [one for one in type(self).__mro__ if "compute_loss" in vars(one)]
+        is_plain = overriding == [RoundPipeMixin, Trainer] and "compute_loss" not in vars(self)
+        return is_plain and self.compute_loss_func is None and self.label_smoother is None
+
+    def _in_one_call(self, engine: RoundPipe, batches: list[Any], num_items: Any) -> torch.Tensor:
+        is_counted = self.model_accepts_loss_kwargs and num_items is not None
+        extra = {"num_items_in_batch": num_items} if is_counted else {}
+        prepared = [{**self._prepare_inputs(batch), **extra} for batch in batches]
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        is_scaled = is_counted if is_scaled is None else is_scaled
+        scale = 1.0 if is_scaled else 1.0 / self.current_gradient_accumulation_steps
+        with self._wrapped().autocast(), self.compute_loss_context_manager():
+            return loss_of_step(engine, prepared, scale).float()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The trainer's own, with calls of `self.model` on the devices, too."""
+        with self._wrapped().in_place_of_model():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
+    # Evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate and predict with the result of the last step, which calls read from now on."""
+        self._settle()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _settle(self) -> None:
+        self._wrapped().engine.sync_optim_param()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """At the end the model's own parameters have the result of the last step."""
+        self._settle()
+        return super()._finalize_training(*args, **kwargs)
+
+    # Saving and loading
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As ever; ``resume_from_checkpoint=True`` takes the newest checkpoint that was finished."""
+        if resume_from_checkpoint is True:
+            # Without any, Trainer says so.
+            resume_from_checkpoint = saved.newest(str(self.args.output_dir)) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The model as `save_pretrained` writes it; in a checkpoint with all that training goes on from."""
+        is_checkpoint = _internal_call and self.is_in_train and not self.args.save_only_model
+        if output_dir is None or not is_checkpoint:
+            super().save_model(output_dir, _internal_call)
+            return
+        engine = self._wrapped().engine
+        saved.save(output_dir, engine, self._steps, self.lr_scheduler, self.state.global_step)
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(output_dir)
+        torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """They are in the folder already."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights of a plain Trainer's checkpoint; those of ours are loaded with the optimizer."""
+        if not saved.is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """All that training goes on from."""
+        if checkpoint is None or not saved.is_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        saved.load(checkpoint, self._wrapped().engine, self._steps, self.lr_scheduler)
+
+    def _load_best_model(self) -> None:
+        self._settle()
+        super()._load_best_model()
+
+
+class RoundPipeTrainer(RoundPipeMixin, Trainer):
+    """`transformers.Trainer` on RoundPipe: weights and optimizer on the host, layers on all GPUs in turn.
+
+    ::
+
+        from rp_trainer import RoundPipeTrainer as Trainer
+
+    See `RoundPipeMixin` for its one argument more, `roundpipe`.
+    """
+
+
+class _StepBatches:
+    """The batches of one step, which are computed when the first of them comes."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def beginning_with(self, inputs: Any) -> list[Any]:
+        """All batches of the step for the first one, none for the others; one that is not of the step is alone."""
+        if self._batches and inputs is self._batches[0]:
+            return self._batches
+        return [] if any(inputs is one for one in self._batches) else [inputs]
+
+
+def _unwrapped(
+    model: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[RoundPipe | AutoRoundPipe | None, tuple[Any, ...], dict[str, Any]]:
+    """A trainer's arguments with the user's own model in the place of a wrapped one."""
+    if not isinstance(model, RoundPipe | AutoRoundPipe):
+        return None, args, dict(kwargs)
+    own = model.named_model
+    return (
+        model,
+        tuple(own if one is model else one for one in args),
+        {name: own if one is model else one for name, one in kwargs.items()},
+    )

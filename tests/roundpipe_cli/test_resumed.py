@@ -1,0 +1,227 @@
+"""A fine-tuning that stops and goes on: by a signal, killed, or from any of its checkpoints, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import finetuning
+import pytest
+import torch
+from programs import COMMAND_LINE, Program
+from roundpipe.cli import main
+from roundpipe.cli.finetune.job import Job
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.usefixtures("measured_once")
+
+STEPS = 7
+# One device: how layers are cut then changes no sum. Layers drop out by the random states that a checkpoint has.
+SETTINGS = ["--sequence", "24", "--batch", "3", "--steps", str(STEPS), "--lr", "1e-2", "--devices", "cpu:1"]
+SETTINGS += ["--num-microbatch", "2", "--save-every", "2", "--keep", "9", "--held-out", "0.2", "--eval-every", "3"]
+KINDS = {"full": [], "lora": ["--lora", "2"], "sync": ["--sync", "--no-packing"]}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    model = finetuning.make_model(folder / "model", "gpt2")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "resid_pdrop": 0.2}))
+    data = finetuning.json_lines(folder / "data.jsonl", finetuning.texts(30))
+    return ["train", "--model", str(model), "--data", str(data), *SETTINGS]
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs that were not stopped, by kind, made when they are first asked for."""
+
+    class Runs(dict[str, Path]):
+        def __missing__(self, kind: str) -> Path:
+            self[kind] = folder = tmp_path_factory.mktemp("whole") / kind
+            assert main([*inputs, *KINDS[kind], "--output", str(folder)]) == 0
+            return folder
+
+    return Runs()
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert [timeless(line) for line in finetuning.lines(run)] == [
+        timeless(line) for line in finetuning.lines(other)
+    ]
+    names = [path.name for path in (run / "model").glob("*.safetensors")]
+    assert len(names) == 1
+    ours, theirs = (load_file(folder / "model" / names[0]) for folder in (run, other))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    kept = ("step", "loss", "steps_late", "learning_rate", "held_out_loss")
+    return {name: value for name, value in line.items() if name in kept}
+
+
+def stop_at(step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send this process a signal in the midst of a step."""
+    run = Job.step
+
+    def stopped(job: Job, at: int) -> Any:
+        if at == step:
+            os.kill(os.getpid(), number)
+        return run(job, at)
+
+    monkeypatch.setattr(Job, "step", stopped)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", pytest.param("sync", marks=pytest.mark.nightly)])
+def test_a_run_goes_on_from_any_checkpoint_to_the_same_end(
+    kind: str, inputs: list[str], whole: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole[kind], run)
+    shutil.rmtree(run / "model")
+    for newer in ("step-00000004", "step-00000006"):
+        shutil.rmtree(run / "checkpoints" / newer)
+
+    assert main([*inputs, *KINDS[kind], "--output", str(run), "--resume"]) == 0
+
+    assert_same(run, whole[kind])
+
+
+@pytest.mark.parametrize(("number", "status", "step"), [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 4)])
+def test_a_signal_saves_a_checkpoint_and_the_same_command_with_resume_goes_on(
+    number: int,
+    status: int,
+    step: int,
+    inputs: list[str],
+    whole: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        stop_at(step, number, patched)
+        assert main([*inputs, "--output", str(run)]) == status
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        f"roundpipe: interrupted after step {step} of {STEPS}; a checkpoint is saved: the same command with "
+        "--resume goes on"
+    )
+    assert (run / "checkpoints" / f"step-{step:08}").is_dir()
+    assert not (run / "model").exists()
+
+    assert main([*inputs, "--output", str(run), "--resume"]) == 0
+
+    assert f"goes on after step {step}\n" in capsys.readouterr().out
+    assert_same(run, whole["full"])
+
+
+KILLED = """
+import os, signal, sys
+from roundpipe.cli import main
+from roundpipe.cli.finetune.job import Job
+run, last = Job.step, int(sys.argv.pop(1))
+def step(job, at):
+    if at == last:
+        job.manager.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(job, at)
+Job.step = step
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("step", [6, *(pytest.param(at, marks=pytest.mark.nightly) for at in (1, 2, 3, 4, 5, 7))])
+def test_a_killed_run_goes_on_to_the_same_end(
+    step: int, inputs: list[str], whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with Program(KILLED, str(step), *inputs, "--output", str(run), imports=COMMAND_LINE) as program:
+        assert program.end()[0] == -signal.SIGKILL
+    capsys.readouterr()
+
+    assert main([*inputs, "--output", str(run), "--resume"]) == 0
+
+    saved = (step - 1) // 2 * 2
+    told = f"goes on after step {saved}" if saved else "no checkpoint yet: begins with step 1"
+    assert told in capsys.readouterr().out
+    assert_same(run, whole["full"])
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(
+    inputs: list[str], whole: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["full"], run)
+    shutil.rmtree(run / "model")
+    weights = run / "checkpoints" / "step-00000006" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+    with pytest.warns(match="step-00000006"):
+        assert main([*inputs, "--output", str(run), "--resume"]) == 0
+
+    assert_same(run, whole["full"])
+
+
+def test_a_finished_run_is_left_as_it_is(
+    inputs: list[str], whole: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = finetuning.lines(whole["full"])
+
+    assert main([*inputs, "--output", str(whole["full"]), "--resume"]) == 0
+
+    assert "is finished" in capsys.readouterr().out
+    assert finetuning.lines(whole["full"]) == before
+
+
+CHANGED = {
+    "--lr": ["--lr", "2e-2"],
+    "--batch": ["--batch", "2"],
+    "--no-packing": ["--no-packing"],
+    "--lora": ["--lora", "4"],
+    "--seed": ["--seed", "1"],
+    "the tokenizer make other tokens": ["--data", "{other}"],
+}
+
+
+@pytest.mark.parametrize("told", CHANGED)
+def test_other_options_than_before_are_refused_by_name(
+    told: str, inputs: list[str], whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(whole["full"] / "options.json", run)
+    other = finetuning.json_lines(tmp_path / "other.jsonl", finetuning.texts(31))
+    changed = [value.format(other=other) for value in CHANGED[told]]
+    capsys.readouterr()
+
+    assert main([*inputs, *changed, "--output", str(run), "--resume"]) == 2
+
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert shown.count("\n") == 1
+    assert [path.name for path in run.iterdir()] == ["options.json"]
+
+
+def test_another_run_in_the_folder_is_refused_or_replaced(
+    inputs: list[str], whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["full"], run)
+    (run / "notes.txt").write_text("mine")
+    before = sorted(path for path in run.rglob("*"))
+
+    assert main([*inputs, "--seed", "1", "--output", str(run)]) == 2
+    assert "has a run already; go on with it by --resume, replace it by --overwrite" in capsys.readouterr().err
+    assert sorted(path for path in run.rglob("*")) == before
+
+    assert main([*inputs, "--seed", "1", "--output", str(run), "--overwrite"]) == 0
+    first, other = (timeless(finetuning.lines(folder)[1]) for folder in (run, whole["full"]))
+    assert first["loss"] != other["loss"]
+    assert (run / "notes.txt").read_text() == "mine"

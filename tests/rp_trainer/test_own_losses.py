@@ -1,0 +1,100 @@
+"""A loss of the user's own, or of TRL, runs as it is: forward and backward on the devices, never bypassed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rp_trainer import OnDevices, RoundPipeMixin, RoundPipeTrainer
+from tiny import ARGUMENTS, assert_same, causal_lm, padded, rows
+from transformers import Trainer, TrainingArguments
+
+DATA = rows(12)
+
+
+def script(kind: type[Trainer], path: Path, settings: dict[str, Any] | None = None, **given: Any) -> Trainer:
+    once = {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "eval_strategy": "steps", "eval_steps": 2}
+    args = TrainingArguments(str(path), **{**ARGUMENTS, **once, **(settings or {})})
+    given = {"model": causal_lm(), "data_collator": padded, "eval_dataset": DATA[:4], **given}
+    trainer = kind(args=args, train_dataset=DATA, **given)
+    trainer.train()
+    return trainer
+
+
+def test_label_smoothing(tmp_path, options):
+    settings = {"label_smoothing_factor": 0.2}
+    wanted = script(Trainer, tmp_path, settings)
+    assert_same(script(RoundPipeTrainer, tmp_path, settings, roundpipe=options), wanted)
+
+
+def test_a_loss_function(tmp_path, options):
+    calls: list[type[object]] = []
+
+    def squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        calls.append(type(outputs))
+        return (outputs.logits.square().sum(-1) * (labels != -100)).sum() / num_items_in_batch
+
+    wanted = script(Trainer, tmp_path, compute_loss_func=squares)
+    plain = len(calls)
+    found = script(RoundPipeTrainer, tmp_path, compute_loss_func=squares, roundpipe=options)
+    assert_same(found, wanted)
+    assert len(calls) == 2 * plain > 0
+
+
+class Entropy:
+    """A `compute_loss` as users write it."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
+        assert rest.keys() <= {"num_items_in_batch"}
+        vars(self).setdefault("seen", []).append(type(model))
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = -torch.distributions.Categorical(logits=outputs.logits).entropy()
+        loss = (loss * inputs["attention_mask"]).sum() / inputs["attention_mask"].sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    "order", ["below the mixin", pytest.param("above the trainer", marks=pytest.mark.nightly)]
+)
+def test_a_method_of_a_subclass(tmp_path, options, order):
+    class Plain(Entropy, Trainer):
+        pass
+
+    class Below(RoundPipeMixin, Plain):
+        pass
+
+    class Above(Entropy, RoundPipeTrainer):
+        pass
+
+    kind = Below if order == "below the mixin" else Above
+    wanted, found = script(Plain, tmp_path), script(kind, tmp_path, roundpipe=options)
+    assert_same(found, wanted)
+    assert len(vars(found)["seen"]) == len(vars(wanted)["seen"])
+    assert set(vars(found)["seen"]) == {OnDevices}
+
+
+@pytest.mark.nightly
+def test_calls_of_the_trainers_model_itself_run_on_the_devices(tmp_path, options, monkeypatch):
+    calls: list[torch.Size] = []
+    plain = OnDevices.forward
+
+    def noted(self: OnDevices, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["input_ids"].shape)
+        return plain(self, *args, **kwargs)
+
+    class Direct(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
+            del model, rest
+            outputs = self.model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    class Both(RoundPipeMixin, Direct):
+        pass
+
+    monkeypatch.setattr(OnDevices, "forward", noted)
+    found = script(Both, tmp_path, roundpipe=options)
+    assert len(calls) == 5  # four batches, and one of evaluation
+    assert "forward" not in vars(found.model)
+    assert_same(found, script(Direct, tmp_path))

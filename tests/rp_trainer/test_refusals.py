@@ -1,0 +1,135 @@
+"""What cannot work is refused where the trainer is made, by the argument's name; what is overridden is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import trl
+from rp_trainer import RoundPipeMixin, RoundPipeTrainer
+from rp_trainer.override_points import TRAINER, TRL, changed
+from rp_trainer.refusals import refuse, refuse_optimizer
+from tiny import ARGUMENTS, causal_lm, padded
+from transformers import Trainer, TrainingArguments
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("torch_compile", True),
+        ("auto_find_batch_size", True),
+        ("use_liger_kernel", True),
+        ("neftune_noise_alpha", 5.0),
+        ("bf16_full_eval", True),
+        ("fp16_full_eval", True),
+        ("debug", "underflow_overflow"),
+        ("optim", "lion_8bit"),
+        ("optim", "galore_adamw"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_by_name(tmp_path, options, name, value):
+    args = TrainingArguments(str(tmp_path), **{**ARGUMENTS, name: value})
+    with pytest.raises(ValueError, match=rf"^{name} must"):
+        RoundPipeTrainer(causal_lm(), args, padded, roundpipe=options)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "parallelism_config", "fp16"])
+def test_so_are_those_that_need_a_cluster_or_a_gpu_to_be_made(tmp_path, name):
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    setattr(args, name, {"anything": True})
+    with pytest.raises(ValueError, match=rf"^{name} must not be set"):
+        refuse(args, RoundPipeTrainer)
+
+
+def test_several_processes_are_refused(tmp_path, options, monkeypatch):
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one process"):
+        RoundPipeTrainer(causal_lm(), args, padded, roundpipe=options)
+
+
+def test_optimizers_that_change_weights_between_steps_are_refused(tmp_path, options):
+    class Free(torch.optim.SGD):
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+
+    model = causal_lm()
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    with pytest.raises(ValueError, match="optimizers: Free"):
+        RoundPipeTrainer(
+            model, args, padded, optimizers=(Free(model.parameters(), lr=1e-3), None), roundpipe=options
+        )
+    refuse_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+
+
+@pytest.mark.parametrize("name", ["sync_ref_model", "precompute_ref_log_probs", "activation_offloading"])
+def test_arguments_of_trl_are_refused_by_name(tmp_path, name):
+    args = trl.DPOConfig(str(tmp_path), **ARGUMENTS, bf16=False, **{name: True})
+    with pytest.raises(ValueError, match=rf"^{name} must not be set"):
+        refuse(args, trl.DPOTrainer)
+
+
+def test_trainers_that_generate_are_refused(tmp_path):
+    class GRPO(RoundPipeMixin, trl.GRPOTrainer):
+        pass
+
+    args = trl.GRPOConfig(str(tmp_path), **ARGUMENTS, bf16=False, num_generations=3)
+    with pytest.raises(ValueError, match="GRPOTrainer generates text"):
+        GRPO(model=causal_lm(), args=args, reward_funcs=[], train_dataset=None)
+
+
+def test_what_is_not_refused_stays_on_the_host(tmp_path, options):
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS, activation_checkpointing=True) if _is_new() else None
+    args = args or TrainingArguments(str(tmp_path), **ARGUMENTS, gradient_checkpointing=True)
+    trainer = RoundPipeTrainer(causal_lm(), args, padded, roundpipe=options)
+    assert trainer.accelerator.device.type == args.device.type == "cpu"
+    assert args.train_batch_size == args.per_device_train_batch_size
+    assert not trainer.model_wrapped.engine.named_model.is_gradient_checkpointing
+
+
+def _is_new() -> bool:
+    return hasattr(TrainingArguments, "activation_checkpointing")
+
+
+def test_the_device_that_arguments_have_found_becomes_the_host(tmp_path, options):
+    args = TrainingArguments(str(tmp_path), **{**ARGUMENTS, "use_cpu": False})
+    # As on a machine with two GPUs.
+    vars(args)["_setup_devices"] = torch.device("cuda:0")
+    args._n_gpu = 2
+    assert args.train_batch_size == 2 * args.per_device_train_batch_size
+    trainer = RoundPipeTrainer(causal_lm(), args, padded, roundpipe=options)
+    assert args.use_cpu
+    assert args.device.type == trainer.accelerator.device.type == "cpu"
+    assert args.train_batch_size == args.per_device_train_batch_size
+
+
+# Override points
+
+
+def test_every_override_point_of_trainer_is_there() -> None:
+    assert list(changed(Trainer)) == []
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_every_override_point_of_trl_is_there(name):
+    assert list(changed(getattr(trl, name), TRL[name])) == []
+    assert (
+        list(changed(getattr(trl, name), {key: TRAINER[key] for key in TRAINER.keys() - TRL[name].keys()})) == []
+    )
+
+
+def test_all_that_the_mixin_overrides_is_listed():
+    own = {name for name in vars(RoundPipeMixin) if hasattr(Trainer, name) and not name.startswith("__")}
+    assert own == TRAINER.keys()
+
+
+def test_one_that_is_gone_or_called_otherwise_would_be_noticed():
+    class Without(Trainer):
+        get_batch_samples: Any = None
+
+        def training_step(self, model: Any, inputs: Any, other: Any = None) -> Any:
+            del model, inputs, other
+
+    assert len(list(changed(Without, {**TRAINER, "gone": "(self)"}))) == 3

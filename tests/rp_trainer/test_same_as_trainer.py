@@ -1,0 +1,252 @@
+"""A `Trainer` script with one line changed gives what the unchanged one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from rp_trainer import RoundPipeOptions, RoundPipeTrainer, SteppedByEngine
+from tiny import ARGUMENTS, assert_same, causal_lm, logs, padded, rows, weights
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+DATA = rows()
+
+
+def script(kind: type[Trainer], path: Path, settings: dict[str, Any], **given: Any) -> Trainer:
+    """What a user writes."""
+    args = TrainingArguments(str(path), **{**ARGUMENTS, **settings})
+    given = {"model": causal_lm(), "data_collator": padded, "eval_dataset": DATA[:5], **given}
+    trainer = kind(args=args, train_dataset=DATA, **given)
+    trainer.train()
+    return trainer
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.nightly), 4])
+def test_losses_rates_norms_and_weights_are_the_same(tmp_path, options, accumulated):
+    # 22 ragged rows in batches of 3: the last batch, and the last step of each epoch, are shorter.
+    settings = {**EVALUATED, "gradient_accumulation_steps": accumulated}
+    wanted = script(Trainer, tmp_path, settings)
+    found = script(RoundPipeTrainer, tmp_path, settings, roundpipe=options)
+    assert_same(found, wanted)
+    assert all("grad_norm" in line for line in logs(found) if "loss" in line)
+    assert any(line.get("grad_norm", 0) > 0.5 for line in logs(found))
+    start = causal_lm().state_dict()
+    assert all(not torch.equal(value, start[name]) for name, value in weights(found).items())
+
+
+def test_one_call_takes_all_batches_that_a_step_accumulates(tmp_path, options, monkeypatch):
+    calls: list[int | None] = []
+    plain = RoundPipe.forward_backward
+
+    def counted(self: RoundPipe, *args: Any, **kwargs: Any) -> Any:
+        calls.append(getattr(kwargs.get("run_config"), "num_microbatch", None))
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(RoundPipe, "forward_backward", counted)
+    script(
+        RoundPipeTrainer, tmp_path, {"gradient_accumulation_steps": 4, "num_train_epochs": 1}, roundpipe=options
+    )
+    assert calls == [4, 4]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0}, {"optim": "sgd"}, {"optim": "adafactor"}])
+def test_so_are_those_of_other_settings(tmp_path, options, settings):
+    settings = {**settings, "num_train_epochs": 1}
+    wanted = script(Trainer, tmp_path, settings)
+    assert_same(script(RoundPipeTrainer, tmp_path, settings, roundpipe=options), wanted)
+
+
+def test_the_users_own_optimizer_and_scheduler_train_the_same(tmp_path, options):
+    def trained(kind: type[Trainer], **given: Any) -> Trainer:
+        model = causal_lm()
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+        once = {"num_train_epochs": 1}
+        return script(kind, tmp_path, once, model=model, optimizers=(optimizer, scheduler), **given)
+
+    assert_same(trained(RoundPipeTrainer, roundpipe=options), trained(Trainer))
+
+
+def test_parameters_of_another_model_are_refused(tmp_path, options):
+    optimizer = torch.optim.SGD(causal_lm(1).parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match=r"parameter of shape \(48, 16\) that is not a trained one"):
+        script(RoundPipeTrainer, tmp_path, {}, optimizers=(optimizer, None), roundpipe=options)
+
+
+@pytest.mark.nightly
+def test_bf16_runs_layers_under_autocast(tmp_path, options):
+    settings = {"bf16": True, "num_train_epochs": 1}
+    wanted = script(Trainer, tmp_path, settings)
+    found = script(RoundPipeTrainer, tmp_path, settings, roundpipe=options)
+    exact = script(RoundPipeTrainer, tmp_path, {"num_train_epochs": 1}, roundpipe=options)
+    assert found.model.dtype == torch.float32
+    assert logs(found, ("loss",)) != logs(exact, ("loss",))
+    for here, there in zip(logs(found), logs(wanted), strict=True):
+        torch.testing.assert_close(here, there, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.nightly
+def test_a_loss_that_is_a_mean_over_rows_is_scaled_by_the_accumulation(tmp_path, options):
+    def classifier() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = BertForSequenceClassification(BertConfig(vocab_size=48, num_labels=3, **sizes, **none))
+        # As models say whose loss is not divided by `num_items_in_batch`.
+        model.accepts_loss_kwargs = False
+        return model
+
+    def labelled(batch: list[Any]) -> dict[str, torch.Tensor]:
+        return {**padded(batch), "labels": torch.tensor([int(row["input_ids"][0]) % 3 for row in batch])}
+
+    settings = {"gradient_accumulation_steps": 3}
+    given = {"data_collator": labelled}
+    wanted = script(Trainer, tmp_path, settings, model=classifier(), **given)
+    assert_same(
+        script(RoundPipeTrainer, tmp_path, settings, model=classifier(), roundpipe=options, **given), wanted
+    )
+
+
+def test_a_wrapped_model_is_taken_as_it_is(tmp_path, two):
+    model = causal_lm()
+    engine = wrap_model_to_roundpipe(model, runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    once = {"num_train_epochs": 1}
+    found = script(RoundPipeTrainer, tmp_path, once, model=engine)
+    assert found.model is model
+    assert found.model_wrapped.engine is engine
+    assert_same(found, script(Trainer, tmp_path, once))
+
+
+def test_a_model_that_is_taken_apart_trains_too(tmp_path, options):
+    class Odd(nn.Module):
+        """Layers, one of which runs twice."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(48, 64)
+            self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+            self.head = nn.Linear(64, 48)
+
+        def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> dict[str, Any]:
+            del attention_mask
+            hidden = self.embedding(input_ids)
+            for layer in (*self.layers, self.layers[0]):
+                hidden = layer(hidden).tanh()
+            logits = self.head(hidden)
+            if labels is None:
+                return {"logits": logits}
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    settings = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
+    wanted = script(Trainer, tmp_path, settings, model=Odd())
+    assert_same(script(RoundPipeTrainer, tmp_path, settings, model=Odd(), roundpipe=options), wanted)
+
+
+@pytest.mark.nightly
+def test_predictions_and_metrics_are_the_same(tmp_path, options):
+    def trained(kind: type[Trainer], **given: Any) -> Trainer:
+        metrics = {"compute_metrics": lambda found: {"mean": float(found.predictions.mean())}}
+        return script(kind, tmp_path, {**EVALUATED, "num_train_epochs": 1}, **metrics, **given)
+
+    wanted, found = trained(Trainer), trained(RoundPipeTrainer, roundpipe=options)
+    assert_same(found, wanted, ("loss", "eval_loss", "eval_mean"))
+    here, there = found.predict(DATA[:7]), wanted.predict(DATA[:7])
+    torch.testing.assert_close(
+        torch.tensor(here.predictions), torch.tensor(there.predictions), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_model_can_be_evaluated_and_generate_without_training(tmp_path, options):
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    found = RoundPipeTrainer(causal_lm(), args, padded, eval_dataset=DATA[:5], roundpipe=options)
+    wanted = Trainer(causal_lm(), args, padded, eval_dataset=DATA[:5])
+    assert found.evaluate()["eval_loss"] == pytest.approx(wanted.evaluate()["eval_loss"], rel=1e-5)
+    prompt = DATA[0]["input_ids"][None]
+    tokens = [one.generate(prompt, max_new_tokens=4, do_sample=False) for one in (found.model, wanted.model)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.nightly
+def test_each_training_may_begin_with_a_new_model(tmp_path, options):
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    trainer = RoundPipeTrainer(
+        model_init=lambda: causal_lm(), args=args, data_collator=padded, train_dataset=DATA, roundpipe=options
+    )
+    trainer.train()
+    first, engine = weights(trainer), trainer.model_wrapped.engine
+    trainer.train()
+    assert trainer.model_wrapped.engine is not engine
+    for name, value in weights(trainer).items():
+        torch.testing.assert_close(value, first[name])
+
+
+@pytest.mark.nightly
+def test_a_second_training_goes_on_with_the_same_optimizer(tmp_path, options):
+    def twice(kind: type[Trainer], **given: Any) -> Trainer:
+        trainer = script(kind, tmp_path, {"num_train_epochs": 1}, **given)
+        trainer.train()
+        return trainer
+
+    assert_same(twice(RoundPipeTrainer, roundpipe=options), twice(Trainer))
+
+
+def test_the_optimizers_state_survives_a_reload(two):
+    # Accelerate loads the state of an optimizer that it prepares anew, moved to its device.
+    model = causal_lm()
+    engine = wrap_model_to_roundpipe(model, runtime=two)
+    steps = SteppedByEngine(engine, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    engine.forward_backward(input_kwargs=padded(DATA[:3]))
+    norm = steps.clip_at_next_step(1.0)
+    steps.step()
+    assert norm is not None
+    assert norm > 0
+    before = steps.state_dict()
+    clones = {at: {name: value.clone() for name, value in state.items()} for at, state in before["state"].items()}
+    steps.load_state_dict({**before, "state": clones})
+    for at, state in steps.state_dict()["state"].items():
+        torch.testing.assert_close(state, clones[at])
+    assert {id(one) for one in steps.state} == {id(one) for one in engine.optim_parameters()}
+    with pytest.raises(TypeError, match="closure"):
+        steps.step(lambda: 0.0)
+
+
+@pytest.mark.nightly
+def test_callbacks_see_the_users_model_and_every_event(tmp_path, options):
+    from transformers import TrainerCallback
+
+    class Noting(TrainerCallback):
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                super().__getattribute__("events").append(name)
+            return super().__getattribute__(name)
+
+    def events(kind: type[Trainer], **given: Any) -> list[str]:
+        noting = Noting()
+        trainer = script(
+            kind, tmp_path, {**EVALUATED, "gradient_accumulation_steps": 2}, callbacks=[noting], **given
+        )
+        assert trainer.callback_handler.model is trainer.model
+        return noting.events
+
+    assert events(RoundPipeTrainer, roundpipe=options) == events(Trainer)
+
+
+@pytest.mark.nightly
+def test_devices_are_those_of_the_environment_if_none_are_given(tmp_path, monkeypatch):
+    with Runtime("cpu:1") as runtime:
+        monkeypatch.setattr("roundpipe.models.roundpipe.default_runtime", lambda: runtime)
+        monkeypatch.setattr("roundpipe.models.wrap.default_runtime", lambda: runtime)
+        trainer = script(RoundPipeTrainer, tmp_path, {"num_train_epochs": 1}, roundpipe=RoundPipeOptions())
+        assert trainer.model_wrapped.engine.runtime is runtime

@@ -1,0 +1,163 @@
+"""TRL's trainers with the mixin give what the unchanged ones do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from packaging.version import Version
+from peft import LoraConfig
+from roundpipe import RoundPipe
+from rp_trainer import OnDevices, RoundPipeMixin
+from tiny import ARGUMENTS, LOGGED, assert_same, causal_lm, logs, sentences, tokenizer, weights
+
+pytestmark = pytest.mark.skipif(
+    Version(trl.__version__) < Version("1.16") and not torch.cuda.is_available(),
+    reason="the fused head of older TRLs is a Triton kernel",
+)
+
+TEXT = Dataset.from_dict({"text": sentences(14)})
+PAIRS = Dataset.from_dict({"prompt": sentences(9, 1), "chosen": sentences(9, 2), "rejected": sentences(9, 3)})
+NAMES = (
+    *(*LOGGED, "entropy", "mean_token_accuracy", "num_tokens", "eval_entropy"),
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "eval_rewards/margins"),
+)
+SETTINGS = {"eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 1, "bf16": False}
+
+
+class SFT(RoundPipeMixin, trl.SFTTrainer):
+    pass
+
+
+class DPO(RoundPipeMixin, trl.DPOTrainer):
+    pass
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+
+
+def sft(kind: type[Any], path: Path, settings: dict[str, Any], **given: Any) -> Any:
+    args = trl.SFTConfig(str(path), **{**ARGUMENTS, **SETTINGS, **settings})
+    torch.manual_seed(3)
+    given = {"model": causal_lm(), **given}
+    data = {"train_dataset": TEXT, "eval_dataset": TEXT.select(range(4))}
+    trainer = kind(args=args, processing_class=tokenizer(), **data, **given)
+    trainer.train()
+    return trainer
+
+
+def dpo(kind: type[Any], path: Path, settings: dict[str, Any], **given: Any) -> Any:
+    args = trl.DPOConfig(str(path), **{**ARGUMENTS, **SETTINGS, **settings})
+    torch.manual_seed(3)
+    given = {"model": causal_lm(), **given}
+    if "peft_config" not in given:
+        given["ref_model"] = causal_lm(5)
+    data = {"train_dataset": PAIRS, "eval_dataset": PAIRS.select(range(4))}
+    trainer = kind(args=args, processing_class=tokenizer(), **data, **given)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.nightly), {"gradient_accumulation_steps": 4}], ids=["1", "4"]
+)
+def test_sft_is_the_same(tmp_path, options, settings):
+    wanted, found = sft(trl.SFTTrainer, tmp_path, settings), sft(SFT, tmp_path, settings, roundpipe=options)
+    assert_same(found, wanted, NAMES)
+    assert "entropy" in logs(found, NAMES)[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "dft"},
+        {"packing": True, "max_length": 12, "per_device_train_batch_size": 1},
+        pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.filterwarnings("ignore:`label_smoothing")),
+    ],
+    ids=["dft", "packing", "smoothing"],
+)
+def test_so_it_is_with_other_settings(tmp_path, options, settings):
+    wanted, found = sft(trl.SFTTrainer, tmp_path, settings), sft(SFT, tmp_path, settings, roundpipe=options)
+    assert_same(found, wanted, NAMES)
+
+
+@pytest.mark.nightly
+def test_adapters_train_the_same_and_are_not_empty(tmp_path, options):
+    given = {"peft_config": lora()}
+    wanted = sft(trl.SFTTrainer, tmp_path, {}, **given)
+    found = sft(SFT, tmp_path, {}, peft_config=lora(), roundpipe=options)
+    assert_same(found, wanted, NAMES)
+    trained = [value for name, value in weights(found).items() if "lora_" in name]
+    assert len(trained) == 8
+    assert all(value.abs().sum() > 0 for value in trained)
+    torch.manual_seed(3)
+    start = sft(trl.SFTTrainer, tmp_path, {"max_steps": 1, "learning_rate": 0.0}, peft_config=lora())
+    moved = [
+        not torch.equal(value, weights(start)[name]) for name, value in weights(found).items() if "lora_" in name
+    ]
+    assert all(moved)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"gradient_accumulation_steps": 3}, marks=pytest.mark.nightly)], ids=["1", "3"]
+)
+def test_dpo_with_a_reference_model_is_the_same(tmp_path, options, settings):
+    wanted, found = dpo(trl.DPOTrainer, tmp_path, settings), dpo(DPO, tmp_path, settings, roundpipe=options)
+    assert_same(found, wanted, NAMES)
+    assert "rewards/margins" in logs(found, NAMES)[0]
+    reference = found.ref_model
+    assert isinstance(reference, OnDevices)
+    assert isinstance(reference.engine, RoundPipe)
+    assert reference.engine.runtime is found.model_wrapped.engine.runtime
+    for name, value in causal_lm(5).state_dict().items():
+        assert torch.equal(reference.state_dict()[name], value), name
+
+
+def test_dpo_with_adapters_switched_off_is_the_same(tmp_path, options, monkeypatch):
+    calls: list[bool] = []
+    plain = OnDevices.forward
+
+    def noted(self: OnDevices, *args: Any, **kwargs: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        return plain(self, *args, **kwargs)
+
+    wanted = dpo(trl.DPOTrainer, tmp_path, {}, peft_config=lora())
+    monkeypatch.setattr(OnDevices, "forward", noted)
+    found = dpo(DPO, tmp_path, {}, peft_config=lora(), roundpipe=options)
+    assert_same(found, wanted, NAMES)
+    # Adapters that begin with random numbers differ from none at once.
+    assert logs(found, NAMES)[0]["rewards/chosen"] != 0
+    # The reference ran on the devices, too: three steps, and two evaluations of one batch.
+    assert calls.count(True) == 3
+    assert calls.count(False) == 3 + 2 * 2
+
+
+@pytest.mark.nightly
+def test_dpo_against_an_adapter_that_was_trained_before(tmp_path, options):
+    from peft import get_peft_model
+
+    def adapted() -> Any:
+        model = causal_lm()
+        torch.manual_seed(7)
+        return get_peft_model(model, lora())
+
+    def trained(kind: type[Any], **given: Any) -> Any:
+        args = trl.DPOConfig(str(tmp_path), **{**ARGUMENTS, **SETTINGS})
+        trainer = kind(
+            model=adapted(),
+            args=args,
+            train_dataset=PAIRS,
+            eval_dataset=PAIRS.select(range(4)),
+            processing_class=tokenizer(),
+            **given,
+        )
+        trainer.train()
+        return trainer
+
+    assert_same(trained(DPO, roundpipe=options), trained(trl.DPOTrainer), NAMES)
