@@ -8,8 +8,8 @@ copyright = "the RoundPipe authors, Apache-2.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-# A toctree may name a page that is still to be written. A misspelt name is noticed: its page is then in none.
-suppress_warnings = ["toc.not_readable", "ref.python"]
+# Of names that several classes have, such as `step`, any will do.
+suppress_warnings = ["ref.python"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
