@@ -1,0 +1,45 @@
+"""How Sphinx builds the site: `uv run --group docs sphinx-build -W --keep-going -q -b html docs docs/_build`."""
+
+import os
+
+project = "RoundPipe"
+author = "The RoundPipe authors"
+copyright = "the RoundPipe authors, Apache-2.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+# Of names that several classes have, such as `step`, any will do.
+suppress_warnings = ["ref.python"]
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = "RoundPipe"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+
+# In docstrings `name` is a link where there is such an object, and code otherwise.
+default_role = "py:obj"
+add_module_names = False
+autodoc_typehints_format = "short"
+autodoc_member_order = "groupwise"
+python_maximum_signature_line_length = 100
+
+# Links to other projects' sites need the network, so only the job that publishes asks for them.
+if os.environ.get("ROUNDPIPE_DOCS_ONLINE") == "1":
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "transformers": ("https://huggingface.co/docs/transformers/main/en", None),
+    }
+
+
+def setup(app):
+    """Lead links that work in the repository to the page that the site has for the same file."""
+    app.connect("source-read", _lead_to_pages)
+
+
+def _lead_to_pages(_app, _page, source):
+    source[0] = source[0].replace("](../CONTRIBUTING.md", "](contributing.md")
