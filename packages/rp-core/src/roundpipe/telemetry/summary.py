@@ -37,11 +37,13 @@ class DeviceSummary:
 class ProfileSummary:
     """A profile's totals, from its first call to the end of the work that its calls launched; prints as a table.
 
-    `optimizer_s`: working time of steps and publications. `optimizer_wait_s`: their waiting time, not included.
+    `num_calls`: of ``forward`` and ``forward_backward``. `num_steps`: of ``step``. `optimizer_s`: working time of
+    steps and publications. `optimizer_wait_s`: their waiting time, not included.
     """
 
     seconds: float
     num_calls: int
+    num_steps: int
     devices: tuple[DeviceSummary, ...]
     optimizer_s: float
     optimizer_wait_s: float
@@ -57,7 +59,7 @@ class ProfileSummary:
         work, waits = readable_ms(self.optimizer_s), readable_ms(self.optimizer_wait_s)
         return "\n".join(
             [
-                f"{self.num_calls} calls in {readable_ms(self.seconds)} ms",
+                f"{self.num_calls} calls and {self.num_steps} steps in {readable_ms(self.seconds)} ms",
                 table(["ms", *(device.name for device in self.devices)], rows),
                 f"optimizer: {work} ms of work, {waits} ms of waits",
             ]
@@ -68,7 +70,7 @@ def summarize(spans: Sequence[Span]) -> ProfileSummary:
     """Add up spans, by device and reason.
 
     >>> spans = [
-    ...     Span("host", "caller", "call", "step of m", 0.0, 4.0),
+    ...     Span("host", "caller", "call", "forward of m", 0.0, 4.0),
     ...     Span("cpu:0", "compute", "task", "F[0:1] m0", 1.0, 4.0),
     ...     Span("cpu:0", "compute", "wait", "wait for weights", 1.0, 2.5, reason="weights"),
     ... ]
@@ -84,11 +86,17 @@ def summarize(spans: Sequence[Span]) -> ProfileSummary:
     waits_s = _length(_union(_intervals(span for span in optimizer if span.kind == "wait")))
     return ProfileSummary(
         seconds=whole[1] - whole[0],
-        num_calls=len(calls),
+        num_calls=sum(_method(span) in ("forward", "forward_backward") for span in calls),
+        num_steps=sum(_method(span) == "step" for span in calls),
         devices=tuple(_device(name, spans, _union(_intervals(calls)), whole) for name in names),
         optimizer_s=_length(_union(_intervals(optimizer))) - waits_s,
         optimizer_wait_s=waits_s,
     )
+
+
+def _method(call: Span) -> str:
+    """What was called; `in_call` names its spans so."""
+    return call.name.partition(" of ")[0]
 
 
 def _device(name: str, spans: Sequence[Span], calls: Sequence[Interval], whole: Interval) -> DeviceSummary:

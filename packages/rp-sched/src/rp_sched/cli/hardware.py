@@ -55,7 +55,7 @@ def size(text: str) -> int:
     if match is None or (match[2] or "") not in _PREFIXES:
         raise ValueError("must read like 48GB (10^9 bytes) or 48GiB (2^30 bytes)")
     nbytes = int(float(match[1]) * _PREFIXES[match[2] or ""])
-    if not text.strip().endswith("B") and nbytes < _LEAST_WITHOUT_UNIT:
+    if text.strip()[-1].isdigit() and nbytes < _LEAST_WITHOUT_UNIT:
         raise ValueError(f"must have a unit, such as {text}GB (10^9 bytes) or {text}GiB (2^30 bytes)")
     return nbytes
 
