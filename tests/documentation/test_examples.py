@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from packaging.version import Version
 from pages import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TRAINING = [
     "full_finetuning", "lora", "resnet", "encoder_decoder", "distillation", "own_schedule", "optimizer_alone"
 ]  # fmt: skip
+WITH_TRL = ["sft", "dpo"]
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*parts were requested"), pytest.mark.usefixtures("default")]
 
@@ -32,6 +36,16 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_an_example_that_trains_has_falling_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = example(name, monkeypatch).main(["--tiny"])
     assert sum(losses[-3:]) / 3 < 0.98 * losses[0]
+
+
+@pytest.mark.skipif(
+    Version(version("trl")) < Version("1.16") and not torch.cuda.is_available(),
+    reason="TRL before 1.16 computes losses by a Triton kernel",
+)
+@pytest.mark.parametrize("name", WITH_TRL)
+def test_an_example_of_trls_has_falling_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = example(name, monkeypatch).main(["--tiny"])
+    assert sum(losses[-3:]) / 3 < 0.95 * losses[0]
 
 
 def test_the_splitter_has_the_loss_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
