@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL: its trainer gets a second base class, and the rest of the script stays as it is.
+"""Supervised fine-tuning with TRL: its trainer gets a second base class, and the rest of the script stays.
 
 python examples/sft.py --model Qwen3-8B --data chats.jsonl
 python examples/sft.py --tiny
