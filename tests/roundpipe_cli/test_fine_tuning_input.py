@@ -32,6 +32,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "adapter" / "adapter_config.json").write_text("{}")
     finetuning.make_model(here / "small", weights=False)
     (here / "small" / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    finetuning.make_model(here / "short", "gpt2", weights=False)
+    short = json.loads((here / "short" / "config.json").read_text())
+    (here / "short" / "config.json").write_text(json.dumps({**short, "n_positions": 16}))
     finetuning.json_lines(here / "texts.jsonl", finetuning.texts())
     finetuning.json_lines(here / "chats.jsonl", finetuning.chats())
     finetuning.json_lines(here / "questions.jsonl", [{"messages": [{"role": "user", "content": "one"}]}])
@@ -69,6 +72,7 @@ WRONG = {
     "pickled weights": (["--model", "pickled", "--tokenizer", "model"], "pytorch_model.bin, which is not read"),
     "no tokenizer": (["--model", "tokenless"], "no tokenizer in tokenless"),
     "a tokenizer of another model": (["--model", "small"], "but the model has 20"),
+    "more positions than the model has": (["--model", "short"], "--sequence must be at most 16"),
     "no data file": (["--data", "no.jsonl"], "no.jsonl does not exist"),
     "a folder without data": (["--data", "blank"], "has no files that end with"),
     "no samples": (["--data", "nothing.jsonl"], "has no samples"),

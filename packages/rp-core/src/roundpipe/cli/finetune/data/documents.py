@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,10 +139,16 @@ def _of_parquet(option: str, file: Path) -> Iterator[Sample]:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise Refused(f"{option} {file} is Parquet, which needs datasets: pip install datasets") from None
+    log = logging.getLogger("datasets")
+    level = log.level
     try:
+        # It prints what it raises, too.
+        log.setLevel(logging.CRITICAL)
         rows: Iterable[Mapping[str, Any]] = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
     except Exception as error:  # readers raise errors of many libraries
         raise Refused(f"{option} {file} cannot be read as Parquet: {error}") from error
+    finally:
+        log.setLevel(level)
     for number, row in enumerate(rows, 1):
         # A column that other rows have is None here.
         given = {name: value for name, value in row.items() if value is not None}
