@@ -206,6 +206,33 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_saves_nothing_of_it(
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.parametrize("given", [["--sync"], ["--no-sync"], ["--sync", "--clip", "0"]])
+def test_gradients_that_are_not_finite_end_the_training_before_they_reach_a_weight(
+    given: list[str],
+    inputs: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    update = Updates.update
+
+    def spoilt(updates: Updates, step: int, rate: float) -> None:
+        if step == 3:
+            gradient = updates.optimizer.param_groups[0]["params"][0].grad
+            gradient.fill_(float("inf"))
+        update(updates, step, rate)
+
+    monkeypatch.setattr(Updates, "update", spoilt)
+    run = tmp_path / "run"
+
+    # The last step: no loss would show it.
+    assert main(["train", *inputs, "--output", str(run), *SETTINGS, "--steps", "3", *given]) == 1
+
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "roundpipe: the gradients must stay finite, but are not at step 3; try a lower --lr"
+    assert not (run / "model").exists()
+
+
 def test_tensorboard_gets_what_the_lines_have(inputs: list[str], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -241,3 +268,16 @@ def test_compiled_layers_train_the_same(inputs: list[str], tmp_path: Path) -> No
         subprocess.run([sys.executable, "-m", "roundpipe", "train", *command], check=True, timeout=100)
         losses.append([line["loss"] for line in finetuning.lines(tmp_path / run)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_evaluations_leave_the_random_numbers_of_the_training_alone(inputs: list[str], tmp_path: Path) -> None:
+    folder = finetuning.make_model(tmp_path / "gpt2", "gpt2")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "resid_pdrop": 0.3}))
+    losses: list[list[float]] = []
+    for run, given in (("without", []), ("with", ["--eval-data", inputs[3], "--eval-every", "1"])):
+        command = ["--model", str(folder), *inputs[2:], "--output", str(tmp_path / run), *SETTINGS, "--steps", "3"]
+        assert main(["train", *command, *given]) == 0
+        losses.append([line["loss"] for line in finetuning.lines(tmp_path / run) if "loss" in line])
+
+    assert losses[0] == losses[1]

@@ -44,7 +44,8 @@ class Job:
     def step(self, step: int) -> tuple[StepFigures, bool]:
         """Run step number `step`, counted from 1. Return also whether its loss is finite; if not, no update.
 
-        Unless `sync`, its update may end after the return.
+        Unless `sync`, its update may end after the return. Raises `Diverged` for gradients that are not finite, of
+        this step or, unless `sync`, of the one before.
         """
         began = time.perf_counter()
         rate = self.updates.rate(step)
@@ -52,7 +53,7 @@ class Job:
         late = self.model.weights_delay
         is_finite = bool(torch.isfinite(torch.tensor(loss)))
         if is_finite:
-            self.model.step(partial(self.updates.update, rate), is_async=not self.options.sync)
+            self.model.step(partial(self.updates.update, step, rate), is_async=not self.options.sync)
         seconds = time.perf_counter() - began
         tokens = self.data.tokens(step)
         found = figures_of(
@@ -67,13 +68,18 @@ class Job:
         return sum(self.model.forward_backward(input_kwargs={**call, **whole}).item() for call in calls)
 
     def held_out_loss(self) -> float | None:
-        """The mean over all labels that are held out, after all updates; None if nothing is evaluated."""
+        """The mean over all labels that are held out, after all updates; None if nothing is evaluated.
+
+        What training draws afterwards is the same as without it.
+        """
         if self.evaluation is None:
             return None
         self.model.synchronize()
         self.model.eval()
         try:
-            return self.evaluation.loss(self.model)
+            # A call draws a seed from the CPU generator, on all devices.
+            with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+                return self.evaluation.loss(self.model)
         finally:
             self.model.train()
 

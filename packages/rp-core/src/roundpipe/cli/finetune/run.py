@@ -45,7 +45,7 @@ def fine_tune(given: FineTuning) -> None:
     """Fine-tune a model as the options say.
 
     Raises `Refused`, before anything is trained or overwritten, for options, data, a model or a checkpoint that
-    cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if the loss is not finite; `Unwritable`
+    cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if the loss or gradients are not finite; `Unwritable`
     if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
     """
     output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
