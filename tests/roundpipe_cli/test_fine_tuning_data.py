@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from array import array
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,12 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "folder").mkdir()
     finetuning.json_lines(tmp_path / "folder" / "c.ndjson", [{"messages": CHAT.messages, "prompt": "p"}])
-    for name in ("README", "config.json"):
+    (tmp_path / ".cache").mkdir()
+    for name in ("README", "config.json", ".hidden.txt", ".cache/copy.txt"):
         (tmp_path / name).write_text("not this")
+    # As some systems write them: suffixes in capitals, and a mark before the text.
+    (tmp_path / "d.JSONL").write_bytes(codecs.BOM_UTF8 + b'{"text": "three"}\n')
+    (tmp_path / "e.TXT").write_bytes(codecs.BOM_UTF8 + b"four")
 
     found = list(read_samples("--data", [tmp_path]))
 
@@ -237,6 +242,8 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
         Text(str(tmp_path / "a.txt"), "one"),
         Text(f"{tmp_path / 'b.jsonl'}:1", "two"),
         Completion(f"{tmp_path / 'b.jsonl'}:2", "p", "c"),
+        Text(f"{tmp_path / 'd.JSONL'}:1", "three"),
+        Text(str(tmp_path / "e.TXT"), "four"),
         Chat(f"{tmp_path / 'folder' / 'c.ndjson'}:1", CHAT.messages),
     ]
 

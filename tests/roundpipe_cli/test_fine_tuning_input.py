@@ -57,6 +57,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "list.yaml").write_text("- a\n")
     (here / "broken.yaml").write_text("a: [\n")
     (here / "twice.yaml").write_text("eval-every: 2\neval_every: 3\n")
+    finetuning.make_model(here / "earlier" / "model", weights=False)
+    (here / "earlier" / "options.json").write_text('{"roundpipe_version": "0"}')
+    finetuning.json_lines(here / "earlier" / "metrics.jsonl", [{"step": 1}])
+    (here / "corpus").mkdir()
+    finetuning.json_lines(here / "corpus" / "texts.jsonl", finetuning.texts())
     (here / "theirs").mkdir()
     (here / "theirs" / "thesis.tex").write_text("")
     return here
@@ -119,6 +124,26 @@ WRONG = {
     "an unknown report": (["--report", "wandb"], "must be one of jsonl, tensorboard"),
     "others' files": (["--output", "theirs"], "has other files in it"),
     "others' files to overwrite": (["--output", "theirs", "--overwrite"], "has other files in it"),
+    "a model that would be overwritten": (
+        ["--model", "earlier/model", "--output", "earlier", "--overwrite"],
+        "--overwrite would remove --model earlier/model",
+    ),
+    "a tokenizer that would be overwritten": (
+        ["--tokenizer", "earlier/../earlier/model", "--output", "earlier", "--overwrite"],
+        "--overwrite would remove --tokenizer",
+    ),
+    "data that would be overwritten": (
+        ["--data", "earlier/metrics.jsonl", "--output", "earlier", "--overwrite"],
+        "--overwrite would remove --data earlier/metrics.jsonl",
+    ),
+    "output among the data": (
+        ["--data", "corpus", "--output", "corpus/run"],
+        "--output corpus/run is in --data corpus, whose files are all read",
+    ),
+    "output among the data to evaluate": (
+        ["--eval-data", "corpus", "--output", "corpus/run"],
+        "--output corpus/run is in --eval-data corpus",
+    ),
     "no such config": (["--config", "no.yaml"], "no.yaml cannot be read"),
     "an unknown name in the config": (
         ["--config", "unknown.yaml"],

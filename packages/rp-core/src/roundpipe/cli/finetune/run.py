@@ -21,6 +21,7 @@ from roundpipe.cli.finetune.forecast import check_host, foretold, summary, vocab
 from roundpipe.cli.finetune.job import Evaluation, Job
 from roundpipe.cli.finetune.model import check_lora, has_weights, pad_of, save_model, tokenizer_of, wrapped
 from roundpipe.cli.finetune.options import FineTuning
+from roundpipe.cli.finetune.places import check_places
 from roundpipe.cli.finetune.separation import check_separation
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
@@ -45,9 +46,10 @@ def fine_tune(given: FineTuning) -> None:
     """Fine-tune a model as the options say.
 
     Raises `Refused`, before anything is trained or overwritten, for options, data, a model or a checkpoint that
-    cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if the loss or gradients are not finite; `Unwritable`
-    if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
+    cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if loss or gradients are not finite;
+    `Unwritable` if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
     """
+    check_places(given)
     output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
     options = fitted(given)
     _check_installed(options)

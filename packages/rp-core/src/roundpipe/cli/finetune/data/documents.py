@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import json
 import logging
@@ -48,7 +49,7 @@ Sample = Text | Completion | Chat
 
 
 def read_samples(option: str, paths: Sequence[Path]) -> Iterator[Sample]:
-    """Read files, and those of folders that have a known suffix, in the order of their names.
+    """Read files, and those of folders that have a known suffix and are not hidden, in the order of their names.
 
     A file with the suffix ``.jsonl``, ``.ndjson`` or ``.json`` has an object a line; ``.parquet`` needs
     `datasets`; any other file is one text.
@@ -72,7 +73,8 @@ def _files(option: str, path: Path) -> list[Path]:
     if path.is_dir():
         # Many a folder has a config.json.
         known = JSON_LINES - {".json"} | TEXTS | {PARQUET}
-        found = sorted(file for file in path.rglob("*") if file.suffix in known and file.is_file())
+        files = (file for file in path.rglob("*") if file.suffix.lower() in known and file.is_file())
+        found = sorted(file for file in files if not _is_hidden(file.relative_to(path)))
         if not found:
             raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(known))}")
         return found
@@ -82,10 +84,15 @@ def _files(option: str, path: Path) -> list[Path]:
     return [path]
 
 
+def _is_hidden(path: Path) -> bool:
+    """As what editors and downloads leave behind."""
+    return any(part.startswith(".") for part in path.parts)
+
+
 def _samples(option: str, file: Path) -> Iterator[Sample]:
-    if file.suffix in JSON_LINES:
+    if file.suffix.lower() in JSON_LINES:
         return _of_lines(option, file)
-    if file.suffix == PARQUET:
+    if file.suffix.lower() == PARQUET:
         return _of_parquet(option, file)
     return iter([Text(str(file), _decoded(option, str(file), _content(option, file)))])
 
@@ -102,7 +109,8 @@ def _content(option: str, file: Path) -> bytes:
 
 def _decoded(option: str, place: str, content: bytes) -> str:
     try:
-        return content.decode()
+        # Some editors put a mark before the text.
+        return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise Refused(f"{option} {place} must be in UTF-8, but is not (byte {error.start})") from None
 
