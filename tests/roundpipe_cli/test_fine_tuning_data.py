@@ -20,6 +20,7 @@ from roundpipe.cli.finetune.data.documents import Chat, Completion, Sample, Text
 from roundpipe.cli.finetune.data.packing import packed
 from roundpipe.cli.finetune.data.tokens import Counts, Document, Documents, Reader, held_out
 from roundpipe.cli.finetune.separation import check_separation
+from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 TOKENIZER = finetuning.tokenizer()
@@ -66,6 +67,36 @@ def test_a_template_that_marks_the_assistant_need_not_keep_its_words() -> None:
         read(CHAT, only=True, tokenizer=finetuning.tokenizer(finetuning.UNSTABLE))
     # Without the question which is whose, any template will do.
     assert read(CHAT, tokenizer=finetuning.tokenizer(finetuning.UNSTABLE)).labels
+
+
+def test_marks_that_cannot_be_traced_to_tokens_are_refused() -> None:
+    trimming = finetuning.tokenizer(finetuning.MARKED)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    spaced = Chat("a:1", [*CHAT.messages[1:4], {"role": "assistant", "content": " five six"}])
+
+    assert learned(read(spaced, only=True, tokenizer=MARKED).all[0]) == "three<|im_end|>\n five six<|im_end|>\n"
+    with pytest.raises(Refused, match="a:1: which tokens are the assistant's cannot be told: the tokenizer does"):
+        read(spaced, only=True, tokenizer=trimming)
+
+
+def test_a_text_that_begins_with_the_first_token_has_it_once() -> None:
+    beginning = finetuning.tokenizer()
+    beginning.add_special_tokens({"bos_token": "<|begin|>"})
+    first = beginning.bos_token_id
+    beginning.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", first)]
+    )
+
+    for text in ("one two", "<|begin|>one two"):
+        for sample in (Text("", text), Completion("", text, " three")):
+            tokens = list(read(sample, tokenizer=beginning).all[0].tokens)
+            assert tokens.count(first) == 1, sample
+            assert tokens[0] == first
+    # This tokenizer adds none.
+    twice = TOKENIZER.eos_token * 2
+    kept = finetuning.tokenizer()
+    kept.bos_token = kept.eos_token
+    assert list(read(Text("", twice + "one"), tokenizer=kept).all[0].tokens)[:2] == [kept.eos_token_id] * 2
 
 
 def test_messages_that_the_template_refuses_are_told_with_its_words() -> None:

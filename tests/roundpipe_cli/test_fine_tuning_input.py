@@ -43,6 +43,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finetuning.json_lines(here / "lists.jsonl", [{"prompt": [], "completion": []}])
     finetuning.json_lines(here / "hollow.jsonl", [{"prompt": "one", "completion": ""}])
     finetuning.json_lines(here / "roles.jsonl", [{"messages": [{"content": "one"}]}])
+    parts = {"role": "user", "content": [{"type": "text", "text": "one"}]}
+    finetuning.json_lines(here / "parts.jsonl", [{"messages": [parts]}])
+    finetuning.json_lines(here / "null.jsonl", [{"messages": [{"role": "user", "content": None}]}])
+    (here / "half.jsonl").write_text('{"text": "one \\ud83d\\ude00"}\n{"text": "one \\uD83D"}\n')
     finetuning.json_lines(here / "silent.jsonl", [{"messages": []}])
     (here / "array.json").write_text('[{"text": "one"},\n{"text": "two"}]')
     (here / "broken.jsonl").write_text('{"text": "one"}\n{"text": ')
@@ -91,6 +95,9 @@ WRONG = {
     "a prompt that is a number": (["--data", "numbers.jsonl"], "'prompt' must be text, but is a int"),
     "a prompt that is a list": (["--data", "lists.jsonl"], "write conversations as 'messages'"),
     "messages without roles": (["--data", "roles.jsonl"], "each message must have a 'role'"),
+    "contents in parts": (["--data", "parts.jsonl"], "must be text, but one is [{'type': 'text'"),
+    "no content": (["--data", "null.jsonl"], "each message must have a 'role' and a 'content'"),
+    "half of a character": (["--data", "half.jsonl"], "half.jsonl:2 must be text, but has half of a surrogate"),
     "no messages": (["--data", "silent.jsonl"], "a list of at least one message"),
     "no completion": (["--data", "hollow.jsonl"], "hollow.jsonl:1 has nothing to learn: its completion is empty"),
     "nothing said": (["--data", "questions.jsonl", "--completions-only"], "the assistant says nothing"),

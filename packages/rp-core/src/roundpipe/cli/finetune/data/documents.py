@@ -139,7 +139,18 @@ def _object(option: str, place: str, line: str) -> Mapping[str, Any]:
         raise Refused(f"{option} {place} must be one JSON object, but is not: {error}{hint}") from None
     if not isinstance(found, dict):
         raise Refused(f"{option} {place} must be a JSON object with {_SHAPES}, but is a {type(found).__name__}")
+    if "\\ud" in line.lower():
+        _check_pairs(f"{option} {place}", cast(object, found))
     return cast("Mapping[str, Any]", found)
+
+
+def _check_pairs(place: str, found: object) -> None:
+    """JSON may have halves of surrogate pairs, which are no text."""
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise Refused(f"{place} must be text, but has half of a surrogate pair ({half})") from None
 
 
 def _of_parquet(option: str, file: Path) -> Iterator[Sample]:
@@ -195,8 +206,15 @@ def _chat(option: str, place: str, record: Mapping[str, Any]) -> Chat:
         told = repr(cast(object, messages))
         raise Refused(f"{option} {place}: 'messages' must be a list of at least one message, but is {told:.60}")
     for message in cast("list[object]", messages):
-        if not isinstance(message, dict) or not isinstance(cast("dict[str, Any]", message).get("role"), str):
-            raise Refused(
-                f"{option} {place}: each message must have a 'role' and a 'content', but one is {message!r:.60}"
-            )
+        _check_message(f"{option} {place}", message)
     return Chat(place, cast("Sequence[Mapping[str, Any]]", messages), tools)
+
+
+def _check_message(place: str, message: object) -> None:
+    """Templates write whatever they get, such as a list's brackets, so only text may be a content."""
+    given = cast("Mapping[str, object]", message if isinstance(message, dict) else {})
+    content = given.get("content")
+    if not isinstance(given.get("role"), str) or (content is None and not given.get("tool_calls")):
+        raise Refused(f"{place}: each message must have a 'role' and a 'content', but one is {message!r:.60}")
+    if not isinstance(content, str | None):
+        raise Refused(f"{place}: the 'content' of a message must be text, but one is {content!r:.60}")
