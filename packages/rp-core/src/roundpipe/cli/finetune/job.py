@@ -37,6 +37,7 @@ class Job:
         self.options, self.model, self.updates, self.data = options, model, updates, data
         self.evaluation, self.manager, self.runtime = evaluation, manager, runtime
         self._saved_step: int | None = None
+        self._lowest: float | None = None
         self._saved_at = time.monotonic()
         if options.accumulation > 1:
             _check_accumulation(model, data.calls(1)[0])
@@ -84,11 +85,13 @@ class Job:
             self.model.train()
 
     def save_if_due(self, step: int, loss: float | None) -> None:
-        """Save a checkpoint every so many steps or minutes, while training goes on."""
+        """Save a checkpoint every so many steps or minutes, and at the lowest held-out loss so far."""
         options = self.options
+        is_best = loss is not None and (self._lowest is None or loss < self._lowest)
+        self._lowest = loss if is_best else self._lowest
         by_step = options.save_every is not None and step % options.save_every == 0
         minutes = (time.monotonic() - self._saved_at) / 60
-        if by_step or (options.save_minutes is not None and minutes >= options.save_minutes):
+        if is_best or by_step or (options.save_minutes is not None and minutes >= options.save_minutes):
             self._save(step, loss)
 
     def save_now(self, step: int) -> None:
@@ -103,7 +106,7 @@ class Job:
     def _save(self, step: int, loss: float | None) -> None:
         self._saved_step, self._saved_at = step, time.monotonic()
         count = self.model.model_run_config.num_microbatch
-        data = {"num_microbatch": count}
+        data = {"num_microbatch": count, "lowest_loss": self._lowest}
         self.manager.save(self.model, self.updates.optimizer, step=step, data=data, metric=loss)
 
     def resume(self) -> int:
@@ -115,8 +118,10 @@ class Job:
             loaded = self.manager.load_latest(self.model, self.updates.optimizer)
         except CheckpointError as error:
             raise Refused(f"--resume: {error}") from error
-        self._saved_step = None if loaded is None else loaded.step
-        return 0 if loaded is None else loaded.step
+        if loaded is None:
+            return 0
+        self._saved_step, self._lowest = loaded.step, loaded.data["lowest_loss"]
+        return loaded.step
 
 
 class Evaluation:

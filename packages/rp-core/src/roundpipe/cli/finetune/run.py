@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -248,6 +249,10 @@ def _evaluate(job: Job, step: int, reports: Reports) -> float | None:
         for report in reports:
             report.held_out(step, loss)
         say(f"held-out loss after step {step}: {loss:.4f}")
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the held-out loss must stay finite, but is {loss} after step {step}; try a lower --lr"
+            )
     return loss
 
 
