@@ -229,6 +229,21 @@ def test_gradients_that_are_not_finite_end_the_training_before_they_reach_a_weig
     assert not (run / "model").exists()
 
 
+def test_a_trace_that_cannot_be_written_costs_no_model(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs a file that is always full")
+    run = tmp_path / "run"
+
+    given = ["--output", str(run), *SETTINGS, "--steps", "1", "--profile", str(full)]
+    assert main(["train", *inputs, *given]) == 1
+
+    assert "roundpipe: --profile /dev/full cannot be written" in capsys.readouterr().err
+    assert (run / "model" / "model.safetensors").is_file()
+
+
 def test_tensorboard_gets_what_the_lines_have(inputs: list[str], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

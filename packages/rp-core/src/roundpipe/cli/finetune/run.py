@@ -191,13 +191,15 @@ def _run(job: Job, steps: int, done: int, reports: Reports, tokenizer: Any) -> N
     with Interruption() as interruption:
         if not done:
             _evaluate(job, 0, reports)
-        done = _profiled(job, steps, done, reports, interruption)
+        done, unwritten = _profiled(job, steps, done, reports, interruption)
         if interruption.asked:
-            raise Interrupted(_stopped(job, done, steps), interruption.number)
+            raise Interrupted(_stopped(job, done, steps), interruption.number) from unwritten
         with _told_if_failed(folder):
             job.manager.wait()
         _save(job, tokenizer)
     print(f"the model is in {folder / output.MODEL}", flush=True)
+    if unwritten is not None:
+        raise unwritten
 
 
 def _stopped(job: Job, done: int, steps: int) -> str:
@@ -211,14 +213,23 @@ def _stopped(job: Job, done: int, steps: int) -> str:
     )
 
 
-def _profiled(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
+def _profiled(
+    job: Job, steps: int, done: int, reports: Reports, interruption: Interruption
+) -> tuple[int, Unwritable | None]:
+    """Train on; return the number of steps done, and why there is no trace: the model is saved nevertheless."""
     path = job.options.profile
     if path is None:
-        return _steps(job, steps, done, reports, interruption)
-    with output.writing(f"--profile {path}"), profile(path) as taken:
-        done = _steps(job, steps, done, reports, interruption)
+        return _steps(job, steps, done, reports, interruption), None
+    reached: int | None = None
+    try:
+        with output.writing(f"--profile {path}"), profile(path) as taken:
+            reached = _steps(job, steps, done, reports, interruption)
+    except Unwritable as error:
+        if reached is None:
+            raise
+        return reached, error
     print(f"{taken.summary}\nthe trace is in {path}", flush=True)
-    return done
+    return reached, None
 
 
 def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
