@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from array import array
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from roundpipe.cli.finetune.data.documents import Chat, Completion, Sample, Text
 from roundpipe.cli.finetune.data.packing import packed
 from roundpipe.cli.finetune.data.tokens import Counts, Document, Documents, Reader, held_out
 from roundpipe.cli.finetune.separation import check_separation
+from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 TOKENIZER = finetuning.tokenizer()
@@ -65,6 +67,36 @@ def test_a_template_that_marks_the_assistant_need_not_keep_its_words() -> None:
         read(CHAT, only=True, tokenizer=finetuning.tokenizer(finetuning.UNSTABLE))
     # Without the question which is whose, any template will do.
     assert read(CHAT, tokenizer=finetuning.tokenizer(finetuning.UNSTABLE)).labels
+
+
+def test_marks_that_cannot_be_traced_to_tokens_are_refused() -> None:
+    trimming = finetuning.tokenizer(finetuning.MARKED)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    spaced = Chat("a:1", [*CHAT.messages[1:4], {"role": "assistant", "content": " five six"}])
+
+    assert learned(read(spaced, only=True, tokenizer=MARKED).all[0]) == "three<|im_end|>\n five six<|im_end|>\n"
+    with pytest.raises(Refused, match="a:1: which tokens are the assistant's cannot be told: the tokenizer does"):
+        read(spaced, only=True, tokenizer=trimming)
+
+
+def test_a_text_that_begins_with_the_first_token_has_it_once() -> None:
+    beginning = finetuning.tokenizer()
+    beginning.add_special_tokens({"bos_token": "<|begin|>"})
+    first = beginning.bos_token_id
+    beginning.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", first)]
+    )
+
+    for text in ("one two", "<|begin|>one two"):
+        for sample in (Text("", text), Completion("", text, " three")):
+            tokens = list(read(sample, tokenizer=beginning).all[0].tokens)
+            assert tokens.count(first) == 1, sample
+            assert tokens[0] == first
+    # This tokenizer adds none.
+    twice = TOKENIZER.eos_token * 2
+    kept = finetuning.tokenizer()
+    kept.bos_token = kept.eos_token
+    assert list(read(Text("", twice + "one"), tokenizer=kept).all[0].tokens)[:2] == [kept.eos_token_id] * 2
 
 
 def test_messages_that_the_template_refuses_are_told_with_its_words() -> None:
@@ -228,8 +260,12 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "folder").mkdir()
     finetuning.json_lines(tmp_path / "folder" / "c.ndjson", [{"messages": CHAT.messages, "prompt": "p"}])
-    for name in ("README", "config.json"):
+    (tmp_path / ".cache").mkdir()
+    for name in ("README", "config.json", ".hidden.txt", ".cache/copy.txt"):
         (tmp_path / name).write_text("not this")
+    # As some systems write them: suffixes in capitals, and a mark before the text.
+    (tmp_path / "d.JSONL").write_bytes(codecs.BOM_UTF8 + b'{"text": "three"}\n')
+    (tmp_path / "e.TXT").write_bytes(codecs.BOM_UTF8 + b"four")
 
     found = list(read_samples("--data", [tmp_path]))
 
@@ -237,6 +273,8 @@ def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path: Path)
         Text(str(tmp_path / "a.txt"), "one"),
         Text(f"{tmp_path / 'b.jsonl'}:1", "two"),
         Completion(f"{tmp_path / 'b.jsonl'}:2", "p", "c"),
+        Text(f"{tmp_path / 'd.JSONL'}:1", "three"),
+        Text(str(tmp_path / "e.TXT"), "four"),
         Chat(f"{tmp_path / 'folder' / 'c.ndjson'}:1", CHAT.messages),
     ]
 

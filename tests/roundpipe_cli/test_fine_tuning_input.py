@@ -32,6 +32,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "adapter" / "adapter_config.json").write_text("{}")
     finetuning.make_model(here / "small", weights=False)
     (here / "small" / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    finetuning.make_model(here / "short", "gpt2", weights=False)
+    short = json.loads((here / "short" / "config.json").read_text())
+    (here / "short" / "config.json").write_text(json.dumps({**short, "n_positions": 16}))
     finetuning.json_lines(here / "texts.jsonl", finetuning.texts())
     finetuning.json_lines(here / "chats.jsonl", finetuning.chats())
     finetuning.json_lines(here / "questions.jsonl", [{"messages": [{"role": "user", "content": "one"}]}])
@@ -40,6 +43,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finetuning.json_lines(here / "lists.jsonl", [{"prompt": [], "completion": []}])
     finetuning.json_lines(here / "hollow.jsonl", [{"prompt": "one", "completion": ""}])
     finetuning.json_lines(here / "roles.jsonl", [{"messages": [{"content": "one"}]}])
+    parts = {"role": "user", "content": [{"type": "text", "text": "one"}]}
+    finetuning.json_lines(here / "parts.jsonl", [{"messages": [parts]}])
+    finetuning.json_lines(here / "null.jsonl", [{"messages": [{"role": "user", "content": None}]}])
+    (here / "half.jsonl").write_text('{"text": "one \\ud83d\\ude00"}\n{"text": "one \\uD83D"}\n')
     finetuning.json_lines(here / "silent.jsonl", [{"messages": []}])
     (here / "array.json").write_text('[{"text": "one"},\n{"text": "two"}]')
     (here / "broken.jsonl").write_text('{"text": "one"}\n{"text": ')
@@ -54,6 +61,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "list.yaml").write_text("- a\n")
     (here / "broken.yaml").write_text("a: [\n")
     (here / "twice.yaml").write_text("eval-every: 2\neval_every: 3\n")
+    finetuning.make_model(here / "earlier" / "model", weights=False)
+    (here / "earlier" / "options.json").write_text('{"roundpipe_version": "0"}')
+    finetuning.json_lines(here / "earlier" / "metrics.jsonl", [{"step": 1}])
+    (here / "corpus").mkdir()
+    finetuning.json_lines(here / "corpus" / "texts.jsonl", finetuning.texts())
     (here / "theirs").mkdir()
     (here / "theirs" / "thesis.tex").write_text("")
     return here
@@ -69,6 +81,7 @@ WRONG = {
     "pickled weights": (["--model", "pickled", "--tokenizer", "model"], "pytorch_model.bin, which is not read"),
     "no tokenizer": (["--model", "tokenless"], "no tokenizer in tokenless"),
     "a tokenizer of another model": (["--model", "small"], "but the model has 20"),
+    "more positions than the model has": (["--model", "short"], "--sequence must be at most 16"),
     "no data file": (["--data", "no.jsonl"], "no.jsonl does not exist"),
     "a folder without data": (["--data", "blank"], "has no files that end with"),
     "no samples": (["--data", "nothing.jsonl"], "has no samples"),
@@ -82,6 +95,9 @@ WRONG = {
     "a prompt that is a number": (["--data", "numbers.jsonl"], "'prompt' must be text, but is a int"),
     "a prompt that is a list": (["--data", "lists.jsonl"], "write conversations as 'messages'"),
     "messages without roles": (["--data", "roles.jsonl"], "each message must have a 'role'"),
+    "contents in parts": (["--data", "parts.jsonl"], "must be text, but one is [{'type': 'text'"),
+    "no content": (["--data", "null.jsonl"], "each message must have a 'role' and a 'content'"),
+    "half of a character": (["--data", "half.jsonl"], "half.jsonl:2 must be text, but has half of a surrogate"),
     "no messages": (["--data", "silent.jsonl"], "a list of at least one message"),
     "no completion": (["--data", "hollow.jsonl"], "hollow.jsonl:1 has nothing to learn: its completion is empty"),
     "nothing said": (["--data", "questions.jsonl", "--completions-only"], "the assistant says nothing"),
@@ -115,6 +131,26 @@ WRONG = {
     "an unknown report": (["--report", "wandb"], "must be one of jsonl, tensorboard"),
     "others' files": (["--output", "theirs"], "has other files in it"),
     "others' files to overwrite": (["--output", "theirs", "--overwrite"], "has other files in it"),
+    "a model that would be overwritten": (
+        ["--model", "earlier/model", "--output", "earlier", "--overwrite"],
+        "--overwrite would remove --model earlier/model",
+    ),
+    "a tokenizer that would be overwritten": (
+        ["--tokenizer", "earlier/../earlier/model", "--output", "earlier", "--overwrite"],
+        "--overwrite would remove --tokenizer",
+    ),
+    "data that would be overwritten": (
+        ["--data", "earlier/metrics.jsonl", "--output", "earlier", "--overwrite"],
+        "--overwrite would remove --data earlier/metrics.jsonl",
+    ),
+    "output among the data": (
+        ["--data", "corpus", "--output", "corpus/run"],
+        "--output corpus/run is in --data corpus, whose files are all read",
+    ),
+    "output among the data to evaluate": (
+        ["--eval-data", "corpus", "--output", "corpus/run"],
+        "--output corpus/run is in --eval-data corpus",
+    ),
     "no such config": (["--config", "no.yaml"], "no.yaml cannot be read"),
     "an unknown name in the config": (
         ["--config", "unknown.yaml"],

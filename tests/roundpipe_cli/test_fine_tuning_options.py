@@ -186,24 +186,62 @@ def real_machine(runtime: Runtime) -> Any:
 
 
 def test_a_loss_that_is_not_finite_ends_the_training_and_saves_nothing_of_it(
-    tmp_path: Path, inputs: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [
-        "--output",
-        str(tmp_path / "run"),
-        *SETTINGS,
-        "--steps",
-        "50",
-        "--lr",
-        "1e30",
-        "--clip",
-        "0",
-        "--sync",
-    ]
-    assert main(["train", *inputs, *given, "--warm-up", "0"]) == 1
+    found = iter([torch.tensor(1.0), torch.tensor(float("nan"))])
+    backpropagate = RoundPipe.forward_backward
 
-    assert "the loss must stay finite, but is nan at step" in capsys.readouterr().err
+    def spoilt(model: RoundPipe, **given: Any) -> torch.Tensor:
+        backpropagate(model, **given)
+        return next(found)
+
+    monkeypatch.setattr(RoundPipe, "forward_backward", spoilt)
+    assert main(["train", *inputs, "--output", str(tmp_path / "run"), *SETTINGS]) == 1
+
+    assert "the loss must stay finite, but is nan at step 2; try a lower --lr" in capsys.readouterr().err
     assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("given", [["--sync"], ["--no-sync"], ["--sync", "--clip", "0"]])
+def test_gradients_that_are_not_finite_end_the_training_before_they_reach_a_weight(
+    given: list[str],
+    inputs: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    update = Updates.update
+
+    def spoilt(updates: Updates, step: int, rate: float) -> None:
+        if step == 3:
+            gradient = updates.optimizer.param_groups[0]["params"][0].grad
+            gradient.fill_(float("inf"))
+        update(updates, step, rate)
+
+    monkeypatch.setattr(Updates, "update", spoilt)
+    run = tmp_path / "run"
+
+    # The last step: no loss would show it.
+    assert main(["train", *inputs, "--output", str(run), *SETTINGS, "--steps", "3", *given]) == 1
+
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "roundpipe: the gradients must stay finite, but are not at step 3; try a lower --lr"
+    assert not (run / "model").exists()
+
+
+def test_a_trace_that_cannot_be_written_costs_no_model(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs a file that is always full")
+    run = tmp_path / "run"
+
+    given = ["--output", str(run), *SETTINGS, "--steps", "1", "--profile", str(full)]
+    assert main(["train", *inputs, *given]) == 1
+
+    assert "roundpipe: --profile /dev/full cannot be written" in capsys.readouterr().err
+    assert (run / "model" / "model.safetensors").is_file()
 
 
 def test_tensorboard_gets_what_the_lines_have(inputs: list[str], tmp_path: Path) -> None:
@@ -241,3 +279,16 @@ def test_compiled_layers_train_the_same(inputs: list[str], tmp_path: Path) -> No
         subprocess.run([sys.executable, "-m", "roundpipe", "train", *command], check=True, timeout=100)
         losses.append([line["loss"] for line in finetuning.lines(tmp_path / run)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_evaluations_leave_the_random_numbers_of_the_training_alone(inputs: list[str], tmp_path: Path) -> None:
+    folder = finetuning.make_model(tmp_path / "gpt2", "gpt2")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "resid_pdrop": 0.3}))
+    losses: list[list[float]] = []
+    for run, given in (("without", []), ("with", ["--eval-data", inputs[3], "--eval-every", "1"])):
+        command = ["--model", str(folder), *inputs[2:], "--output", str(tmp_path / run), *SETTINGS, "--steps", "3"]
+        assert main(["train", *command, *given]) == 0
+        losses.append([line["loss"] for line in finetuning.lines(tmp_path / run) if "loss" in line])
+
+    assert losses[0] == losses[1]

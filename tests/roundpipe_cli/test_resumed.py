@@ -14,7 +14,7 @@ import pytest
 import torch
 from programs import COMMAND_LINE, Program
 from roundpipe.cli import main
-from roundpipe.cli.finetune.job import Job
+from roundpipe.cli.finetune.job import Evaluation, Job
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("measured_once")
@@ -149,10 +149,39 @@ def test_a_killed_run_goes_on_to_the_same_end(
 
     assert main([*inputs, "--output", str(run), "--resume"]) == 0
 
-    saved = (step - 1) // 2 * 2
+    # The first evaluation behind a step, the third, is the best so far.
+    saved = max((step - 1) // 2 * 2, 3 if step > 3 else 0)
     told = f"goes on after step {saved}" if saved else "no checkpoint yet: begins with step 1"
     assert told in capsys.readouterr().out
     assert_same(run, whole["full"])
+
+
+def test_the_checkpoint_with_the_best_held_out_loss_is_kept(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    command = [*inputs, "--save-every", "100", "--keep", "1", "--eval-every", "1", "--output", str(run)]
+    for losses, given in (([1.0, 5.0, 3.0, 4.0, 3.0, 4.0, 4.0, 2.0], []), ([4.0] * 5, ["--resume"])):
+        left = iter(losses)
+        monkeypatch.setattr(Evaluation, "loss", lambda *_, left=left: next(left))
+        assert main([*command, *given]) == 0
+        assert list(left) == []
+
+        # Saved beside the usual ones, and not again by the run that goes on.
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+        shutil.rmtree(run / "model")
+
+
+def test_a_held_out_loss_that_is_not_finite_ends_the_training(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = iter([1.0, float("nan")])
+    monkeypatch.setattr(Evaluation, "loss", lambda *_: next(losses))
+
+    assert main([*inputs, "--eval-every", "100", "--output", str(tmp_path / "run")]) == 1
+
+    assert f"the held-out loss must stay finite, but is nan after step {STEPS}" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(

@@ -10,4 +10,4 @@ class Unwritable(Exception):
 
 
 class Diverged(Exception):
-    """The loss is not finite; `main` prints the message as one line and returns 1."""
+    """The loss or the gradients are not finite; `main` prints the message as one line and returns 1."""

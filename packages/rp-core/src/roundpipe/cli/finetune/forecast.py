@@ -22,7 +22,7 @@ _GB = 1e9
 def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foretold:
     """Plan the training on this machine, with the number of microbatches that is fastest unless one is given.
 
-    Raises `Refused` for a model that cannot be made, and tokens that it does not have.
+    Raises `Refused` for a model that cannot be made, and tokens and positions that it does not have.
     """
     model = model_of(
         config_file(options),
@@ -31,6 +31,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         dtype=getattr(torch, str(options.dtype)),
     )
     _check_vocabulary(model, largest_token)
+    _check_positions(model, options.sequence)
     workload = Workload.of(
         model, sequence=options.sequence, optimizer=options.optimizer, is_adapted=options.lora is not None
     )
@@ -44,6 +45,13 @@ def _check_vocabulary(model: torch.nn.Module, largest_token: int) -> None:
             f"the tokenizer makes tokens up to {largest_token}, but the model has {size}; give the model's own "
             "tokenizer with --tokenizer"
         )
+
+
+def _check_positions(model: torch.nn.Module, sequence: int) -> None:
+    most: Any = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
+    # Some configs have -1, or nothing, for any number.
+    if isinstance(most, int) and 0 < most < sequence:
+        raise Refused(f"--sequence must be at most {most}, the positions that the model has, but is {sequence}")
 
 
 def vocabulary_of(model: torch.nn.Module) -> int:

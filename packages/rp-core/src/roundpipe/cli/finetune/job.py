@@ -37,6 +37,7 @@ class Job:
         self.options, self.model, self.updates, self.data = options, model, updates, data
         self.evaluation, self.manager, self.runtime = evaluation, manager, runtime
         self._saved_step: int | None = None
+        self._lowest: float | None = None
         self._saved_at = time.monotonic()
         if options.accumulation > 1:
             _check_accumulation(model, data.calls(1)[0])
@@ -44,7 +45,8 @@ class Job:
     def step(self, step: int) -> tuple[StepFigures, bool]:
         """Run step number `step`, counted from 1. Return also whether its loss is finite; if not, no update.
 
-        Unless `sync`, its update may end after the return.
+        Unless `sync`, its update may end after the return. Raises `Diverged` for gradients that are not finite, of
+        this step or, unless `sync`, of the one before.
         """
         began = time.perf_counter()
         rate = self.updates.rate(step)
@@ -52,7 +54,7 @@ class Job:
         late = self.model.weights_delay
         is_finite = bool(torch.isfinite(torch.tensor(loss)))
         if is_finite:
-            self.model.step(partial(self.updates.update, rate), is_async=not self.options.sync)
+            self.model.step(partial(self.updates.update, step, rate), is_async=not self.options.sync)
         seconds = time.perf_counter() - began
         tokens = self.data.tokens(step)
         found = figures_of(
@@ -67,22 +69,29 @@ class Job:
         return sum(self.model.forward_backward(input_kwargs={**call, **whole}).item() for call in calls)
 
     def held_out_loss(self) -> float | None:
-        """The mean over all labels that are held out, after all updates; None if nothing is evaluated."""
+        """The mean over all labels that are held out, after all updates; None if nothing is evaluated.
+
+        What training draws afterwards is the same as without it.
+        """
         if self.evaluation is None:
             return None
         self.model.synchronize()
         self.model.eval()
         try:
-            return self.evaluation.loss(self.model)
+            # A call draws a seed from the CPU generator, on all devices.
+            with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+                return self.evaluation.loss(self.model)
         finally:
             self.model.train()
 
     def save_if_due(self, step: int, loss: float | None) -> None:
-        """Save a checkpoint every so many steps or minutes, while training goes on."""
+        """Save a checkpoint every so many steps or minutes, and at the lowest held-out loss so far."""
         options = self.options
+        is_best = loss is not None and (self._lowest is None or loss < self._lowest)
+        self._lowest = loss if is_best else self._lowest
         by_step = options.save_every is not None and step % options.save_every == 0
         minutes = (time.monotonic() - self._saved_at) / 60
-        if by_step or (options.save_minutes is not None and minutes >= options.save_minutes):
+        if is_best or by_step or (options.save_minutes is not None and minutes >= options.save_minutes):
             self._save(step, loss)
 
     def save_now(self, step: int) -> None:
@@ -97,7 +106,7 @@ class Job:
     def _save(self, step: int, loss: float | None) -> None:
         self._saved_step, self._saved_at = step, time.monotonic()
         count = self.model.model_run_config.num_microbatch
-        data = {"num_microbatch": count}
+        data = {"num_microbatch": count, "lowest_loss": self._lowest}
         self.manager.save(self.model, self.updates.optimizer, step=step, data=data, metric=loss)
 
     def resume(self) -> int:
@@ -109,8 +118,10 @@ class Job:
             loaded = self.manager.load_latest(self.model, self.updates.optimizer)
         except CheckpointError as error:
             raise Refused(f"--resume: {error}") from error
-        self._saved_step = None if loaded is None else loaded.step
-        return 0 if loaded is None else loaded.step
+        if loaded is None:
+            return 0
+        self._saved_step, self._lowest = loaded.step, loaded.data["lowest_loss"]
+        return loaded.step
 
 
 class Evaluation:

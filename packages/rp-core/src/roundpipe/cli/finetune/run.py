@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from roundpipe.cli.finetune.forecast import check_host, foretold, summary, vocab
 from roundpipe.cli.finetune.job import Evaluation, Job
 from roundpipe.cli.finetune.model import check_lora, has_weights, pad_of, save_model, tokenizer_of, wrapped
 from roundpipe.cli.finetune.options import FineTuning
+from roundpipe.cli.finetune.places import check_places
 from roundpipe.cli.finetune.separation import check_separation
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
@@ -45,9 +47,10 @@ def fine_tune(given: FineTuning) -> None:
     """Fine-tune a model as the options say.
 
     Raises `Refused`, before anything is trained or overwritten, for options, data, a model or a checkpoint that
-    cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if the loss is not finite; `Unwritable`
-    if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
+    cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if loss or gradients are not finite;
+    `Unwritable` if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
     """
+    check_places(given)
     output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
     options = fitted(given)
     _check_installed(options)
@@ -188,13 +191,15 @@ def _run(job: Job, steps: int, done: int, reports: Reports, tokenizer: Any) -> N
     with Interruption() as interruption:
         if not done:
             _evaluate(job, 0, reports)
-        done = _profiled(job, steps, done, reports, interruption)
+        done, unwritten = _profiled(job, steps, done, reports, interruption)
         if interruption.asked:
-            raise Interrupted(_stopped(job, done, steps), interruption.number)
+            raise Interrupted(_stopped(job, done, steps), interruption.number) from unwritten
         with _told_if_failed(folder):
             job.manager.wait()
         _save(job, tokenizer)
     print(f"the model is in {folder / output.MODEL}", flush=True)
+    if unwritten is not None:
+        raise unwritten
 
 
 def _stopped(job: Job, done: int, steps: int) -> str:
@@ -208,14 +213,23 @@ def _stopped(job: Job, done: int, steps: int) -> str:
     )
 
 
-def _profiled(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
+def _profiled(
+    job: Job, steps: int, done: int, reports: Reports, interruption: Interruption
+) -> tuple[int, Unwritable | None]:
+    """Train on; return the number of steps done, and why there is no trace: the model is saved nevertheless."""
     path = job.options.profile
     if path is None:
-        return _steps(job, steps, done, reports, interruption)
-    with output.writing(f"--profile {path}"), profile(path) as taken:
-        done = _steps(job, steps, done, reports, interruption)
+        return _steps(job, steps, done, reports, interruption), None
+    reached: int | None = None
+    try:
+        with output.writing(f"--profile {path}"), profile(path) as taken:
+            reached = _steps(job, steps, done, reports, interruption)
+    except Unwritable as error:
+        if reached is None:
+            raise
+        return reached, error
     print(f"{taken.summary}\nthe trace is in {path}", flush=True)
-    return done
+    return reached, None
 
 
 def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
@@ -246,6 +260,10 @@ def _evaluate(job: Job, step: int, reports: Reports) -> float | None:
         for report in reports:
             report.held_out(step, loss)
         say(f"held-out loss after step {step}: {loss:.4f}")
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the held-out loss must stay finite, but is {loss} after step {step}; try a lower --lr"
+            )
     return loss
 
 

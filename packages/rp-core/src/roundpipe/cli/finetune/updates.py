@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from rp_optim import NonFiniteGradients
 from torch import nn
 
 from roundpipe import RoundPipe, optim
+from roundpipe.cli.errors import Diverged
 from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.training.rates import learning_rate
 
@@ -40,12 +43,19 @@ class Updates:
             step, steps=self._steps, highest=options.lr, warm_up=options.warm_up, schedule=options.schedule
         )
 
-    def update(self, rate: float) -> None:
-        """Apply the gradients; runs on the optimizer's thread."""
+    def update(self, step: int, rate: float) -> None:
+        """Apply the gradients of a step; runs on the optimizer's thread.
+
+        Raises `Diverged`, and changes no weight, if they are not finite: a finite loss may have such ones.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self._options.clip:
-            optim.clip_grad_norm_(self._parameters, self._options.clip)
+        try:
+            optim.clip_grad_norm_(self._parameters, self._options.clip or math.inf, error_if_nonfinite=True)
+        except NonFiniteGradients:
+            raise Diverged(
+                f"the gradients must stay finite, but are not at step {step}; try a lower --lr"
+            ) from None
         self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - torch leaves the closure untyped
         self.optimizer.zero_grad()
 

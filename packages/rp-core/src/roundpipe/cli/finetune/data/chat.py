@@ -42,7 +42,7 @@ class ChatTemplate:
         By the template's generation mark, if it has one. Otherwise a turn of the assistant is what it adds to the
         conversation before it with the prompt for a reply: each of these must be a prefix of the whole.
 
-        Raises `Refused`, with the sample's place, where they are not.
+        Raises `Refused`, with the sample's place, where they are not, or marks cannot be traced to tokens.
         """
         if self.marks_assistant:
             return self._marked(chat)
@@ -66,6 +66,13 @@ class ChatTemplate:
 
     def _marked(self, chat: Chat) -> tuple[list[int], list[bool]]:
         found = self._applied(chat, chat.messages, return_assistant_tokens_mask=True)
+        if _leaves_out(found.encodings[0].offsets):
+            # Where the assistant begins or ends at one of these, transformers drops turns, or adds the user's.
+            raise Refused(
+                f"{chat.place}: which tokens are the assistant's cannot be told: the tokenizer does not say which "
+                "token each character is in; give --tokenizer one that does, or whose template has no "
+                "{% generation %}, or leave out --completions-only"
+            )
         return list(found["input_ids"]), [bool(said) for said in found["assistant_masks"]]
 
     def _rendered(self, chat: Chat, messages: Sequence[Any], *, prompts: bool = False) -> list[int]:
@@ -82,3 +89,13 @@ class ChatTemplate:
             )
         except Exception as error:  # templates are programs, and raise what they like
             raise Refused(f"{chat.place}: the chat template refuses these messages: {error}") from error
+
+
+def _leaves_out(offsets: Sequence[tuple[int, int]]) -> bool:
+    """Whether a character before the last token is in no token, such as white space that a tokenizer trims."""
+    last = 0
+    for start, end in offsets:
+        if start > last:
+            return True
+        last = max(last, end)
+    return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,7 @@ Sample = Text | Completion | Chat
 
 
 def read_samples(option: str, paths: Sequence[Path]) -> Iterator[Sample]:
-    """Read files, and those of folders that have a known suffix, in the order of their names.
+    """Read files, and those of folders that have a known suffix and are not hidden, in the order of their names.
 
     A file with the suffix ``.jsonl``, ``.ndjson`` or ``.json`` has an object a line; ``.parquet`` needs
     `datasets`; any other file is one text.
@@ -71,7 +73,8 @@ def _files(option: str, path: Path) -> list[Path]:
     if path.is_dir():
         # Many a folder has a config.json.
         known = JSON_LINES - {".json"} | TEXTS | {PARQUET}
-        found = sorted(file for file in path.rglob("*") if file.suffix in known and file.is_file())
+        files = (file for file in path.rglob("*") if file.suffix.lower() in known and file.is_file())
+        found = sorted(file for file in files if not _is_hidden(file.relative_to(path)))
         if not found:
             raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(known))}")
         return found
@@ -81,10 +84,15 @@ def _files(option: str, path: Path) -> list[Path]:
     return [path]
 
 
+def _is_hidden(path: Path) -> bool:
+    """As what editors and downloads leave behind."""
+    return any(part.startswith(".") for part in path.parts)
+
+
 def _samples(option: str, file: Path) -> Iterator[Sample]:
-    if file.suffix in JSON_LINES:
+    if file.suffix.lower() in JSON_LINES:
         return _of_lines(option, file)
-    if file.suffix == PARQUET:
+    if file.suffix.lower() == PARQUET:
         return _of_parquet(option, file)
     return iter([Text(str(file), _decoded(option, str(file), _content(option, file)))])
 
@@ -101,7 +109,8 @@ def _content(option: str, file: Path) -> bytes:
 
 def _decoded(option: str, place: str, content: bytes) -> str:
     try:
-        return content.decode()
+        # Some editors put a mark before the text.
+        return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise Refused(f"{option} {place} must be in UTF-8, but is not (byte {error.start})") from None
 
@@ -130,7 +139,18 @@ def _object(option: str, place: str, line: str) -> Mapping[str, Any]:
         raise Refused(f"{option} {place} must be one JSON object, but is not: {error}{hint}") from None
     if not isinstance(found, dict):
         raise Refused(f"{option} {place} must be a JSON object with {_SHAPES}, but is a {type(found).__name__}")
+    if "\\ud" in line.lower():
+        _check_pairs(f"{option} {place}", cast(object, found))
     return cast("Mapping[str, Any]", found)
+
+
+def _check_pairs(place: str, found: object) -> None:
+    """JSON may have halves of surrogate pairs, which are no text."""
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise Refused(f"{place} must be text, but has half of a surrogate pair ({half})") from None
 
 
 def _of_parquet(option: str, file: Path) -> Iterator[Sample]:
@@ -138,10 +158,16 @@ def _of_parquet(option: str, file: Path) -> Iterator[Sample]:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise Refused(f"{option} {file} is Parquet, which needs datasets: pip install datasets") from None
+    log = logging.getLogger("datasets")
+    level = log.level
     try:
+        # It prints what it raises, too.
+        log.setLevel(logging.CRITICAL)
         rows: Iterable[Mapping[str, Any]] = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
     except Exception as error:  # readers raise errors of many libraries
         raise Refused(f"{option} {file} cannot be read as Parquet: {error}") from error
+    finally:
+        log.setLevel(level)
     for number, row in enumerate(rows, 1):
         # A column that other rows have is None here.
         given = {name: value for name, value in row.items() if value is not None}
@@ -180,8 +206,15 @@ def _chat(option: str, place: str, record: Mapping[str, Any]) -> Chat:
         told = repr(cast(object, messages))
         raise Refused(f"{option} {place}: 'messages' must be a list of at least one message, but is {told:.60}")
     for message in cast("list[object]", messages):
-        if not isinstance(message, dict) or not isinstance(cast("dict[str, Any]", message).get("role"), str):
-            raise Refused(
-                f"{option} {place}: each message must have a 'role' and a 'content', but one is {message!r:.60}"
-            )
+        _check_message(f"{option} {place}", message)
     return Chat(place, cast("Sequence[Mapping[str, Any]]", messages), tools)
+
+
+def _check_message(place: str, message: object) -> None:
+    """Templates write whatever they get, such as a list's brackets, so only text may be a content."""
+    given = cast("Mapping[str, object]", message if isinstance(message, dict) else {})
+    content = given.get("content")
+    if not isinstance(given.get("role"), str) or (content is None and not given.get("tool_calls")):
+        raise Refused(f"{place}: each message must have a 'role' and a 'content', but one is {message!r:.60}")
+    if not isinstance(content, str | None):
+        raise Refused(f"{place}: the 'content' of a message must be text, but one is {content!r:.60}")

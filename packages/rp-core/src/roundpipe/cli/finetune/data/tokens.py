@@ -101,6 +101,7 @@ class Reader:
         self._sequence = sequence
         self._completions_only = completions_only
         self._end: int | None = tokenizer.eos_token_id
+        self._begin: int | None = tokenizer.bos_token_id
         self._template: ChatTemplate | None = None
 
     def read(self, samples: Iterable[Sample]) -> Documents:
@@ -153,7 +154,17 @@ class Reader:
         return _document(tokens, [not self._completions_only or at >= start for at in range(len(tokens))])
 
     def _tokenized(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts, verbose=False)["input_ids"]
+        """Without a second token for the beginning, where a text begins with the first one itself."""
+        found: list[list[int]] = self._tokenizer(texts, verbose=False)["input_ids"]
+        return [self._begun_once(text, tokens) for text, tokens in zip(texts, found, strict=True)]
+
+    def _begun_once(self, text: str, tokens: list[int]) -> list[int]:
+        if self._begin is None or tokens[:2] != [self._begin] * 2:
+            return tokens
+        mark: str = self._tokenizer.bos_token
+        # Where the text itself has two, the tokenizer put none before them.
+        was_added = text.startswith(mark) and not text.startswith(mark * 2)
+        return tokens[1:] if was_added else tokens
 
     def _ended(self, tokens: list[int]) -> list[int]:
         return tokens if self._end is None or tokens[-1:] == [self._end] else [*tokens, self._end]

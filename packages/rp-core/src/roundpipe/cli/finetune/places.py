@@ -1,0 +1,44 @@
+"""Where inputs and the output folder may lie: neither inside of what the other reads or removes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.options import FineTuning
+from roundpipe.cli.output import ALL_RESULTS
+
+
+def check_places(options: FineTuning) -> None:
+    """Raise `Refused` if ``--overwrite`` would remove an input, or if a folder of data has the output in it.
+
+    A run writes JSON lines and Markdown, which the next one would read as data.
+    """
+    output = _real(options.output)
+    for flag, path in _inputs(options):
+        place = _real(path)
+        removed = place == output or any(place.is_relative_to(output / name) for name in ALL_RESULTS)
+        if options.overwrite and removed:
+            raise Refused(
+                f"--overwrite would remove {flag} {path}, which is of the run in --output {options.output}; name "
+                "another --output"
+            )
+        if flag.endswith("data") and output.is_relative_to(place):
+            raise Refused(
+                f"--output {options.output} is in {flag} {path}, whose files are all read; name a folder elsewhere"
+            )
+
+
+def _inputs(options: FineTuning) -> Iterator[tuple[str, Path]]:
+    yield "--model", options.model
+    if options.tokenizer is not None:
+        yield "--tokenizer", options.tokenizer
+    for flag, paths in (("--data", options.data), ("--eval-data", options.eval_data or ())):
+        for path in paths:
+            yield flag, path
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
