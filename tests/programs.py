@@ -6,6 +6,7 @@ imported modules and done nothing else, so a program finds what it would find in
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -74,6 +75,11 @@ class Template:
                 pass_fds=[its.fileno()],
             )
         self._ours = ours
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._ours.close()
+        self._process.wait()
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
         """The number that it answers with."""

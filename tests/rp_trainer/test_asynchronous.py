@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from late import LateTrainer
+from one_step_late import LateTrainer
 from rp_trainer import RoundPipeTrainer
 from tiny import ARGUMENTS, assert_same, causal_lm, logs, padded, rows
 from transformers import Trainer, TrainingArguments
