@@ -28,7 +28,7 @@ def no_more_than_rows(engine: RoundPipe, batch: Mapping[str, Any]) -> RoundPipeR
     rows = rows_of(engine, batch)
     if rows is None or engine.model_run_config.execute_plan is not None:
         return None
-    return RoundPipeRunConfig(num_microbatch=max(1, rows)) if rows <= 1 or rows < default_count(engine) else None
+    return RoundPipeRunConfig(num_microbatch=max(1, rows)) if rows < default_count(engine) else None
 
 
 def default_count(engine: RoundPipe) -> int:
