@@ -14,7 +14,7 @@ from accelerate.utils import convert_to_fp32  # pyright: ignore[reportMissingTyp
 from roundpipe import AutoRoundPipe, RoundPipe
 from torch import nn
 
-from rp_trainer.rows import no_more_than_rows
+from rp_trainer.rows import settings_for
 
 Engine = RoundPipe | AutoRoundPipe
 
@@ -52,7 +52,7 @@ class OnDevices(nn.Module):
             return self.engine(*args, **kwargs)
         names = inspect.signature(self.engine.named_model.forward).parameters
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
-        config = no_more_than_rows(self.engine, batch)
+        config = settings_for(self.engine, batch)
         return self.engine(*args, **{"roundpipe_run_config": config, **kwargs})
 
     def autocast(self) -> AbstractContextManager[object]:
