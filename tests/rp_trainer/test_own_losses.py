@@ -10,7 +10,7 @@ import torch
 from rp_trainer import OnDevices, RoundPipeMixin, RoundPipeTrainer
 from tiny import ARGUMENTS, assert_same, causal_lm, padded, rows
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import BertConfig, BertForQuestionAnswering, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
 NIGHTLY = pytest.mark.nightly
@@ -26,6 +26,7 @@ def script(kind: type[Trainer], path: Path, settings: dict[str, Any] | None = No
     return trainer
 
 
+@pytest.mark.nightly
 def test_label_smoothing(tmp_path, options):
     settings = {"label_smoothing_factor": 0.2}
     wanted = script(Trainer, tmp_path, settings)
@@ -78,7 +79,7 @@ def test_a_method_of_a_subclass(tmp_path, options, order):
     assert set(vars(found)["seen"]) == {OnDevices}
 
 
-@pytest.mark.parametrize("order", ["below the mixin", "above the trainer"])
+@pytest.mark.parametrize("order", ["below the mixin", pytest.param("above the trainer", marks=NIGHTLY)])
 def test_a_step_of_a_subclass_is_called_for_each_batch_and_may_change_it(tmp_path, options, order):
     class Halved:
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -125,6 +126,25 @@ def test_batches_stay_whole_where_it_is_unknown_how_a_loss_divides(tmp_path, opt
     settings = {"gradient_accumulation_steps": accumulated}
     wanted = script(Trainer, tmp_path, settings, model=Single(returned))
     assert_same(script(RoundPipeTrainer, tmp_path, settings, model=Single(returned), roundpipe=options), wanted)
+
+
+def test_so_do_batches_whose_labels_have_other_names(tmp_path, options):
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return BertForQuestionAnswering(BertConfig(vocab_size=48, **sizes, **none))
+
+    def answers(batch: list[Any]) -> dict[str, torch.Tensor]:
+        inputs = {name: value for name, value in padded(batch).items() if name != "labels"}
+        place = torch.arange(len(batch)) % 3
+        return {**inputs, "start_positions": place, "end_positions": place}
+
+    given = {"data_collator": answers}
+    # Not Adam, which makes steps of the noise where gradients would be zero.
+    settings = {"gradient_accumulation_steps": 1, "optim": "sgd"}
+    wanted = script(Trainer, tmp_path, settings, model=model(), **given)
+    assert_same(script(RoundPipeTrainer, tmp_path, settings, model=model(), roundpipe=options, **given), wanted)
 
 
 @pytest.mark.nightly

@@ -64,6 +64,7 @@ def test_so_are_those_of_other_settings(tmp_path, options, settings):
     assert_same(script(RoundPipeTrainer, tmp_path, settings, roundpipe=options), wanted)
 
 
+@pytest.mark.nightly
 def test_the_users_own_optimizer_and_scheduler_train_the_same(tmp_path, options):
     def trained(kind: type[Trainer], **given: Any) -> Trainer:
         model = causal_lm()
@@ -79,7 +80,9 @@ def test_gradients_are_clipped_and_dropped_of_all_that_train_not_only_of_what_th
     def trained(kind: type[Trainer], **given: Any) -> Trainer:
         model = causal_lm()
         optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
-        return script(kind, tmp_path, {"num_train_epochs": 1}, model=model, optimizers=(optimizer, None), **given)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+        once = {"num_train_epochs": 1}
+        return script(kind, tmp_path, once, model=model, optimizers=(optimizer, scheduler), **given)
 
     assert_same(trained(RoundPipeTrainer, roundpipe=options), trained(Trainer))
 
@@ -234,6 +237,7 @@ def test_a_second_training_goes_on_with_the_same_optimizer(tmp_path, options):
     assert_same(twice(RoundPipeTrainer, roundpipe=options), twice(Trainer))
 
 
+@pytest.mark.nightly
 def test_the_optimizers_state_survives_a_reload(two):
     # Accelerate loads the state of an optimizer that it prepares anew, moved to its device.
     model = causal_lm()

@@ -14,7 +14,7 @@ from accelerate.utils import convert_to_fp32  # pyright: ignore[reportMissingTyp
 from roundpipe import AutoRoundPipe, RoundPipe
 from torch import nn
 
-from rp_trainer.rows import settings_for
+from rp_trainer.rows import settings_for, unadapted
 
 Engine = RoundPipe | AutoRoundPipe
 
@@ -119,8 +119,7 @@ class OnDevices(nn.Module):
 
     def _get_name(self) -> str:
         # By this name Trainer knows whether its label smoother shifts labels.
-        inner = getattr(self.engine.named_model, "get_base_model", lambda: self.engine.named_model)()
-        return type(inner).__name__
+        return type(unadapted(self.engine.named_model)).__name__
 
     def __getattr__(self, name: str) -> Any:
         if name == "engine" or name.startswith("__"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from roundpipe import OwnLoss, RoundPipe, RoundPipeRunConfig
 from torch import nn
+from transformers.utils.generic import find_labels  # pyright: ignore[reportUnknownVariableType]
 
 
 def rows_of(engine: RoundPipe, batch: Mapping[str, Any]) -> int | None:
@@ -42,7 +43,15 @@ def _divides(engine: RoundPipe, batch: Mapping[str, Any]) -> bool:
     own: Any = getattr(engine.model, "own_loss", None)
     if not isinstance(own, OwnLoss):
         return own is None and isinstance(engine.model, nn.Sequential)
-    return whole_arguments(own, batch) is not None or batch.get("labels") is None
+    if batch.get("labels") is not None:
+        return whole_arguments(own, batch) is not None
+    # Such as the positions of an answer.
+    return all(batch.get(name) is None for name in find_labels(type(unadapted(engine.named_model))))
+
+
+def unadapted(model: nn.Module) -> nn.Module:
+    """The model inside of PEFT's adapters, or this one."""
+    return getattr(model, "get_base_model", lambda: model)()
 
 
 def whole_arguments(own: object, batch: Mapping[str, Any]) -> dict[str, Any] | None:
