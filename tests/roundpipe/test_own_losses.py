@@ -305,6 +305,26 @@ def test_positions_to_keep_are_no_rows_of_the_batch(two):
         assert_near(wrap(to_sequential(model), two, 2)(**kept).logits, model(**kept).logits, 1e-6)
 
 
+@pytest.mark.parametrize("sequences", [1, 2, 3])
+def test_a_batch_without_padding_is_one_row_whatever_its_lengths(two, sequences):
+    batch = ragged(1, 12, 3)
+    ends = torch.linspace(0, 12, sequences + 1).int()
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
+    positions = torch.arange(12)[None]
+    batch = {**batch, "labels": batch["input_ids"], "position_ids": positions, **lengths}
+    model, truth = hugging_face(), hugging_face()
+    wanted = truth(**batch)
+    wanted.loss.backward()
+    wrapped = wrap(to_sequential(model), two, 2)
+    assert_near(wrapped.forward_backward(input_kwargs=batch), wanted.loss, 1e-6)
+    wrapped.synchronize()
+    assert_near(gradients(model), gradients(truth), 1e-6)
+    with torch.no_grad():
+        outputs = wrapped(**batch)
+    assert outputs.logits.shape == wanted.logits.shape
+    assert_near([outputs.loss, outputs.logits], [wanted.loss, wanted.logits], 1e-6)
+
+
 def test_tensors_are_the_loss_as_ever(two):
     class Squares(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ if not _are_here("trl", "datasets", "peft"):
     collect_ignore += ["test_trl.py", "test_refusals.py", "test_without_the_adapter.py"]
 if not _are_here("accelerate"):
     collect_ignore += [path.name for path in Path(__file__).parent.glob("test_*.py")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> Iterator[None]:
+    """Keep what was imported out of the collection that each training begins with, which else takes most of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,7 @@ def names(tmp_path, monkeypatch) -> Any:
         yield {**found, "__name__": "script"}
 
 
+@pytest.mark.nightly
 def test_those_of_the_package(names):
     first, second, third = blocks("packages/rp-trainer/README.md")
     exec(first, names)

@@ -49,6 +49,18 @@ def test_several_processes_are_refused(tmp_path, options, monkeypatch):
         RoundPipeTrainer(causal_lm(), args, padded, roundpipe=options)
 
 
+def test_a_precision_of_the_environment_is_refused(tmp_path, options, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    args = TrainingArguments(str(tmp_path), **ARGUMENTS)
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION must be"):
+        RoundPipeTrainer(causal_lm(), args, padded, roundpipe=options)
+
+
+def test_the_mixin_must_come_first():
+    with pytest.raises(TypeError, match=r"write class Last\(RoundPipeMixin, \.\.\.\)"):
+        type("Last", (Trainer, RoundPipeMixin), {})
+
+
 def test_optimizers_that_change_weights_between_steps_are_refused(tmp_path, options):
     class Free(torch.optim.SGD):
         def train(self) -> None: ...

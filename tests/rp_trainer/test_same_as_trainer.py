@@ -64,6 +64,7 @@ def test_so_are_those_of_other_settings(tmp_path, options, settings):
     assert_same(script(RoundPipeTrainer, tmp_path, settings, roundpipe=options), wanted)
 
 
+@pytest.mark.nightly
 def test_the_users_own_optimizer_and_scheduler_train_the_same(tmp_path, options):
     def trained(kind: type[Trainer], **given: Any) -> Trainer:
         model = causal_lm()
@@ -73,6 +74,34 @@ def test_the_users_own_optimizer_and_scheduler_train_the_same(tmp_path, options)
         return script(kind, tmp_path, once, model=model, optimizers=(optimizer, scheduler), **given)
 
     assert_same(trained(RoundPipeTrainer, roundpipe=options), trained(Trainer))
+
+
+def test_gradients_are_clipped_and_dropped_of_all_that_train_not_only_of_what_the_optimizer_has(tmp_path, options):
+    def trained(kind: type[Trainer], **given: Any) -> Trainer:
+        model = causal_lm()
+        optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+        once = {"num_train_epochs": 1}
+        return script(kind, tmp_path, once, model=model, optimizers=(optimizer, scheduler), **given)
+
+    assert_same(trained(RoundPipeTrainer, roundpipe=options), trained(Trainer))
+
+
+def test_so_does_an_optimizer_that_a_subclass_makes(tmp_path, options):
+    class Own:
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            del model
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)  # type: ignore[attr-defined]
+            return self.optimizer
+
+    class Plain(Own, Trainer):
+        pass
+
+    class Above(Own, RoundPipeTrainer):
+        pass
+
+    settings = {"num_train_epochs": 1}
+    assert_same(script(Above, tmp_path, settings, roundpipe=options), script(Plain, tmp_path, settings))
 
 
 def test_parameters_of_another_model_are_refused(tmp_path, options):
@@ -91,6 +120,15 @@ def test_bf16_runs_layers_under_autocast(tmp_path, options):
     assert logs(found, ("loss",)) != logs(exact, ("loss",))
     for here, there in zip(logs(found), logs(wanted), strict=True):
         torch.testing.assert_close(here, there, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.nightly
+def test_so_it_is_where_the_environment_asks_for_bf16(tmp_path, options, monkeypatch):
+    settings = {"num_train_epochs": 1}
+    exact = script(RoundPipeTrainer, tmp_path, settings, roundpipe=options)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    found = script(RoundPipeTrainer, tmp_path, settings, roundpipe=options)
+    assert logs(found, ("loss",)) != logs(exact, ("loss",))
 
 
 @pytest.mark.nightly
@@ -199,6 +237,7 @@ def test_a_second_training_goes_on_with_the_same_optimizer(tmp_path, options):
     assert_same(twice(RoundPipeTrainer, roundpipe=options), twice(Trainer))
 
 
+@pytest.mark.nightly
 def test_the_optimizers_state_survives_a_reload(two):
     # Accelerate loads the state of an optimizer that it prepares anew, moved to its device.
     model = causal_lm()

@@ -104,9 +104,8 @@ def test_adapters_train_the_same_and_are_not_empty(tmp_path, options):
     assert all(moved)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, pytest.param({"gradient_accumulation_steps": 3}, marks=pytest.mark.nightly)], ids=["1", "3"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 3}], ids=["1", "3"])
 def test_dpo_with_a_reference_model_is_the_same(tmp_path, options, settings):
     wanted, found = dpo(trl.DPOTrainer, tmp_path, settings), dpo(DPO, tmp_path, settings, roundpipe=options)
     assert_same(found, wanted, NAMES)

@@ -28,10 +28,13 @@ class Row(nn.Sequential):
     """A model's layers. `own_loss`: how the loss that it computes from labels divides over a split batch.
 
     `whole_arguments`: names of arguments of which each part of a split batch gets all: no rows of the batch.
+    `main_arguments`: names of arguments whose first dimension is the batch, whatever that of the others is.
     """
 
     # By transformers' definition: a number of positions, or their indices.
     whole_arguments = frozenset({"logits_to_keep"})
+    # In a batch without padding they have one row, beside lengths of sequences (`cu_seq_lens_q`), which are more.
+    main_arguments = ("input_ids", "inputs_embeds")
 
     def __init__(self, layers: Sequence[nn.Module], own_loss: OwnLosses) -> None:
         super().__init__(*layers)

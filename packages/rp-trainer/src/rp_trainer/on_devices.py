@@ -14,7 +14,7 @@ from accelerate.utils import convert_to_fp32  # pyright: ignore[reportMissingTyp
 from roundpipe import AutoRoundPipe, RoundPipe
 from torch import nn
 
-from rp_trainer.rows import no_more_than_rows
+from rp_trainer.rows import settings_for, unadapted
 
 Engine = RoundPipe | AutoRoundPipe
 
@@ -52,7 +52,7 @@ class OnDevices(nn.Module):
             return self.engine(*args, **kwargs)
         names = inspect.signature(self.engine.named_model.forward).parameters
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
-        config = no_more_than_rows(self.engine, batch)
+        config = settings_for(self.engine, batch)
         return self.engine(*args, **{"roundpipe_run_config": config, **kwargs})
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -119,8 +119,7 @@ class OnDevices(nn.Module):
 
     def _get_name(self) -> str:
         # By this name Trainer knows whether its label smoother shifts labels.
-        inner = getattr(self.engine.named_model, "get_base_model", lambda: self.engine.named_model)()
-        return type(inner).__name__
+        return type(unadapted(self.engine.named_model)).__name__
 
     def __getattr__(self, name: str) -> Any:
         if name == "engine" or name.startswith("__"):

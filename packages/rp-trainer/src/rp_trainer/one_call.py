@@ -8,9 +8,9 @@ from typing import Any
 
 import rp_batch
 import torch
-from roundpipe import OwnLoss, RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe, RoundPipeRunConfig
 
-from rp_trainer.rows import default_count, no_more_than_rows, rows_of
+from rp_trainer.rows import default_count, rows_of, settings_for, whole_arguments
 
 Kwargs = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def loss_of_step(engine: RoundPipe, batches: Sequence[Kwargs], scale: float) -> 
     divided further.
     """
     if len(batches) == 1 and scale == 1:
-        return engine.forward_backward(input_kwargs=batches[0], run_config=no_more_than_rows(engine, batches[0]))
+        return engine.forward_backward(input_kwargs=batches[0], run_config=settings_for(engine, batches[0]))
     own: Any = getattr(engine.model, "own_loss", None)
     # As many in all as a call has by default, or more.
     count = -(-default_count(engine) // len(batches))
@@ -55,13 +55,9 @@ def loss_of_step(engine: RoundPipe, batches: Sequence[Kwargs], scale: float) -> 
     return engine.forward_backward(input_kwargs=together, label=(), loss_fn=loss_fn, run_config=config)
 
 
-def _parts(own: object, batch: Kwargs, count: int) -> list[_Part]:
-    if not isinstance(own, OwnLoss) or batch.get("labels") is None:
-        return [_Part(dict(batch), None)]
-    try:
-        whole = dict(own.with_total(batch))
-    except NotImplementedError:
-        # How this loss divides is unknown, so the batch stays in one piece.
+def _parts(own: Any, batch: Kwargs, count: int) -> list[_Part]:
+    whole = whole_arguments(own, batch)
+    if whole is None:
         return [_Part(dict(batch), None)]
     split = rp_batch.split(((), whole), max(1, count))
     return [_Part(kwargs, own.share(kwargs, whole)) for _, kwargs in split]

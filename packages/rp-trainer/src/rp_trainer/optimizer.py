@@ -86,13 +86,13 @@ class SteppedByEngine(torch.optim.Optimizer):
     def _carry_out(self, settings: _Settings, max_norm: float | None, norm: Future[float]) -> None:
         """One step, on the optimizer's thread."""
         _set(self._stepping.param_groups, settings)
+        # As a trainer clips and drops: of all parameters that train, also those that are in no group.
+        masters = list(self._engine.optim_parameters())
         if max_norm is not None:
-            norm.set_result(float(roundpipe.optim.clip_grad_norm_(self._masters(), max_norm)))
+            norm.set_result(float(roundpipe.optim.clip_grad_norm_(masters, max_norm)))
         self._stepping.step()
-        self._stepping.zero_grad()
-
-    def _masters(self) -> list[torch.Tensor]:
-        return [master for group in self._stepping.param_groups for master in group["params"]]
+        for master in masters:
+            master.grad = None
 
     def finish(self) -> None:
         """Wait for the last step; calls go on reading the weights that they read."""

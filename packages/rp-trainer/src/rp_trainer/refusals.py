@@ -67,6 +67,14 @@ def _found(args: Any, kind: type[object]) -> Iterator[str]:
         yield "accelerator_config.use_configured_state must not be set with RoundPipe: leave it out"
 
 
+def refuse_precision(found: str) -> None:
+    """Raise `ValueError` for a precision of Accelerate's, which may come from the environment, that is no bf16."""
+    if found not in ("no", "bf16"):
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION must be 'no' or 'bf16' with RoundPipe, but is {found!r}: {_DTYPES}"
+        )
+
+
 def refuse_optimizer(optimizer: Any) -> None:
     """Raise `ValueError` for an optimizer that changes parameters outside of steps, as schedule-free ones do."""
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import OwnLoss, RoundPipe, RoundPipeRunConfig
+from torch import nn
+from transformers.utils.generic import find_labels  # pyright: ignore[reportUnknownVariableType]
 
 
 def rows_of(engine: RoundPipe, batch: Mapping[str, Any]) -> int | None:
@@ -23,12 +25,43 @@ def rows_of(engine: RoundPipe, batch: Mapping[str, Any]) -> int | None:
     return None
 
 
-def no_more_than_rows(engine: RoundPipe, batch: Mapping[str, Any]) -> RoundPipeRunConfig | None:
-    """Settings for a batch of fewer rows than calls have microbatches, as an epoch's last may be; else None."""
+def settings_for(engine: RoundPipe, batch: Mapping[str, Any]) -> RoundPipeRunConfig | None:
+    """Settings for a batch that must be divided into fewer microbatches than calls have by default, else None.
+
+    It has fewer rows, as an epoch's last batch may, or how its loss divides is unknown, so that it stays whole.
+    """
+    if not _divides(engine, batch):
+        return RoundPipeRunConfig(num_microbatch=1)
     rows = rows_of(engine, batch)
     if rows is None or engine.model_run_config.execute_plan is not None:
         return None
-    return RoundPipeRunConfig(num_microbatch=max(1, rows)) if rows <= 1 or rows < default_count(engine) else None
+    return RoundPipeRunConfig(num_microbatch=max(1, rows)) if rows < default_count(engine) else None
+
+
+def _divides(engine: RoundPipe, batch: Mapping[str, Any]) -> bool:
+    """Whether losses among the outputs are known to divide, or are none: a plain row returns a tensor."""
+    own: Any = getattr(engine.model, "own_loss", None)
+    if not isinstance(own, OwnLoss):
+        return own is None and isinstance(engine.model, nn.Sequential)
+    if batch.get("labels") is not None:
+        return whole_arguments(own, batch) is not None
+    # Such as the positions of an answer.
+    return all(batch.get(name) is None for name in find_labels(type(unadapted(engine.named_model))))
+
+
+def unadapted(model: nn.Module) -> nn.Module:
+    """The model inside of PEFT's adapters, or this one."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def whole_arguments(own: object, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A batch with what its parts' losses need of the whole; None if it has no loss that is known to divide."""
+    if not isinstance(own, OwnLoss) or batch.get("labels") is None:
+        return None
+    try:
+        return dict(own.with_total(batch))
+    except NotImplementedError:
+        return None
 
 
 def default_count(engine: RoundPipe) -> int:

@@ -22,7 +22,7 @@ from rp_trainer.on_devices import OnDevices
 from rp_trainer.one_call import loss_of_step
 from rp_trainer.optimizer import SteppedByEngine
 from rp_trainer.options import RoundPipeOptions
-from rp_trainer.refusals import refuse, refuse_optimizer
+from rp_trainer.refusals import refuse, refuse_optimizer, refuse_precision
 
 _Base = Trainer if TYPE_CHECKING else object
 
@@ -52,6 +52,15 @@ class RoundPipeMixin(_Base):
     `roundpipe.wrap_model_to_roundpipe` raises.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(RoundPipeMixin):
+            raise TypeError(
+                f"RoundPipeMixin must come before the trainer's class, but comes after it in {cls.__name__}: "
+                f"write class {cls.__name__}(RoundPipeMixin, ...)"
+            )
+
     def __init__(self, *args: Any, roundpipe: RoundPipeOptions | None = None, **kwargs: Any) -> None:
         self._options = roundpipe or RoundPipeOptions()
         self._on_devices: OnDevices | None = None
@@ -72,6 +81,7 @@ class RoundPipeMixin(_Base):
         refuse(self.args, type(self))
         stay_on_host(self.args)
         super().create_accelerator_and_postprocess()
+        refuse_precision(self.accelerator.mixed_precision)
 
     # The model
 
@@ -88,7 +98,10 @@ class RoundPipeMixin(_Base):
     def _wrap(self, model: nn.Module, engine: RoundPipe | AutoRoundPipe | None = None) -> OnDevices:
         bind_fused_head(model)
         engine = engine or self._options.wrap(model, f"{type(self).__name__}'s {type(model).__name__}")
-        return OnDevices(engine, torch.bfloat16 if self.args.bf16 else None)
+        return OnDevices(engine, self._autocast_dtype())
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
 
     def _wrap_reference(self) -> None:
         """Let the second model of trainers such as DPO's run on the same devices."""
@@ -101,7 +114,7 @@ class RoundPipeMixin(_Base):
             options = self._options.on(self._wrapped().engine.runtime)
             bind_fused_head(reference)
             engine = options.wrap(reference, f"{type(self).__name__}'s reference")
-            self.ref_model = OnDevices(engine, torch.bfloat16 if self.args.bf16 else None).eval()
+            self.ref_model = OnDevices(engine, self._autocast_dtype()).eval()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Weights stay on the host."""
@@ -111,6 +124,8 @@ class RoundPipeMixin(_Base):
         del model, dataloader
         found = self._wrapped()
         if training:
+            # A subclass may have made its optimizer without a call of ours.
+            self.optimizer = self._stepped(self.optimizer)
             # Gradients of an earlier training that was broken off.
             found.engine.zero_grad()
         return found
@@ -125,14 +140,18 @@ class RoundPipeMixin(_Base):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The trainer's own optimizer, made to train the master weights in the engine's steps."""
-        engine = self._wrapped().engine
-        # Accelerate wraps what it has prepared, in an earlier `train`.
-        if isinstance(getattr(self.optimizer, "optimizer", self.optimizer), SteppedByEngine):
-            return self.optimizer
-        made = super().create_optimizer() if model is None else super().create_optimizer(model)
-        refuse_optimizer(made)
-        self.optimizer = SteppedByEngine(engine, made, asynchronous=self._options.asynchronous)
+        self._wrapped()
+        if not _is_stepped(self.optimizer):
+            made = super().create_optimizer() if model is None else super().create_optimizer(model)
+            self.optimizer = self._stepped(made)
         return self.optimizer
+
+    def _stepped(self, optimizer: Any) -> torch.optim.Optimizer:
+        if _is_stepped(optimizer):
+            return optimizer
+        refuse_optimizer(optimizer)
+        engine = self._wrapped().engine
+        return SteppedByEngine(engine, optimizer, asynchronous=self._options.asynchronous)
 
     @property
     def _steps(self) -> SteppedByEngine:
@@ -170,16 +189,24 @@ class RoundPipeMixin(_Base):
         if not isinstance(engine, RoundPipe) or not self._has_own_loss():
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        batches = [inputs] if self._step_batches is None else self._step_batches.beginning_with(inputs)
+        step = self._step_batches
+        # A subclass's step may change each batch as it comes.
+        is_whole = self._overriding("training_step")[0] is RoundPipeMixin
+        batches = step.beginning_with(inputs) if step is not None and is_whole else [inputs]
         if not batches:
             return torch.zeros(())
         return self._in_one_call(engine, batches, num_items_in_batch)
 
     def _has_own_loss(self) -> bool:
-        """Whether `compute_loss` is Trainer's, and comes to the loss that the model returns."""
-        overriding = [one for one in type(self).__mro__ if "compute_loss" in vars(one)]
-        is_plain = overriding == [RoundPipeMixin, Trainer] and "compute_loss" not in vars(self)
+        """Whether the loss is what the model returns, a row of layers, and no class between computes another."""
+        is_plain = self._overriding("compute_loss") == [RoundPipeMixin, Trainer]
+        is_plain = is_plain and getattr(self._wrapped().engine.model, "own_loss", None) is not None
+        is_plain = is_plain and self._overriding("training_step")[-2:] == [RoundPipeMixin, Trainer]
         return is_plain and self.compute_loss_func is None and self.label_smoother is None
+
+    def _overriding(self, method: str) -> list[object]:
+        """The classes that have a method of their own, or the trainer itself, from the first that is called."""
+        return [one for one in (self, *type(self).__mro__) if method in vars(one)]
 
     def _in_one_call(self, engine: RoundPipe, batches: list[Any], num_items: Any) -> torch.Tensor:
         is_counted = self.model_accepts_loss_kwargs and num_items is not None
@@ -264,6 +291,11 @@ class RoundPipeTrainer(RoundPipeMixin, Trainer):
 
     See `RoundPipeMixin` for its one argument more, `roundpipe`.
     """
+
+
+def _is_stepped(optimizer: Any) -> bool:
+    # Accelerate wraps what it has prepared, in an earlier `train`.
+    return isinstance(getattr(optimizer, "optimizer", optimizer), SteppedByEngine)
 
 
 class _StepBatches:

@@ -229,7 +229,7 @@ class RoundPipe(RoundPipeBase):
         config: RoundPipeRunConfig,
         mode: Mode = "train",
     ) -> rp_batch.Parts[Any]:
-        spec = _whole(self.model, kwargs) if config.split_input is None else config.split_input
+        spec = _declared(self.model, kwargs) if config.split_input is None else config.split_input
         count = self._count(args, kwargs, spec, config, mode)
         parts = rp_batch.split((args, kwargs), count, spec)
         arrivals.check(count, parts)
@@ -267,10 +267,20 @@ class RoundPipe(RoundPipeBase):
         )
 
 
-def _whole(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
-    """The spec of the arguments that a row of rp_presets says are no rows of the batch; None without any."""
-    names = getattr(model, "whole_arguments", frozenset[str]()) & kwargs.keys()
-    return (None, dict.fromkeys(names, rp_batch.Replicate())) if names else None
+def _declared(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    """The spec of the arguments that a row of rp_presets knows; None without any.
+
+    Its main input says how many rows the batch has: in a batch without padding, which is one row, most tensors are
+    lists of lengths.
+    """
+    whole = getattr(model, "whole_arguments", frozenset[str]()) & kwargs.keys()
+    main = [name for name in getattr(model, "main_arguments", ()) if _is_batch(kwargs.get(name))]
+    found = {**dict.fromkeys(whole, rp_batch.Replicate()), **dict.fromkeys(main, rp_batch.Split())}
+    return (None, found) if found else None
+
+
+def _is_batch(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_nested and value.ndim > 0
 
 
 def _row(model: nn.Module) -> list[nn.Module]:
