@@ -25,27 +25,21 @@ from transformers import (
 )
 
 
-# %% The two changed lines: TRL's trainer on RoundPipe
+# The two changed lines: TRL's trainer on RoundPipe
 class DPOTrainer(RoundPipeMixin, trl.DPOTrainer):
     """Model and reference run on all GPUs of the machine, in one process; or else on two CPU devices."""
 
 
-# %% The data: rows with a `prompt`, the `chosen` completion and the `rejected` one
+# The data: rows with a `prompt`, the `chosen` completion and the `rejected` one
 def rows(path: str | None) -> Dataset:
     """The rows of a JSONL file; by default polite answers are preferred."""
     if path is not None:
         return Dataset.from_json(path)
-    asked = ["tea", "milk", "bread", "salt"]
-    return Dataset.from_list(
-        [
-            {"prompt": f"more {what} ?", "chosen": f" yes {what} please", "rejected": f" no {what}"}
-            for what in asked
-        ]
-        * 6
-    )
+    pairs = {f"more {what} ?": (f" yes {what} please", f" no {what}") for what in ("tea", "milk", "bread", "salt")}
+    return Dataset.from_list([{"prompt": p, "chosen": yes, "rejected": no} for p, (yes, no) in pairs.items()] * 6)
 
 
-# %% The model: a checkpoint, or a tiny one with a tokenizer of the data's words
+# The model: a checkpoint, or a tiny one with a tokenizer of the data's words
 def load(arguments: argparse.Namespace, data: Dataset) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     if not arguments.tiny:
@@ -62,7 +56,7 @@ def load(arguments: argparse.Namespace, data: Dataset) -> tuple[Any, Any]:
     return Qwen3ForCausalLM(config), tokenizer
 
 
-# %% The training: TRL's own arguments
+# The training: TRL's own arguments
 def main(words: list[str]) -> list[float]:
     """Train; the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,6 +90,6 @@ def main(words: list[str]) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-# %% Run it
+# Run it
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -24,12 +24,12 @@ from transformers import (
 )
 
 
-# %% The two changed lines: TRL's trainer on RoundPipe
+# The two changed lines: TRL's trainer on RoundPipe
 class SFTTrainer(RoundPipeMixin, trl.SFTTrainer):
     """Trains on all GPUs of the machine, in one process; or else on two CPU devices."""
 
 
-# %% The data: rows with a `text`, a `prompt` and `completion`, or `messages`
+# The data: rows with a `text`, a `prompt` and `completion`, or `messages`
 def rows(path: str | None) -> Dataset:
     """The rows of a JSONL file; by default sums in words."""
     if path is not None:
@@ -41,7 +41,7 @@ def rows(path: str | None) -> Dataset:
     )
 
 
-# %% The model: a checkpoint, or a tiny one with a tokenizer of the data's words
+# The model: a checkpoint, or a tiny one with a tokenizer of the data's words
 def load(arguments: argparse.Namespace, data: Dataset) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     if not arguments.tiny:
@@ -58,7 +58,7 @@ def load(arguments: argparse.Namespace, data: Dataset) -> tuple[Any, Any]:
     return Qwen3ForCausalLM(config), tokenizer
 
 
-# %% The training: TRL's own arguments
+# The training: TRL's own arguments
 def main(words: list[str]) -> list[float]:
     """Train; the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,6 +91,6 @@ def main(words: list[str]) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-# %% Run it
+# Run it
 if __name__ == "__main__":
     main(sys.argv[1:])
