@@ -345,6 +345,21 @@ def test_work_is_conserved_and_bounds_the_time(
     assert sum(timeline.idle_ms_by_reason.values()) == pytest.approx(timeline.idle_ms[0], abs=1e-6)
 
 
+@pytest.mark.parametrize("faster", [1, 2, 4, 8])
+def test_a_tie_of_two_devices_is_not_broken_by_rounding(faster: int):
+    launches = {"backward_launch_ms": 0, "recompute_launch_ms": 0}
+    costs = [
+        LayerCost(0.0, backward_ms=8 / faster, boundary_bytes=1, forward_launch_ms=3 / faster, **launches),
+        LayerCost(5 / faster, backward_ms=0, boundary_bytes=1, forward_launch_ms=0, **launches),
+        LayerCost(0.0, backward_ms=0, forward_launch_ms=2 / faster, **launches),
+    ]
+    host = Host(gil_ms_per_gb=1e9 / faster, optimizer_bytes=0.0, launch_gil_share=1.0)
+    limits = Limits(download_gb_s=3 * SLOW * faster, host=host)
+    chosen = Plan((range(1), range(1, 3)), None, (range(2, 3), range(1, 2), range(1)), in_turn=False)
+    taken = simulated_ms(Course(chosen, costs, mode="train", microbatches=1, limits=limits), 2, calls=3)
+    assert taken * faster == pytest.approx(16.5, abs=1e-3)
+
+
 @patient
 @given(launching(), machines(), st.integers(1, 3), st.sampled_from(MODES), st.data())
 def test_a_machine_twice_as_fast_takes_half_the_time(

@@ -31,8 +31,10 @@ from itertools import chain
 from rp_sched.simulation.resources import Lane, Resources
 from rp_sched.simulation.stage_costs import Load
 
-# Times in ms that are equal to this many decimal places count as equal.
+# States are rounded to this many decimal places, so that states that differ by rounding errors become equal.
 DIGITS = 6
+# Times in ms that differ by no more count as equal: rounding alone must not choose a device.
+TIE_MS = 1e-5
 
 
 @dataclass(slots=True)
@@ -114,12 +116,12 @@ class Clock:
     def first_free(self, used: int) -> int:
         """The first of `used` devices to become free; of several, chosen by their state, not their number."""
         free = self.free[:used]
-        soonest = min(free)
-        if free.count(soonest) == 1:
-            return free.index(soonest)
-        alike = [device for device, ms in enumerate(free) if ms == soonest]
-        states = list(zip(*self._lists(), strict=True))
-        return min(alike, key=states.__getitem__)
+        alike = _lowest(free, range(used))
+        if len(alike) == 1:
+            return alike[0]
+        for values in self._lists()[1:]:
+            alike = _lowest(values, alike)
+        return alike[0]
 
     def first_done(self, load: Load, microbatches: int, lanes: Sequence[Lane]) -> int:
         """The device that would be the first to have run a task, of devices that differ."""
@@ -127,7 +129,7 @@ class Clock:
             ms + microbatches * max(load.ms * lane.slowdown, load.launch_ms)
             for ms, lane in zip(self.free, lanes, strict=False)
         ]
-        return times.index(min(times))
+        return _lowest(times, range(len(times)))[0]
 
     def run(self, load: Load, batch: range, device: int, ready: list[float], resources: Resources) -> None:
         """Simulate a task. `ready[m]`: when it may start microbatch m; set to when the next stage may."""
@@ -201,6 +203,12 @@ def waits_to_leave(load: Load, gradients: float, resources: Resources) -> bool:
     """Whether a task's backward pass waits for the gradients of the task before to leave."""
     leaving = resources.leaving_bytes
     return leaving is not None and load.gradient_bytes > 0 and gradients > leaving
+
+
+def _lowest(values: Sequence[float], among: Sequence[int]) -> list[int]:
+    """Those of some devices whose value is the lowest, or differs from it by rounding alone."""
+    limit = min([values[device] for device in among]) + TIE_MS
+    return [device for device in among if values[device] <= limit]
 
 
 def _since(ms: float, passed: float) -> float:
