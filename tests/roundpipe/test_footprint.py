@@ -125,8 +125,8 @@ def test_a_peak_counts_although_the_next_call_was_launched_before_this_one_was_o
     peak = 20_000
     planner.take(first)
     resident = resident_bytes(tasks, planner._guesses(4))
-    assert planner._footprint.working_bytes == peak - resident
-    assert budget() == 95_000 - planner._footprint.working_bytes
+    assert planner._footprint.working_at(4) == peak - resident
+    assert budget() == 95_000 - planner._footprint.working_at(4)
 
 
 def test_a_call_leaves_what_it_is_not_foreseen_to_take_once_a_peak_is_known(
@@ -172,17 +172,17 @@ def test_there_is_room_for_leaving_gradients_from_the_first_call_after_a_measure
     assert spare == 0
     peak = 20_000
     planner.take(times)
-    workspace = planner._footprint.working_bytes
+    workspace = planner._footprint.working_at(4)
     spare, times = launch()
     assert spare == 95_000 - (planner.predicted_bytes or 0) > 0
     # Gradients that were leaving explain a higher peak, as far as they had room.
     peak = 90_000
     planner.take(times)
-    assert planner._footprint.working_bytes == workspace
+    assert planner._footprint.working_at(4) == workspace
     _, times = launch()
     peak = 99_000
     planner.take(times)
-    assert planner._footprint.working_bytes > workspace
+    assert planner._footprint.working_at(4) > workspace
 
 
 def test_a_task_that_is_new_leaves_no_room_while_calls_are_measured(
@@ -217,10 +217,39 @@ def test_what_layers_work_in_is_what_a_peak_has_beside_what_is_known(two: Runtim
     # Weights of this call and of the next, gradients in 32 bits, what is kept.
     assert resident_bytes(tasks, costs) == 300 + 600 + 150 + 300
     found.note_peak(2000, tasks, costs)
-    assert found.working_bytes == 650
+    assert found.working_at(1) == 650
     version = found.version
     found.note_peak(1900, tasks, costs)
-    assert (found.version, found.working_bytes) == (version, 650)
+    assert (found.version, found.working_at(1)) == (version, 650)
+
+
+def test_a_device_has_a_task_and_the_weights_of_its_next_one() -> None:
+    costs = [LayerCost(1, weight_bytes=weight) for weight in (100, 10, 1)]
+    large, middle, small = (Task("F", range(i, i + 1), range(1), device) for i, device in ((0, 0), (1, 1), (2, 0)))
+    assert resident_bytes([large], costs) == 100 + 100
+    # The first task of the next call may go to either device.
+    assert resident_bytes([large, middle, small], costs) == 10 + 100
+    assert resident_bytes([middle, large, small], costs) == 10 + 100
+    assert resident_bytes([small, large], costs) == 1 + 100
+    assert resident_bytes([], costs) == 0
+
+
+def test_fewer_rows_work_in_what_they_were_seen_to_after_more_rows_were_measured(
+    two: Runtime, layers: nn.Sequential
+) -> None:
+    found = footprint(two, layers)
+    costs = [LayerCost(1, weight_bytes=100)] * 3
+    tasks = [Task("F", range(0, 3), range(2), 0)]
+    assert found.working_at(10) == 0
+    for rows, nbytes in ((10, 50), (40, 110)):
+        found.note_peak(600 + nbytes, tasks, costs, rows)
+    assert [found.working_at(rows) for rows in (5, 10, 20, 40, 80)] == [50, 50, 70, 110, 220]
+    # More than was thought, between them: as much as that at both ends.
+    found.note_peak(600 + 90, tasks, costs, 20)
+    assert [found.working_at(rows) for rows in (10, 20, 40)] == [90, 96, 110]
+    # More rows have worked in less than fewer did.
+    found.note_peak(600 + 100, tasks, costs, 50)
+    assert [found.working_at(rows) for rows in (10, 50, 100)] == [90, 110, 220]
 
 
 def plan_for(room: int, kept: int) -> PlanInUse:

@@ -46,16 +46,16 @@ def _rows(leaf: torch.Tensor) -> int:
 class Footprint:
     """Memory measurements of one model.
 
-    `version` counts the measurements that require new plans. `working_bytes`: the workspace. `knows_peak`: whether
-    the workspace was measured. `most_rows`: the most rows of microbatches whose layers were measured; 0 before.
+    `version` counts the measurements that require new plans. `knows_peak`: whether the workspace was measured.
+    `most_rows`: the most rows of microbatches whose layers were measured; 0 before.
     """
 
     def __init__(self, layers: Sequence[LayerState]) -> None:
         self.version = 0
-        self.working_bytes = 0
         self.knows_peak = False
         self.most_rows = 0
-        self._working_rows = 0
+        # The workspace by rows, for the fewest and the most rows measured.
+        self._working: dict[int, int] = {}
         # What tasks that ran out of memory were foreseen to take, by the rows of their microbatches.
         self._too_much: dict[int, int] = {}
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
@@ -76,7 +76,10 @@ class Footprint:
 
     def working_at(self, rows: int) -> int:
         """The workspace for microbatches of so many rows: as measured, and in proportion for more rows."""
-        return self.working_bytes * max(rows, self._working_rows) // max(self._working_rows, 1)
+        if not self._working:
+            return 0
+        few, many = min(self._working), max(self._working)
+        return self._working[many] * rows // many if rows > many else _on_line(self._working, max(rows, few))
 
     def note_kept(self, kept: Mapping[int, int], rows: int, *, is_whole: bool = True) -> None:
         """Record measured bytes by layer; smaller values count only for more rows than were measured before.
@@ -95,25 +98,35 @@ class Footprint:
         """Record a device's peak: what exceeds the resident bytes of these tasks is workspace."""
         found = max(peak_bytes - resident_bytes(tasks, costs), 0)
         expected = self.working_at(rows)
-        if rows > self._working_rows or found > expected:
-            self.working_bytes = max(found, self.working_bytes)
-            self._working_rows = max(rows, self._working_rows)
+        if rows > self._most_working_rows or found > expected:
+            self._set_working(rows, found)
         if not self.knows_peak or abs(self.working_at(rows) - expected) > expected * _NEWS:
             self.knows_peak = True
             self.version += 1
 
     def note_no_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost], rows: int) -> None:
         """Record that these tasks have not exceeded an earlier peak: so much bounds what more rows work in."""
-        found = max(peak_bytes - resident_bytes(tasks, costs), self.working_bytes)
-        if self.knows_peak and rows > self._working_rows and found < self.working_at(rows):
-            self.working_bytes, self._working_rows = found, rows
+        most = self._most_working_rows
+        found = max(peak_bytes - resident_bytes(tasks, costs), self.working_at(most))
+        if self.knows_peak and rows > most and found < self.working_at(rows):
+            self._set_working(rows, found)
             self.version += 1
+
+    @property
+    def _most_working_rows(self) -> int:
+        return max(self._working, default=0)
+
+    def _set_working(self, rows: int, found: int) -> None:
+        # More rows never work in less than fewer do.
+        least = self.working_at(min(rows, self._most_working_rows))
+        ends = _joined(self._working, rows, max(found, least))
+        self._working = {end: max(ends[min(ends)], nbytes) for end, nbytes in ends.items()}
 
     def note_shortage(self, task: Task, costs: Sequence[LayerCost], rows: int) -> None:
         """A task of several layers ran out of memory: later ones must be foreseen to take less."""
         if len(task.layers) > 1:
             known = self._too_much.get(rows)
-            found = _own_bytes(task, costs)
+            found = _task_bytes(task, costs)
             self._too_much[rows] = found if known is None else min(found, known)
             self.version += 1
 
@@ -124,24 +137,35 @@ class Footprint:
 
 
 def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
-    """The most bytes of weights, gradients and kept activations on a device, including the prefetched weights.
+    """The most bytes of weights, gradients and kept activations on a device, and of weights fetched ahead.
+
+    While a task runs, its device fetches the weights of its next one. After the last that is the next call's first
+    one, on whichever device it will be.
 
     >>> layers = [LayerCost(1, weight_bytes=10, kept_bytes=5), LayerCost(1, weight_bytes=10, kept_bytes=7)]
     >>> resident_bytes([Task("F", range(0, 1), range(2), 0), Task("FB", range(1, 2), range(2), 0)], layers)
     47
     """
-    weights = [sum(costs[layer].weight_bytes for layer in task.layers) for task in tasks]
-    rest = [
-        sum(costs[i].gradient_bytes for i in task.layers if task.adds_gradients)
-        + sum(costs[i].kept_bytes for i in task.layers if task.keeps_activations)
-        for task in tasks
-    ]
-    return max(map(sum, zip(weights, rest, strict=True)), default=0) + max(weights, default=0)
+    queues: dict[int, list[Task]] = {}
+    for task in tasks:
+        queues.setdefault(task.device, []).append(task)
+    first = max((_weight_bytes(queue[0], costs) for queue in queues.values()), default=0)
+    return max((_queue_bytes(queue, costs, first) for queue in queues.values()), default=0)
 
 
-def _own_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
-    """Bytes of one task, without what is prefetched beside it."""
-    return resident_bytes([task], costs) - sum(costs[layer].weight_bytes for layer in task.layers)
+def _queue_bytes(queue: Sequence[Task], costs: Sequence[LayerCost], first: int) -> int:
+    ahead = [*(_weight_bytes(task, costs) for task in queue[1:]), first]
+    return max(_task_bytes(task, costs) + fetched for task, fetched in zip(queue, ahead, strict=True))
+
+
+def _task_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
+    gradients = sum(costs[layer].gradient_bytes for layer in task.layers if task.adds_gradients)
+    kept = sum(costs[layer].kept_bytes for layer in task.layers if task.keeps_activations)
+    return _weight_bytes(task, costs) + gradients + kept
+
+
+def _weight_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
+    return sum(costs[layer].weight_bytes for layer in task.layers)
 
 
 def _on_line(ends: Mapping[int, int], rows: int) -> int:
