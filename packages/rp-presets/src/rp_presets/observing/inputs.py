@@ -15,7 +15,7 @@ _ROWS, _TOKENS = 2, 6
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
-    """Small inputs for the model's forward, made from its config.
+    """Small inputs for the model's forward, made from its config, on the device of its first parameter.
 
     Raises `UnsupportedModel` for a model without a config, or whose main input is of an unknown kind.
     """
@@ -33,7 +33,8 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     both = {"input_ids", "pixel_values"} <= parameters.keys() and name == "input_ids"
     if both and hasattr(config, "vision_config") and hasattr(model, "logit_scale"):
         inputs["pixel_values"] = _pixels(config)
-    return inputs
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def _tensor(name: str, config: Any) -> Tensor:
