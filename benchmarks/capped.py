@@ -1,12 +1,12 @@
-"""Whether a decoder trains on smaller GPUs: one process, one GPU with a cap, one JSON line a number of microbatches.
+"""Whether a decoder trains on smaller GPUs: one process, one GPU with a cap, one JSON line for each M.
 
     python benchmarks/capped.py --cap-gb 24 --microbatches 8 32 64 --compile --chunked-head
     python benchmarks/capped.py --devices cpu:1 --model tiny --batch 16 --sequence 16 --microbatches 2 4
 
-The first number given is the model's first call, of which nothing is measured yet. `tokens_per_s` is from the median
-call after `--warmup`; `foreseen_gb` is what the plan in use then was expected to take on the device, `peak_gb` what
-torch had allocated at most in the calls that count, `retreats` the warnings about calls that ran out of memory and
-were cut smaller, and `error` what a call raised.
+The first number given is the model's first call, of which nothing is measured yet. `tokens_per_s` is from the
+median call after `--warmup`; `foreseen_gb` is what the plan in use then was expected to take on the device,
+`peak_gb` what torch had allocated at most in the calls that count, `retreats` the warnings about calls that ran
+out of memory and were cut smaller, and `error` what a call raised.
 """
 
 from __future__ import annotations
