@@ -159,6 +159,8 @@ def test_a_task_that_runs_again_has_the_device_to_itself() -> None:
         with pytest.warns(DeviceMemoryWarning):
             model.forward_backward((x,), None, y, error_of)
     assert used[1] <= used[0]
+    # Backward: weights, and sums of gradients before the layer runs; a microbatch and the gradients of its output.
+    assert used[4] == 2 * 4 * (4 * 4 + 4) + 2 * 4 * 1000 * 4
 
 
 def test_a_shortage_in_a_task_of_one_layer_promises_no_better_plans(runtime: Runtime) -> None:

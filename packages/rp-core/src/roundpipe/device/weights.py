@@ -120,7 +120,8 @@ class Weights:
     def _waiting(self, block: Block) -> AbstractContextManager[None]:
         return self._tracer.waiting(self._device, "weights", "weights of {} to arrive", block)
 
-    def _make_sums(self) -> None:
+    def make_sums(self) -> None:
+        """Allocate the gradient sums, zero, of the blocks that are bound for training and have none yet."""
         new = [block for block in self._trained if block not in self._sums and block not in self._delivered]
         if new:
             # As late as possible: sums of earlier tasks occupy device memory until they are downloaded.
@@ -142,7 +143,7 @@ class Weights:
     @contextmanager
     def adding(self) -> Generator[None]:
         """Let autograd add gradients to the sums within the context."""
-        self._make_sums()
+        self.make_sums()
         for block, (_, sums) in self._sums.items():
             self._twins.attach(block, sums)
         try:

@@ -392,6 +392,9 @@ class Stage:
     def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
         for layer in layers:
             self._weights.bind(self._call.state.layers[layer], training=True)
+            if self._is_part:
+                # Before the layer allocates: a hole that its largest temporaries leave would be split for them.
+                self._weights.make_sums()
             before = self._used_bytes(microbatch)
             tree = self._layer(layer, microbatch, tree, again=again)
             if self._times is not None and before is not None:
