@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import roundpipe
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from rp_trainer import RoundPipeOptions
 from rp_trainer.lightning import RoundPipeStrategy
+from rp_trainer.lightning.precision import HostPrecision
 from tiny import causal_lm, padded, rows
 from torch import nn
 from torch.utils.data import DataLoader
@@ -34,10 +38,9 @@ pytestmark = [
 class Tuned(lightning.LightningModule):
     """What a user writes: a model, its loss, its optimizer and schedule."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, optimizer: Any = torch.optim.AdamW) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.model = causal_lm().to(dtype)
-        self.optimizer = optimizer
+        self.model = causal_lm()
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
@@ -51,12 +54,8 @@ class Tuned(lightning.LightningModule):
         del index
         self.log("eval_loss", self.model(**batch).loss, batch_size=len(batch["input_ids"]))
 
-    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
-        del index
-        return self.model(**batch).logits
-
     def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -73,6 +72,10 @@ class Rows(lightning.LightningModule):
         del index
         (inputs,) = batch
         return nn.functional.cross_entropy(self.net(inputs), inputs.argmax(1) % 3)
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        del index
+        return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
         return roundpipe.optim.SGD(self.parameters(), lr=0.1)
@@ -174,6 +177,29 @@ def test_only_what_the_optimizer_has_counts_in_the_norm(tmp_path, options):
     assert_same_weights(trained(Partly, tmp_path, numbers(), strategy(options), **settings), wanted)
 
 
+def test_frozen_parameters_may_be_among_those_of_the_optimizer(tmp_path, options):
+    class Frozen(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+    wanted = trained(Frozen, tmp_path, numbers())
+    found = trained(Frozen, tmp_path, numbers(), strategy(options))
+    assert_same_weights(found, wanted)
+    assert torch.equal(found.net[0].weight, Rows().net[0].weight)
+
+
+def test_a_second_training_goes_on_with_the_same_model(tmp_path, options):
+    def twice(given: Any = "auto") -> Rows:
+        module, made = Rows(), trainer(tmp_path, given)
+        made.fit(module, numbers())
+        made.fit_loop.max_epochs = 3
+        made.fit(module, numbers())
+        return module
+
+    assert_same_weights(twice(strategy(options)), twice())
+
+
 def test_manual_optimization_takes_loss_and_gradients_in_one_call(tmp_path, options):
     class Manual(Rows):
         automatic_optimization = False
@@ -239,29 +265,34 @@ def test_asynchronous_steps_are_one_late(tmp_path, two):
     assert_same_weights(late, wanted)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_that_is_resumed_equals_the_uninterrupted_one(tmp_path, two, dtype):
     # One microbatch: the sums of 16-bit gradients depend on the plan.
     options = RoundPipeOptions(runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1))
 
-    def run(epochs: int, path: Path, resumed: Any = None) -> Tuned:
-        module = Tuned(dtype, roundpipe.optim.AdamW)
-        saving = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
-        settings = {"max_epochs": epochs, "callbacks": [saving], "enable_checkpointing": True}
-        lightning_trainer = lightning.Trainer(
-            strategy=strategy(options),
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **settings,
-        )
-        lightning_trainer.fit(module, batches(8), ckpt_path=resumed, weights_only=False)
+    class Steady(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.to(dtype)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return super().training_step([batch[0].to(dtype)], index)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = roundpipe.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def run(epochs: int, path: Path, resumed: Any = None) -> Rows:
+        saving = {"callbacks": [ModelCheckpoint(path, "{epoch}", save_top_k=-1)], "enable_checkpointing": True}
+        module = Steady()
+        made = trainer(path, strategy(options), max_epochs=epochs, **saving)
+        made.fit(module, numbers(), ckpt_path=resumed, weights_only=False)
         return module
 
     whole = run(2, tmp_path / "whole")
     run(1, tmp_path / "first")
     resumed = run(2, tmp_path / "second", tmp_path / "first" / "epoch=0.ckpt")
-    assert resumed.losses == whole.losses[3:]
+    assert not torch.equal(whole.net[0].weight, Rows().net[0].weight.to(dtype))
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
     saved = torch.load(tmp_path / "whole" / "epoch=1.ckpt", weights_only=False)
@@ -289,13 +320,13 @@ def test_plain_lightning_and_this_one_resume_each_others_checkpoints(tmp_path, o
 
 def test_validation_and_prediction_use_the_last_steps_result(tmp_path, two):
     given = RoundPipeOptions(runtime=two, asynchronous=True, model_run_config=RoundPipeRunConfig(num_microbatch=2))
-    module = Tuned()
+    module = Rows()
     made = trainer(tmp_path, strategy(given))
-    made.fit(module, batches())
+    made.fit(module, numbers())
     with torch.no_grad():
-        wanted = [module.model(**batch).logits for batch in batches(5, 4)]
-    found = made.predict(module, batches(5, 4))
-    assert [made.strategy.on_devices.engine.named_model] == [module.model]
+        wanted = [module.net(inputs) for (inputs,) in numbers()]
+    found = made.predict(module, numbers())
+    assert made.strategy.on_devices.engine.named_model is module.net
     for here, there in zip(found, wanted, strict=True):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-5)
 
@@ -387,6 +418,15 @@ def test_layers_that_are_called_past_the_attribute_train_on_the_host(tmp_path, o
 
     wanted = trained(Past, tmp_path, numbers(), **CLIPPED)
     assert_same_weights(trained(Past, tmp_path, numbers(), strategy(options), **CLIPPED), wanted)
+
+
+def test_what_is_overridden_is_lightnings():
+    own = {"grad_norm", "on_devices", "parallel_devices", "num_nodes"}
+    for kind, base in ((RoundPipeStrategy, Strategy), (HostPrecision, Precision)):
+        names = {name for name in vars(kind) if not name.startswith("_")} - own
+        assert names
+        assert {name for name in names if not hasattr(base, name)} <= {"strategy_name"}
+    assert list(inspect.signature(Precision.clip_grad_by_norm).parameters) == ["self", "optimizer", "clip_val"]
 
 
 def test_the_model_is_wrapped_when_training_begins():
