@@ -36,7 +36,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(f"GIT_{name}_NAME", "tester")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "tester@example.org")
     folder = tmp_path / "clone"
-    git(ROOT, "clone", "--quiet", "--shared", "--depth", "1", f"file://{ROOT}", str(folder))
+    git(ROOT, "clone", "--quiet", "--depth", "1", f"file://{ROOT}", str(folder))
     for changelog in folder.glob("packages/*/CHANGELOG.md"):
         text = changelog.read_text()
         if not text.partition("## Unreleased\n")[2].partition("\n## ")[0].strip():
