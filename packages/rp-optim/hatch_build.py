@@ -1,4 +1,7 @@
-"""Puts the compiled kernels into the wheel where there is a compiler, and leaves them to first use where not."""
+"""Puts the compiled kernels into the wheel where there is a compiler, and leaves them to first use where not.
+
+``RP_OPTIM_WHEEL=compiled`` fails where they cannot be compiled; ``RP_OPTIM_WHEEL=pure`` does not try.
+"""
 
 # Hatchling is in the build's own environment alone.
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
@@ -7,6 +10,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import sysconfig
 import tempfile
@@ -34,7 +38,10 @@ class KernelHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, unless the wheel only points at these sources, which may change after it was made."""
-        if self.target_name != "wheel" or version == "editable":
+        asked = os.environ.get("RP_OPTIM_WHEEL", "")
+        if asked not in ("", "compiled", "pure"):
+            raise ValueError(f"RP_OPTIM_WHEEL must be compiled or pure, but is {asked!r}; correct it, or unset it")
+        if self.target_name != "wheel" or version == "editable" or asked == "pure":
             return
         builder = _builder(self.root)
         self._folder = tempfile.TemporaryDirectory()
@@ -42,10 +49,14 @@ class KernelHook(BuildHookInterface):
         try:
             compiler = builder.find_compiler()
             if compiler is None:
+                if asked:
+                    raise builder.BuildFailed("there is no C compiler that runs")
                 self.app.display_warning("no C compiler: the kernels will be compiled on first use")
                 return
             builder.build(compiler, library)
         except (builder.BuildFailed, OSError) as error:
+            if asked:
+                raise
             self.app.display_warning(f"the kernels will be compiled on first use: {error}")
             return
         build_data["force_include"][str(library)] = "rp_optim/kernels/_kernels.so"

@@ -38,7 +38,7 @@ def names(tmp_path, monkeypatch) -> Any:
 
 @pytest.mark.nightly
 def test_those_of_the_package(names):
-    first, second, third = blocks("packages/rp-trainer/README.md")
+    first, second, third, fourth = blocks("packages/rp-trainer/README.md")
     exec(first, names)
     assert names["trainer"].state.global_step == 2
     exec(second, names)
@@ -46,6 +46,9 @@ def test_those_of_the_package(names):
     names["model"] = causal_lm()
     exec(third, names)
     names["trainer"].train()
+    pytest.importorskip("lightning")
+    exec(fourth, names)
+    assert names["trainer"].strategy.strategy_name == "roundpipe"
 
 
 def test_those_of_the_page(names, tmp_path):

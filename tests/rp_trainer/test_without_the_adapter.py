@@ -40,7 +40,7 @@ def test_moving_it_elsewhere_is_refused(wrapped, target):
     ("package", "words"),
     [
         ("accelerate", r"Accelerate called: leave the model out of accelerator\.prepare"),
-        ("lightning", "Lightning called"),
+        ("lightning", r"Lightning called: use rp_trainer: Trainer\(strategy=RoundPipeStrategy"),
         ("deepspeed", "DeepSpeed called"),
     ],
 )

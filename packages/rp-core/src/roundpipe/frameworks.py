@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Iterator
 
 _LOOP = "drive the model yourself: call model.forward_backward(...) and model.step(...) in a loop of your own"
+_STRATEGY = (
+    "use rp_trainer: Trainer(strategy=RoundPipeStrategy()), from rp_trainer.lightning, with the model as it was"
+)
 # Those that others call come last.
 _INSTEAD = {
     "trl": (
@@ -17,8 +20,8 @@ _INSTEAD = {
         "transformers' Trainer",
         "use rp_trainer: from rp_trainer import RoundPipeTrainer as Trainer, with the model wrapped or as it was",
     ),
-    "lightning": ("Lightning", f"leave the model out of its strategies, and {_LOOP}"),
-    "pytorch_lightning": ("Lightning", f"leave the model out of its strategies, and {_LOOP}"),
+    "lightning": ("Lightning", _STRATEGY),
+    "pytorch_lightning": ("Lightning", _STRATEGY),
     "deepspeed": ("DeepSpeed", f"leave it out, and {_LOOP}"),
     "accelerate": ("Accelerate", f"leave the model out of accelerator.prepare, and {_LOOP}"),
 }

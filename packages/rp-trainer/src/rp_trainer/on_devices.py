@@ -109,6 +109,12 @@ class OnDevices(nn.Module):
         """Those of the user's model."""
         return self.engine.named_model.named_parameters(*args, **kwargs)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module]]:
+        """Those of the user's model, so that a module around this one has their parameters."""
+        yield from self.engine.named_model.named_modules(memo, prefix, remove_duplicate)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """That of the user's model, with all results so far."""
         return self.engine.state_dict(*args, **kwargs)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,15 @@ from roundpipe import AutoRoundPipe, RoundPipe
 from rp_optim.worker import wait_for_steps
 
 _Settings = list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Clipping:
+    """What a step does to its gradients: limits of their norm and of each value (None: none), the norm found."""
+
+    max_norm: float | None = None
+    max_value: float | None = None
+    norm: Future[float] = field(default_factory=Future[float])
 
 
 class SteppedByEngine(torch.optim.Optimizer):
@@ -31,18 +41,20 @@ class SteppedByEngine(torch.optim.Optimizer):
     Raises `ValueError` if `optimizer` has a parameter that is not one of the model's.
     """
 
+    # Whether frozen parameters may stay in the groups, where steps pass over them.
+    _keeps_frozen = False
+
     def __init__(
         self, engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer, *, asynchronous: bool = False
     ) -> None:
         # Not super().__init__(): torch would run the hooks of optimizers around `step`, where nothing steps yet.
         self._engine = engine
         self._asynchronous = asynchronous
-        _train_masters(engine, optimizer)
+        _train_masters(engine, optimizer, keeps_frozen=self._keeps_frozen)
         # What schedulers see, and what steps: settings of the latter change in steps only.
         self.shown = optimizer
         self._stepping = _with_own_groups(optimizer)
-        self._max_norm: float | None = None
-        self._norm: Future[float] = Future()
+        self._clipping = _Clipping()
         self._last: Future[float] | None = None
 
     # What a trainer's loop asks for, before the step
@@ -53,12 +65,19 @@ class SteppedByEngine(torch.optim.Optimizer):
         Returns the norm: 0-dim, fp32, on the host. With synchronous steps it is the next step's, and is filled in
         when that is over. With asynchronous ones it is the norm of the step before; None before the first.
         """
-        self._max_norm = max_norm
+        self._clipping.max_norm = max_norm
         if self._asynchronous:
             return self._last_norm()
         found = torch.tensor(math.nan)
-        self._norm.add_done_callback(partial(_fill, found))
+        self._clipping.norm.add_done_callback(partial(_fill, found))
         return found
+
+    def clip_values_at_next_step(self, max_value: float) -> None:
+        """Let the next step limit each value of its gradients to at most `max_value`, and at least its negative.
+
+        It takes a copy of the gradients in the masters' dtype.
+        """
+        self._clipping.max_value = max_value
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Launch a step of the engine, with the gradients of all calls so far.
@@ -67,13 +86,12 @@ class SteppedByEngine(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError("a closure must not be given: the gradients are there when the step runs")
-        max_norm, norm = self._max_norm, self._norm
-        self._max_norm, self._norm = None, Future()
+        clipping, self._clipping = self._clipping, _Clipping()
         # For a scheduler that was made with this optimizer, and asks whether it has stepped.
         vars(self.shown)["_opt_called"] = True
-        run = partial(self._carry_out, _settings(self.shown.param_groups), max_norm, norm)
+        run = partial(self._carry_out, _settings(self.shown.param_groups), clipping)
         self._engine.step(run, is_async=self._asynchronous)
-        self._last = norm
+        self._last = clipping.norm
 
     def _last_norm(self) -> torch.Tensor | None:
         """The norm of the last step; None if it failed, which the model's next call tells."""
@@ -83,16 +101,24 @@ class SteppedByEngine(torch.optim.Optimizer):
             wait_for_steps()
         return torch.tensor(self._last.result()) if self._last.done() else None
 
-    def _carry_out(self, settings: _Settings, max_norm: float | None, norm: Future[float]) -> None:
+    def _carry_out(self, settings: _Settings, clipping: _Clipping) -> None:
         """One step, on the optimizer's thread."""
         _set(self._stepping.param_groups, settings)
-        # As a trainer clips and drops: of all parameters that train, also those that are in no group.
-        masters = list(self._engine.optim_parameters())
-        if max_norm is not None:
-            norm.set_result(float(roundpipe.optim.clip_grad_norm_(masters, max_norm)))
+        self._clip(clipping)
         self._stepping.step()
-        for master in masters:
+        for master in self._engine.optim_parameters():
             master.grad = None
+
+    def _clip(self, clipping: _Clipping) -> None:
+        clipped = self._clipped()
+        if clipping.max_norm is not None:
+            clipping.norm.set_result(float(roundpipe.optim.clip_grad_norm_(clipped, clipping.max_norm)))
+        if clipping.max_value is not None:
+            torch.nn.utils.clip_grad_value_(clipped, clipping.max_value)
+
+    def _clipped(self) -> list[torch.nn.Parameter]:
+        """As `Trainer` clips: all parameters that train, also those that are in no group."""
+        return list(self._engine.optim_parameters())
 
     def finish(self) -> None:
         """Wait for the last step; calls go on reading the weights that they read."""
@@ -144,7 +170,7 @@ class SteppedByEngine(torch.optim.Optimizer):
         """Add parameters of the model that are trained from now on."""
         self.finish()
         self.shown.add_param_group(param_group)
-        _train_masters(self._engine, self.shown)
+        _train_masters(self._engine, self.shown, keeps_frozen=self._keeps_frozen)
         self._stepping.param_groups.append(dict(self.shown.param_groups[-1]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -156,12 +182,17 @@ def _fill(norm: torch.Tensor, found: Future[float]) -> None:
     norm.fill_(found.result())
 
 
-def _train_masters(engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer) -> None:
+def _train_masters(
+    engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer, *, keeps_frozen: bool
+) -> None:
     """Put the master weights in the place of the model's own parameters."""
     masters = dict(engine.optim_named_parameters())
     found: dict[torch.Tensor, torch.Tensor] = {master: master for master in masters.values()}
     own = engine.named_model.named_parameters()
     found.update((one, masters[name]) for name, one in own if name in masters)
+    if keeps_frozen:
+        frozen = [one for group in optimizer.param_groups for one in group["params"] if not one.requires_grad]
+        found.update((one, one) for one in frozen)
     for group in optimizer.param_groups:
         group["params"] = [_master(one, found) for one in group["params"]]
     for one in [one for one in optimizer.state if one in found]:

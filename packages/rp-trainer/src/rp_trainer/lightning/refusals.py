@@ -1,0 +1,85 @@
+"""What cannot work with RoundPipe in Lightning: refused before training begins, by its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rp_trainer.refusals import refuse_optimizer
+
+_ONE_PROCESS = "RoundPipe drives all GPUs from one process, see RoundPipeOptions(runtime=...)"
+
+
+def refuse_several(argument: str, value: int) -> None:
+    """Raise `ValueError` for an argument of a Lightning `Trainer` that must be 1."""
+    if value != 1:
+        raise ValueError(
+            f"{argument} must be 1 with RoundPipeStrategy, but is {value}; leave it out: {_ONE_PROCESS}"
+        )
+
+
+def refuse_processes() -> None:
+    """Raise `ValueError` if several processes were started."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"WORLD_SIZE is more than 1; start the script with python, not with torchrun: {_ONE_PROCESS}"
+        )
+
+
+def chosen(module: nn.Module, name: str | None) -> str:
+    """The name of the submodule to train: `name`, or the only child of the LightningModule that has parameters.
+
+    Raises `ValueError` if there is none, if several could be meant, or if others train, too.
+    """
+    name = _only_child(module) if name is None else _known(module, name)
+    model = module.get_submodule(name)
+    inside = set(model.parameters())
+    for other, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter not in inside:
+            raise ValueError(
+                f"{other} of {type(module).__name__} trains outside of {name}, but RoundPipeStrategy trains one "
+                f"module: put it into {name}, or freeze it"
+            )
+    return name
+
+
+def _only_child(module: nn.Module) -> str:
+    found = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    if len(found) == 1:
+        return found[0]
+    told = f"has parameters in {', '.join(found)}" if found else "has no child with parameters"
+    raise ValueError(
+        f"RoundPipeStrategy trains one submodule, but {type(module).__name__} {told}; name the one that trains, "
+        'as in RoundPipeStrategy("model"), or put what trains into one module'
+    )
+
+
+def _known(module: nn.Module, name: str) -> str:
+    try:
+        module.get_submodule(name)
+    except AttributeError as error:
+        children = ", ".join(other for other, _ in module.named_children())
+        raise ValueError(f"{type(module).__name__} has no submodule {name!r}; it has {children}") from error
+    return name
+
+
+def only_optimizer(optimizers: Sequence[Any]) -> Any:
+    """The optimizer of a training.
+
+    Raises `ValueError` unless there is one, which steps once and in steps alone.
+    """
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"configure_optimizers must return one optimizer with RoundPipeStrategy, but returned "
+            f"{len(optimizers)}; give one optimizer several groups"
+        )
+    refuse_optimizer(optimizers[0])
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise ValueError(
+            "configure_optimizers returned LBFGS, which runs the model several times within one step; use another"
+        )
+    return optimizers[0]

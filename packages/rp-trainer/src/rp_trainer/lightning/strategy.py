@@ -1,0 +1,230 @@
+"""`RoundPipeStrategy`: Lightning's loop, with one submodule of a LightningModule on the devices of RoundPipe."""
+
+# Lightning is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from rp_trainer.lightning.optimizer import named_like
+from rp_trainer.lightning.precision import HostPrecision, on_host
+from rp_trainer.lightning.refusals import chosen, only_optimizer, refuse_processes, refuse_several
+from rp_trainer.on_devices import OnDevices
+from rp_trainer.options import RoundPipeOptions
+
+# What a checkpoint has beside Lightning's own entries.
+_MASTERS = "roundpipe_masters"
+
+
+class RoundPipeStrategy(SingleDeviceStrategy):
+    """Runs one submodule of a LightningModule on RoundPipe: weights on the host, layers on all GPUs in turn.
+
+    Args:
+        model: the name of the submodule, such as ``"model"`` or ``"net.encoder"``; default: the only child with
+            parameters. All parameters that train must be in it.
+        options: how it is wrapped, and whether steps are asynchronous; see `RoundPipeOptions`.
+
+    ::
+
+        trainer = lightning.Trainer(strategy=RoundPipeStrategy(), max_epochs=1)
+        trainer.fit(module, loader)
+
+    In ``training_step`` and the other steps the submodule runs on the devices; batches, outputs, losses and
+    metrics are on the host. What ``configure_optimizers`` returns trains the master weights, in steps of the
+    engine. Leave out the arguments `accelerator` and `devices` of the trainer.
+
+    Raises `ValueError` when training begins for what cannot work, with its name; what
+    `roundpipe.wrap_model_to_roundpipe` raises.
+    """
+
+    strategy_name = "roundpipe"
+
+    def __init__(self, model: str | None = None, options: RoundPipeOptions | None = None) -> None:
+        super().__init__(device="cpu", accelerator=CPUAccelerator())
+        self._name = model
+        self._options = options or RoundPipeOptions()
+        self._on_devices: OnDevices | None = None
+
+    # What a trainer tells a strategy that has these attributes
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """None: the engine has the devices."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device]) -> None:
+        refuse_several("devices", len(parallel_devices))
+
+    @property
+    def num_nodes(self) -> int:
+        """One."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        refuse_several("num_nodes", num_nodes)
+
+    # Precision
+
+    @property
+    def precision_plugin(self) -> HostPrecision:
+        """Lightning's plugin, on the host."""
+        return on_host(self._precision_plugin)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else on_host(precision_plugin)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of a step's gradients before they were clipped, with ``gradient_clip_val`` set.
+
+        With synchronous steps it is that of the last step. With asynchronous ones it is that of the step before,
+        None after the first.
+        """
+        found = self.precision_plugin.grad_norm
+        return None if found is None else float(found)
+
+    # The model
+
+    @property
+    def on_devices(self) -> OnDevices:
+        """What stands for the submodule within steps; its attribute `engine` is the wrapped model.
+
+        Raises `RuntimeError` before a trainer has set it up.
+        """
+        if self._on_devices is None:
+            raise RuntimeError("the model is wrapped when Trainer.fit, validate, test or predict begins")
+        return self._on_devices
+
+    def setup_environment(self) -> None:
+        """Refuse what cannot work."""
+        refuse_processes()
+        super().setup_environment()
+
+    def model_to_device(self) -> None:
+        """Wrap the submodule, unless an earlier call of the trainer has; the LightningModule stays on the host."""
+        module = self.lightning_module
+        assert module is not None
+        self._name = name = chosen(module, self._name)
+        model, dtype = module.get_submodule(name), self.precision_plugin.autocast_dtype
+        engine = None if self._on_devices is None else self._on_devices.engine
+        if engine is None or engine.named_model is not model:
+            engine = self._options.wrap(model, f"{type(module).__name__}.{name}")
+        # Gradients of an earlier training that was broken off.
+        engine.zero_grad()
+        self._on_devices = OnDevices(engine, dtype)
+
+    @contextmanager
+    def _in_place(self) -> Generator[None]:
+        """Let the LightningModule's attribute be the one whose calls run on the devices."""
+        assert self.lightning_module is not None
+        assert self._name is not None
+        parent, _, child = self._name.rpartition(".")
+        holder, model = self.lightning_module.get_submodule(parent), self.on_devices.engine.named_model
+        with self.on_devices.in_place_of_model():
+            setattr(holder, child, self.on_devices)
+            try:
+                yield
+            finally:
+                setattr(holder, child, model)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The LightningModule's, with the submodule on the devices."""
+        with self._in_place():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The LightningModule's, with the submodule on the devices."""
+        with self._in_place():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The LightningModule's, with the submodule on the devices."""
+        with self._in_place():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The LightningModule's, with the submodule on the devices."""
+        with self._in_place():
+            return super().predict_step(*args, **kwargs)
+
+    # The optimizer
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """The LightningModule's optimizer and schedulers, for the master weights."""
+        super().setup_optimizers(trainer)
+        if trainer.optimizers:
+            optimizer = only_optimizer(trainer.optimizers)
+            engine, is_async = self.on_devices.engine, self._options.asynchronous
+            stepped = named_like(optimizer)(engine, optimizer, asynchronous=is_async)
+            self.optimizers = [stepped]
+            for config in self.lr_scheduler_configs:
+                # By it callbacks find the scheduler of an optimizer.
+                config.scheduler.optimizer = stepped
+
+    # Results of the last step
+
+    def _settle(self) -> None:
+        self.on_devices.engine.sync_optim_param()
+
+    def on_validation_start(self) -> None:
+        """Validate the result of the last step, which calls read from now on."""
+        self._settle()
+
+    def on_test_start(self) -> None:
+        """Test the result of the last step."""
+        self._settle()
+
+    def on_predict_start(self) -> None:
+        """Predict with the result of the last step."""
+        self._settle()
+
+    def on_train_end(self) -> None:
+        """At the end the model's own parameters have the result of the last step."""
+        self._settle()
+
+    def teardown(self) -> None:
+        """Everything is on the host already."""
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # Checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's checkpoint, with the master weights where they are more than the weights."""
+        if "optimizer_states" in checkpoint and (masters := self._finer_masters()):
+            checkpoint = {**checkpoint, _MASTERS: masters}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _finer_masters(self) -> dict[str, torch.Tensor]:
+        """The masters, if they have another dtype than their weights."""
+        engine = self.on_devices.engine
+        own = dict(engine.named_model.named_parameters())
+        masters = {name: one.detach() for name, one in engine.optim_named_parameters()}
+        return masters if any(one.dtype != own[name].dtype for name, one in masters.items()) else {}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The optimizer's state, and the masters of a checkpoint of ours; in another they are the weights."""
+        super().load_optimizer_state_dict(checkpoint)
+        if saved := checkpoint.get(_MASTERS):
+            engine = self.on_devices.engine
+            engine.step(partial(_fill, dict(engine.optim_named_parameters()), saved), is_async=False)
+
+
+@torch.no_grad()
+def _fill(masters: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    for name, master in masters.items():
+        master.copy_(saved[name])

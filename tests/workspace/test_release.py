@@ -1,0 +1,112 @@
+"""`scripts/release` on a clone: what a release changes, and when there is none."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IDENTITY = ["-c", "user.name=tester", "-c", "user.email=tester@example.org"]
+
+
+def script() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts/release"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("release", loader))
+    loader.exec_module(module)
+    return module
+
+
+RELEASE = script()
+
+
+def git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *IDENTITY, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with what is in this one, where every package has something to release."""
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "tester")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "tester@example.org")
+    folder = tmp_path / "clone"
+    git(ROOT, "clone", "--quiet", "--depth", "1", f"file://{ROOT}", str(folder))
+    for changelog in folder.glob("packages/*/CHANGELOG.md"):
+        text = changelog.read_text()
+        if not text.partition("## Unreleased\n")[2].partition("\n## ")[0].strip():
+            changelog.write_text(text.replace("## Unreleased\n", "## Unreleased\n\n- Something.\n", 1))
+    git(folder, "commit", "--quiet", "--all", "--allow-empty", "--message", "something to release")
+    return folder
+
+
+def test_a_release_is_a_commit_and_a_tag(clone):
+    was = RELEASE.members(clone)["rp-optim"].unreleased()
+    assert RELEASE.release(clone, "rp-optim", "0.2.0") == "rp-optim-v0.2.0"
+    member = RELEASE.members(clone)["rp-optim"]
+    assert member.version == "0.2.0"
+    assert member.unreleased() == ""
+    assert "## Unreleased\n\n## 0.2.0\n\n" in member.changelog.read_text()
+    assert was in git(clone, "tag", "--list", "--format=%(contents)", "rp-optim-v0.2.0").replace("\r", "")
+    assert git(clone, "status", "--porcelain") == ""
+    assert git(clone, "log", "-1", "--format=%s") == "rp-optim 0.2.0"
+
+
+def test_those_who_need_it_ask_for_it(clone):
+    RELEASE.release(clone, "rp-optim", "0.2.1")
+    found = RELEASE.members(clone)
+    for name in ("rp-core", "rp-trainer"):
+        assert '"rp-optim>=0.2.1,<0.3"' in found[name].project.read_text()
+        assert found[name].unreleased().startswith("- Needs rp-optim 0.2.1.\n")
+    RELEASE.release(clone, "rp-batch", "0.1.1")
+    # What is said of other packages stays; of the same package only the last is said.
+    member = found["rp-core"]
+    member.ask_for("rp-optim", RELEASE.Version("1.2.3"))
+    assert member.unreleased().startswith("- Needs rp-optim 1.2.3.\n- Needs rp-batch 0.1.1.\n-")
+    assert '"rp-optim>=1.2.3,<2"' in member.project.read_text()
+    assert "0.2.1" not in member.unreleased()
+
+
+def test_a_package_is_released_after_what_it_needs(clone):
+    with pytest.raises(RELEASE.Refused, match=r"rp-core needs rp-batch, .* release rp-batch first"):
+        RELEASE.release(clone, "rp-core", "0.2.0")
+    for name in ("rp-batch", "rp-optim", "rp-presets", "rp-sched", "rp-transfer", "rp-core", "rp-trainer"):
+        RELEASE.release(clone, name, "0.2.0")
+    project = RELEASE.members(clone)["rp-trainer"].project.read_text()
+    assert '"rp-core>=0.2.0,<0.3"' in project
+    assert len(git(clone, "tag", "--list", "*-v0.2.0").splitlines()) == 7
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "words"),
+    [
+        ("rp-other", "0.2.0", "must be one of rp-batch, rp-core"),
+        ("rp-optim", "0.1.0", "is 0.1.0 already"),
+        ("rp-optim", "0.0.9", "must be higher"),
+        ("rp-optim", "next", "must be one such as"),
+        ("rp-optim", "0.2", "must be written as"),
+        ("rp-optim", "v0.2.0", "must be written as"),
+    ],
+)
+def test_other_names_and_versions_are_refused(package, version, words):
+    with pytest.raises(RELEASE.Refused, match=words):
+        RELEASE.check(ROOT, package, version)
+
+
+def test_it_is_refused_with_changes_or_without_news(clone):
+    member = RELEASE.members(clone)["rp-sched"]
+    member.changelog.write_text("# Changelog\n\n## Unreleased\n\n## 0.1.0\n\n- The first.\n")
+    with pytest.raises(RELEASE.Refused, match="not committed"):
+        RELEASE.release(clone, "rp-sched", "0.2.0")
+    git(clone, "commit", "--quiet", "--all", "--message", "no news")
+    with pytest.raises(RELEASE.Refused, match="has nothing under Unreleased"):
+        RELEASE.release(clone, "rp-sched", "0.2.0")
+    git(clone, "tag", "rp-batch-v0.2.0")
+    with pytest.raises(RELEASE.Refused, match="is there already"):
+        RELEASE.release(clone, "rp-batch", "0.2.0")
+    assert git(clone, "log", "-1", "--format=%s") == "no news"
