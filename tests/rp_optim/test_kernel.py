@@ -391,12 +391,12 @@ def test_several_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pyte
     library = tmp_path / "room" / "kernels.so"
     library.parent.mkdir()
     command = [sys.executable, "-c", BUILD, build.__file__, str(library)]
-    processes = [subprocess.Popen(command) for _ in range(4)]
+    processes = [subprocess.Popen(command) for _ in range(2)]
     seen: set[bytes] = set()
     while any(process.poll() is None for process in processes):
         if library.exists():
             seen.add(library.read_bytes())
-    assert [process.returncode for process in processes] == [0, 0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert list(library.parent.iterdir()) == [library]
     # Whoever looked at any time found nothing, or all of it.
     for number, content in enumerate({*seen, library.read_bytes()}):
