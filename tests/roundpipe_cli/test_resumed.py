@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -19,6 +20,7 @@ from programs import COMMAND_LINE, Program
 from roundpipe import RoundPipe
 from roundpipe.checkpoints.manifest import check, is_finished
 from roundpipe.cli import main
+from roundpipe.cli.estimate.hardware import Machine
 from roundpipe.cli.finetune.job import Evaluation, Job
 from safetensors.torch import load_file
 
@@ -216,7 +218,15 @@ def test_a_killed_run_goes_on_to_the_same_end(
     assert_same(run, whole["full"])
 
 
-RESUMED = "import sys\nfrom roundpipe.cli import main\nsys.exit(main())"
+RESUMED = """
+import pickle, sys
+from roundpipe.cli import main
+from roundpipe.cli.finetune import forecast
+machine = pickle.loads(bytes.fromhex(sys.argv.pop(1)))
+# Measured once: that takes longer than to train.
+forecast.measured = lambda runtime: machine
+sys.exit(main())
+"""
 
 
 def kill(inputs: list[str], run: Path, chance: random.Random) -> bool:
@@ -245,14 +255,16 @@ def size_of(path: Path) -> int:
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_300_kills_of_the_command_change_nothing(
-    inputs: list[str], whole: dict[str, Path], tmp_path: Path
+    inputs: list[str], whole: dict[str, Path], machines: dict[str, Machine], tmp_path: Path
 ) -> None:
+    assert whole["full"].is_dir()
+    machine = pickle.dumps(machines["1"]).hex()
     chance = random.Random(2)
     done, kills = 0, int(os.environ.get("ROUNDPIPE_KILLS", "300"))
     for number in count():
         run = tmp_path / f"{number}"
         for _ in range(min(4, kills - done)):
-            done += kill(inputs, run, chance)
+            done += kill([machine, *inputs], run, chance)
         assert main([*inputs, "--output", str(run), "--resume"]) == 0
         assert_same(run, whole["full"])
         shutil.rmtree(run)
