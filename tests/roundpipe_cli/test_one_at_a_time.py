@@ -9,9 +9,9 @@ from pathlib import Path
 import finetuning
 import pytest
 from programs import COMMAND_LINE, ended
-from roundpipe.cli import main, output
+from roundpipe.cli import main, output, report
 from roundpipe.cli.errors import Refused, Unwritable
-from roundpipe.cli.report import Metrics
+from roundpipe.cli.report import Metrics, Reports, TensorBoard
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -117,6 +117,32 @@ def test_lines_that_found_no_room_are_written_when_there_is_some(tmp_path: Path)
     metrics.held_out(3, 1.0)
     metrics.close()
     assert [line["step"] for line in finetuning.lines(tmp_path)] == [0, 1, 2, 3]
+
+
+class FullForAWhile:
+    """A writer for TensorBoard, on a disk that is full at first."""
+
+    def __init__(self, folder: str, **_: object) -> None:
+        self.added: list[int | None] = [None]
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        del name, value
+        self.added.append(step)
+        if len(self.added) == 2:
+            raise OSError("No space left on device")
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_tensorboard_lost_is_told_at_once_and_again_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "tensorboard_writer", lambda: FullForAWhile)
+    with pytest.raises(Unwritable, match="No space left"), Reports(TensorBoard(tmp_path)) as reports:
+        for step in range(3):
+            reports.held_out(step, 1.0)
+    assert capsys.readouterr().err.count("the training goes on\n") == 1
 
 
 def test_lines_are_gone_on_with_behind_those_of_the_checkpoint(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ sys.exit(main())
 def kill(inputs: list[str], run: Path, chance: random.Random) -> bool:
     """Start the command or go on with it, and kill it at some moment. Returns whether it had not ended before."""
     with Program(RESUMED, *inputs, "--output", str(run), "--resume", imports=COMMAND_LINE) as program:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         wanted = chance.randrange(4)
         before = size_of(run / "metrics.jsonl")
         while program.is_running() and size_of(run / "metrics.jsonl") < before + 200 * wanted:

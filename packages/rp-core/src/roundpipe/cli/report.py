@@ -188,6 +188,7 @@ class TensorBoard:
     def __init__(self, folder: Path | None, *, after: int | None = None) -> None:
         self._folder = folder
         self._writer: Any = None  # Any: torch leaves it untyped
+        self._failure: Unwritable | None = None
         if folder is not None:
             with writing(f"--output {folder}"):
                 self._writer = tensorboard_writer()(str(folder), purge_step=None if after is None else after + 1)
@@ -202,15 +203,22 @@ class TensorBoard:
         self._add("held_out/loss", loss, step)
 
     def _add(self, name: str, value: float, step: int) -> None:
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             with writing(f"--output {self._folder}"):
                 self._writer.add_scalar(name, value, step)
+        except Unwritable as error:
+            self._failure = error
+            raise
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left. Raises again what was raised before: what was not written then is lost."""
         if self._writer is not None:
             with writing(f"--output {self._folder}"):
                 self._writer.close()
+        if self._failure is not None:
+            raise self._failure
 
 
 def tensorboard_writer() -> Any:  # Any: torch leaves it untyped
