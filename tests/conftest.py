@@ -21,7 +21,17 @@ if importlib.util.find_spec("hypothesis") is not None:
 
     register_profiles()
 
+if sys.dont_write_bytecode:
+    # Many containers keep no bytecode (PYTHONDONTWRITEBYTECODE). Then each process that imports torch compiles
+    # thousands of files, which takes longer than to run them. Keep it apart from the sources.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 if "PYTEST_XDIST_WORKER" in os.environ:
+    # Inductor would start processes to compile in, each with torch, for a few kernels.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Each process has one core to itself. To be set before torch is imported, also by programs that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -37,14 +37,21 @@ def covering(rows: Sequence[Sequence[Hashable]]) -> list[int]:
 
 
 def combination(item: pytest.Function) -> tuple[Hashable, ...]:
-    """What a test runs with: a value for each ``parametrize`` and for each fixture that has several."""
+    """What a test runs with: a value for each ``parametrize`` and for each fixture that has several.
+
+    ``pairwise(apart="options")``: of the dict of this name, each entry has an axis of its own.
+    """
     params: dict[str, Any] = dict(item.callspec.params)
+    mark = item.get_closest_marker("pairwise")
+    apart = mark.kwargs.get("apart") if mark is not None else None
     found: list[Hashable] = []
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0]
         together = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        entries: dict[str, Any] = params.pop(apart) if apart in together else {}
         # Values need not be hashable; the same value is the same object in all tests of a function.
-        found.append(tuple(id(params.pop(name)) for name in together))
+        rest = tuple(id(params.pop(name)) for name in together if name != apart)
+        found += [rest, *((rest, key, repr(value)) for key, value in entries.items())]
     return (*found, *(id(value) for _, value in sorted(params.items())))
 
 

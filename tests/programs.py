@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -40,6 +40,11 @@ def serve(asked):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pid = os.fork()
+        if not pid and "imports" in request:
+            asked.close()
+            exec(request["imports"], globals())
+            asked = socket.socket(fileno=files[0])
+            continue
         if not pid:
             asked.close()
             become(request, files)
@@ -62,36 +67,47 @@ exec(serve(socket.socket(fileno=int(sys.argv.pop(1)))))
 
 
 class Template:
-    """A process that has imported modules, to be forked. `imports`: statements."""
+    """A process that has imported modules, to be forked. `imports`: statements, beside those of `fewer`.
 
-    def __init__(self, imports: str) -> None:
-        ours, its = socket.socketpair()
+    It is itself forked from `fewer`, if that is given.
+    """
+
+    def __init__(self, imports: str, fewer: Template | None = None) -> None:
+        self._ours, its = socket.socketpair()
         with its:
-            # Its input is for nobody: programs get it, too.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", imports + _TEMPLATE, str(its.fileno())],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                pass_fds=[its.fileno()],
-            )
-        self._ours = ours
-        atexit.register(self._end)
+            if fewer is None:
+                self._end = self._start(imports, its).wait
+            else:
+                pid = fewer.ask({"imports": imports}, [its.fileno()])
+                self._end = partial(fewer.ask, {"pid": pid})
+        atexit.register(self._close)
 
-    def _end(self) -> None:
+    @staticmethod
+    def _start(imports: str, its: socket.socket) -> subprocess.Popen[bytes]:
+        # Its input is for nobody: programs get it, too.
+        return subprocess.Popen(
+            [sys.executable, "-c", imports + _TEMPLATE, str(its.fileno())],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=[its.fileno()],
+        )
+
+    def _close(self) -> None:
         self._ours.close()
-        self._process.wait()
+        self._end()
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
         """The number that it answers with."""
         socket.send_fds(self._ours, [json.dumps(request).encode()], files)
         answer = self._ours.recv(100)
-        assert answer, f"what programs are forked from has ended ({self._process.poll()})"
+        assert answer, "what programs are forked from has ended"
         return int(answer)
 
 
 @cache
 def _template(imports: str) -> Template:
-    return Template(imports)
+    fewer = {ENGINE: TORCH, COMMAND_LINE: ENGINE}.get(imports)
+    return Template(imports, None if fewer is None else _template(fewer))
 
 
 class Program:

@@ -199,6 +199,8 @@ def run_changed(folder: str, *, aloud: bool) -> None:
     if not aloud:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.path[:0] = [folder, str(HERE)]
+    # Nobody imports this copy again.
+    sys.dont_write_bytecode = True
     try:
         import waiting
     except BaseException:

@@ -193,6 +193,7 @@ def norm_between_readers() -> nn.Sequential:
 SHARING = [same_norm_twice, norm_between_readers]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", SHARING)
 @pytest.mark.parametrize("plan_name", ["planned", "one layer a stage", "tail divided"])
 def test_a_written_buffer_of_several_layers_is_refused_where_stages_would_reorder_its_writes(
@@ -212,6 +213,7 @@ def test_a_written_buffer_of_several_layers_is_refused_where_stages_would_reorde
     assert_near(weights(layers), before, 0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", SHARING)
 @pytest.mark.parametrize(
     ("plan_name", "microbatches"),
@@ -235,6 +237,7 @@ def test_a_written_buffer_of_several_layers_is_plain_pytorchs_where_its_writes_k
     assert_near(gradients(layers), gradients(truth), 1e-3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", SHARING)
 @pytest.mark.parametrize("plan_name", WHOLE_PLANS)
 def test_a_buffer_of_several_layers_that_is_not_written_is_served_by_any_plan(

@@ -119,6 +119,7 @@ def in_one_stage(layers: nn.Sequential, runtime: Runtime) -> RoundPipe:
     return RoundPipe(layers, name="fragile", runtime=runtime, model_run_config=config)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     "error",

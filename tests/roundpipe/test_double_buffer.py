@@ -43,6 +43,7 @@ def losses_of(model: RoundPipe, make: Optimizer, turns: int = 6) -> list[float]:
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_steps_give_the_numbers_of_a_single_block(runtime: Runtime, make: Optimizer, dtype: torch.dtype) -> None:

@@ -221,6 +221,7 @@ def test_a_layers_error_arrives_as_itself_and_says_where(
     assert_trains(model)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
 @pytest.mark.parametrize("layer", [0, 3])
 def test_separate_calls_raise_a_layers_error_where_it_belongs(runtime: Runtime, layer: int, phase: Phase) -> None:
@@ -428,6 +429,7 @@ def test_an_error_in_the_loss_function_arrives_as_itself(runtime: Runtime, micro
     assert_trains(model)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("cure", ["reset", "load"])
 def test_a_failed_step_leaves_the_published_weights_whole(runtime: Runtime, is_async: bool, cure: str) -> None:

@@ -208,6 +208,7 @@ def test_what_was_under_way_beside_what_failed_lives_until_it_is_there(
     assert nth > 20
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("plan_name", PLANS)
 def test_an_optimizers_thread_that_fails_tells_and_goes_on_after_a_reset(

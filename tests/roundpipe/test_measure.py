@@ -105,6 +105,7 @@ def test_a_layer_that_works_much_more_is_seen_to_take_longer(two: Runtime) -> No
     assert costs[2].forward_ms > max(costs[i].forward_ms for i in (0, 1, 3))
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("verbose")
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan", ["planned", "one layer a stage", "cut differently"])

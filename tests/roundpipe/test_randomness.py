@@ -66,6 +66,7 @@ def test_random_layers_draw_the_same_on_any_devices_under_any_plan(
     assert not torch.equal(found[0], found[2])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("plan_name", ["one layer a stage", "cut differently"])
 def test_recomputation_draws_what_the_forward_drew(devices: str, plan_name: str, separate: bool) -> None:

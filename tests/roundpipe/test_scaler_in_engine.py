@@ -43,6 +43,7 @@ def data(call: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, y * math.inf if call in BAD else y
 
 
+@pytest.mark.pairwise
 @dataclass
 class Scaled:
     """A model that trains through a scaler, and what its losses were scaled with."""
@@ -175,6 +176,7 @@ def test_a_slow_optimizer_changes_no_scale_and_holds_no_call_back(two: Runtime) 
 # Skipped steps
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_skipped_step_leaves_weights_masters_and_moments_as_they_were(

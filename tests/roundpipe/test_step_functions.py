@@ -26,6 +26,7 @@ def call(model: RoundPipe) -> None:
     model.forward_backward((x,), None, y, square_error)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_masters_that_change_after_the_optimizer_reach_their_weights(
@@ -45,6 +46,7 @@ def test_masters_that_change_after_the_optimizer_reach_their_weights(
     assert all(value.abs().max() <= 0.01 for value in weights(model).values())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_that_fails_after_the_optimizer_leaves_the_published_weights_whole(

@@ -378,6 +378,7 @@ def test_an_optimizer_over_the_raw_parameters_works_after_synchronize(runtime: R
     assert_near(weights(layers), weights(truth), 1e-4)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("through", ["model", "assign", "layers"])
 def test_loaded_weights_reach_the_masters(runtime: Runtime, when: str, through: str) -> None:

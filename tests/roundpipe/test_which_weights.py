@@ -289,6 +289,7 @@ class Numbering(torch.optim.Optimizer):
 SKIPPED = frozenset({2, 3, 7, 8, 9, 13, 18})
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("is_async", "wanted"),
     [
@@ -360,6 +361,7 @@ def test_calls_and_steps_after_loading_start_from_the_loaded_weights(
     assert telling.follow("c ci c ci c e ca ca c", "by turns") == [100] * 8 + [steps + 3]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("made", ["before", "after"])
 def test_an_optimizer_trains_from_the_loaded_weights_whenever_it_was_made(

@@ -17,9 +17,11 @@ from roundpipe import RoundPipe, Runtime
 from roundpipe.cli import main
 from roundpipe.cli.arguments import known_options, parse
 from roundpipe.cli.config_file import with_config
+from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.options import FineTuning, read_fine_tuning
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.training.rates import learning_rate
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -63,6 +65,16 @@ def test_a_config_file_says_the_same_as_the_command_line(tmp_path: Path) -> None
     assert options("--config", str(path)) == options(*same, "--eval-data", "x.jsonl")
     both = options("--config", str(path), "--lr", "3", "--lora-targets", "k_proj")
     assert both == replace(options("--config", str(path)), lr=3.0, lora_targets=("k_proj",))
+
+
+def test_of_two_options_that_do_not_go_together_the_command_lines_counts(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("epochs: 3\nresume: true\nheld-out: 0.1\n")
+    given = ["--steps", "7", "--overwrite", "--eval-data", "x.jsonl"]
+    assert options("--config", str(path), *given) == options(*given)
+    path.write_text("epochs: 3\nsteps: 7\n")
+    with pytest.raises(Refused, match="--epochs and --steps do not go together"):
+        options("--config", str(path))
 
 
 def test_a_config_file_may_have_everything(inputs: list[str], tmp_path: Path) -> None:
@@ -200,6 +212,39 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_saves_nothing_of_it(
 
     assert "the loss must stay finite, but is nan at step 2; try a lower --lr" in capsys.readouterr().err
     assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "given"),
+    [
+        ("model.layers.0.input_layernorm.weight", slice(1), []),
+        ("lm_head.weight", slice(-1, None), []),
+        ("lm_head.weight", slice(-1, None), ["--no-packing"]),
+        # Only what training or evaluation reads shows it.
+        ("model.embed_tokens.weight", "cat", ["--no-packing", "--batch", "24"]),
+        ("model.embed_tokens.weight", "cat", ["--no-packing", "--held-out", "0.5"]),
+    ],
+)
+def test_weights_that_are_not_finite_are_named(
+    name: str,
+    rows: slice | str,
+    given: list[str],
+    inputs: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "spoilt"
+    shutil.copytree(inputs[1], folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[name][finetuning.tokenizer().encode(rows) if isinstance(rows, str) else rows] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    command = ["train", "--model", str(folder), *inputs[2:], *SETTINGS, "--steps", "2", *given]
+    assert main([*command, "--output", str(tmp_path / "run")]) == 2
+
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("roundpipe: --model")
+    assert last.endswith(f"its weight {name} has numbers that are NaN or infinite; fetch it or save it again")
 
 
 @pytest.mark.parametrize("given", [["--sync"], ["--no-sync"], ["--sync", "--clip", "0"]])

@@ -11,7 +11,7 @@ from programs import COMMAND_LINE
 from roundpipe.cli import main
 from roundpipe.cli.errors import Unwritable
 from roundpipe.cli.output import finished_files
-from roundpipe.cli.report import Metrics
+from roundpipe.cli.report import Metrics, Reports
 
 SMALL = ["--steps", "1", "--batch-size", "4", "--seq-len", "8", "--devices", "cpu:1"]
 # A file may have so many bytes at most: the metrics and the options fit, the weights do not.
@@ -72,9 +72,9 @@ def test_a_trace_that_finds_no_room_is_one_line(text: Path, capsys: pytest.Captu
 def test_metrics_that_find_no_room_say_so() -> None:
     with (
         pytest.raises(Unwritable, match="--output /dev/full cannot be written"),
-        Metrics(Path("/dev/full")) as metrics,
+        Reports(Metrics(Path("/dev/full"))) as reports,
     ):
-        metrics.held_out(0, 1.0)
+        reports.held_out(0, 1.0)
 
 
 def test_files_come_into_the_folder_together_or_not_at_all(tmp_path: Path) -> None:

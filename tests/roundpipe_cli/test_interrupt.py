@@ -6,7 +6,10 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,26 @@ def test_without_an_output_folder_it_ends_as_well(text: Path, tmp_path: Path) ->
     assert complaints[-1].startswith("roundpipe: interrupted after step ")
     assert "are in" not in printed
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path: Path) -> None:
+    project = Path(__file__).parents[2] / "packages" / "rp-core" / "pyproject.toml"
+    module, function = tomllib.loads(project.read_text())["project"]["scripts"]["roundpipe"].split(":")
+    # As slow as the real one, and interrupted.
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(100)\n"
+    )
+    code = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
+    path = os.pathsep.join([str(tmp_path), str(project.parent / "src"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "roundpipe: interrupted\n")
 
 
 def test_the_second_ctrl_c_is_not_held_back(capfd: pytest.CaptureFixture[str]) -> None:

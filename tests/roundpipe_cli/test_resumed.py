@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import random
 import shutil
 import signal
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,10 @@ import finetuning
 import pytest
 import torch
 from programs import COMMAND_LINE, Program
+from roundpipe import RoundPipe
+from roundpipe.checkpoints.manifest import check, is_finished
 from roundpipe.cli import main
+from roundpipe.cli.estimate.hardware import Machine
 from roundpipe.cli.finetune.job import Evaluation, Job
 from safetensors.torch import load_file
 
@@ -123,6 +130,61 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_with_resume_goes_on(
     assert_same(run, whole["full"])
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "number", "step"), [(0, signal.SIGINT, 0), (1, signal.SIGTERM, 3), (3, signal.SIGINT, STEPS)]
+)
+def test_a_signal_ends_an_evaluation_which_is_made_up_for_by_the_run_that_goes_on(
+    evaluation: int,
+    number: int,
+    step: int,
+    inputs: list[str],
+    whole: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, at = tmp_path / "run", count()
+    evaluate = Evaluation.loss
+
+    def interrupted(*given: Any) -> float | None:
+        if next(at) == evaluation:
+            os.kill(os.getpid(), number)
+        return evaluate(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluation, "loss", interrupted)
+        assert main([*inputs, "--output", str(run)]) == 128 + number
+    told = f"after step {step} of {STEPS}; a checkpoint is saved" if step else "before the first step"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"roundpipe: interrupted {told}")
+    evaluated = [line["step"] for line in finetuning.lines(run) if "held_out_loss" in line]
+    assert evaluated == [0, 3, 6][:evaluation]
+
+    assert main([*inputs, "--output", str(run), "--resume"]) == 0
+
+    assert_same(run, whole["full"])
+
+
+def test_a_signal_ends_an_evaluation_after_the_call_under_way(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count(1)
+    run = RoundPipe.forward_backward
+
+    def interrupted(model: RoundPipe, **given: Any) -> Any:
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(model, **given)
+
+    monkeypatch.setattr(RoundPipe, "forward_backward", interrupted)
+    data = inputs[inputs.index("--data") + 1]
+    command = [value for value in inputs if value not in ("--held-out", "0.2")]
+    command += ["--eval-data", data, "--batch", "1", "--num-microbatch", "1"]
+
+    assert main([*command, "--output", str(tmp_path / "run")]) == 130
+
+    assert next(calls) == 3
+
+
 KILLED = """
 import os, signal, sys
 from roundpipe.cli import main
@@ -154,6 +216,60 @@ def test_a_killed_run_goes_on_to_the_same_end(
     told = f"goes on after step {saved}" if saved else "no checkpoint yet: begins with step 1"
     assert told in capsys.readouterr().out
     assert_same(run, whole["full"])
+
+
+RESUMED = """
+import pickle, sys
+from roundpipe.cli import main
+from roundpipe.cli.finetune import forecast
+machine = pickle.loads(bytes.fromhex(sys.argv.pop(1)))
+# Measured once: that takes longer than to train.
+forecast.measured = lambda runtime: machine
+sys.exit(main())
+"""
+
+
+def kill(inputs: list[str], run: Path, chance: random.Random) -> bool:
+    """Start the command or go on with it, and kill it at some moment. Returns whether it had not ended before."""
+    with Program(RESUMED, *inputs, "--output", str(run), "--resume", imports=COMMAND_LINE) as program:
+        until = time.monotonic() + 300
+        wanted = chance.randrange(4)
+        before = size_of(run / "metrics.jsonl")
+        while program.is_running() and size_of(run / "metrics.jsonl") < before + 200 * wanted:
+            assert time.monotonic() < until, "the run does not get on"
+            time.sleep(0.001)
+        time.sleep(chance.random() * (0.02 if wanted else 1))
+        os.kill(program.pid, signal.SIGKILL)
+        status, _, complaints = program.end()
+    assert status in (0, -signal.SIGKILL), complaints
+    for path in (run / "checkpoints").glob("step-*"):
+        assert is_finished(path)
+        check(path)
+    return status != 0
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_300_kills_of_the_command_change_nothing(
+    inputs: list[str], whole: dict[str, Path], machines: dict[str, Machine], tmp_path: Path
+) -> None:
+    assert whole["full"].is_dir()
+    machine = pickle.dumps(machines["1"]).hex()
+    chance = random.Random(2)
+    done, kills = 0, int(os.environ.get("ROUNDPIPE_KILLS", "300"))
+    for number in count():
+        run = tmp_path / f"{number}"
+        while done < kills and kill([machine, *inputs], run, chance):
+            done += 1
+        assert main([*inputs, "--output", str(run), "--resume"]) == 0
+        assert_same(run, whole["full"])
+        shutil.rmtree(run)
+        if done >= kills:
+            return
 
 
 def test_the_checkpoint_with_the_best_held_out_loss_is_kept(

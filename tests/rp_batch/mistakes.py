@@ -300,6 +300,8 @@ def run_tests(folder: str, tests: list[str]) -> None:
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     sys.path.insert(0, folder)
+    # Nobody imports this copy again.
+    sys.dont_write_bytecode = True
     import rp_batch
 
     if not Path(rp_batch.__file__).is_relative_to(folder):

@@ -50,6 +50,7 @@ def assert_near(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.pairwise(apart="options")
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("ours", "torchs", "options"), CASES, ids=name)
 def test_ten_steps_are_torchs(ours: Any, torchs: Any, options: dict[str, Any]) -> None:
@@ -75,6 +76,7 @@ FEW = [
 HALF = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("grad_dtype", HALF, ids=str)
 @pytest.mark.parametrize("weight_dtype", HALF, ids=str)

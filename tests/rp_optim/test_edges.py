@@ -199,6 +199,7 @@ def together(kind: Any, options: dict[str, Any], *, alone: bool) -> list[torch.T
     return [torch.tensor(sums, dtype=torch.float64), *(weight.data for weight in weights), *state]
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def trained(kind: str, linked: Linked, dtype: torch.dtype, master_dtype: torch.d
     return found + [master.data for master in masters] + weights
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("dtype", "master_dtype"),
     [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)],

@@ -79,12 +79,14 @@ def test_a_family_trains_on_devices_as_plainly(name, devices):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "compile_layers"),
     [
-        "LlamaForCausalLM",
+        # Torch traces and differentiates it; code in C++, which takes most of the time, is for the night.
+        ("LlamaForCausalLM", {"backend": "aot_eager"}),
         *(
-            pytest.param(name, marks=pytest.mark.nightly)
+            pytest.param(name, True, marks=pytest.mark.nightly)
             for name in (
+                "LlamaForCausalLM",
                 "Qwen3ForCausalLM",
                 "MixtralForCausalLM",
                 "GPT2LMHeadModel",
@@ -94,9 +96,9 @@ def test_a_family_trains_on_devices_as_plainly(name, devices):
         ),
     ],
 )
-def test_compiled_layers_of_a_row_have_the_same_numbers(name):
+def test_compiled_layers_of_a_row_have_the_same_numbers(name, compile_layers):
     torch._dynamo.reset()
-    assert_trains_as_plainly(name, "cpu:2", is_row=True, compile_layers=True)
+    assert_trains_as_plainly(name, "cpu:2", is_row=True, compile_layers=compile_layers)
 
 
 @pytest.mark.nightly

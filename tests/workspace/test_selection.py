@@ -59,5 +59,27 @@ def test_what_is_parametrized_together_is_one_axis_and_gpus_are_covered_by_thems
         assert any(all(part in name for part in two) for _, name in kinds), two
 
 
+def test_the_entries_of_a_dict_are_axes_of_their_own_if_that_is_asked_for(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems("""
+        import itertools, pytest
+        FLAGS = [dict(zip("abcd", values)) for values in itertools.product([0, 1], repeat=4)]
+
+        @pytest.mark.pairwise(apart="options")
+        @pytest.mark.parametrize(("kind", "options"), [(kind, flags) for kind in "xy" for flags in FLAGS])
+        @pytest.mark.parametrize("kernel", ["one", "other"])
+        def test_it(kernel, kind, options):
+            pass
+    """)
+    left = [item.callspec.params for item in items if item not in superfluous(items)]
+    assert len(left) < len(items) / 3
+    for kind, kernel, key, value in product("xy", ("one", "other"), "abcd", (0, 1)):
+        wanted = {"kind": kind, "kernel": kernel}
+        assert any(wanted.items() <= found.items() and found["options"][key] == value for found in left)
+    for kind, (one, other), values in product("xy", product("abcd", repeat=2), product((0, 1), repeat=2)):
+        wanted = {one: values[0], other: values[1]}
+        if wanted[one] == values[0]:
+            assert any(found["kind"] == kind and wanted.items() <= found["options"].items() for found in left)
+
+
 def test_nothing_else_is_left_out(pytester: pytest.Pytester) -> None:
     assert superfluous(pytester.getitems(THREE_AXES.format(mark="timeout(9)"))) == set()

@@ -56,7 +56,7 @@ def test_only_the_core_and_the_trainers_ask_for_siblings(member: Path) -> None:
 def test_a_member_is_complete(member: Path) -> None:
     for name in ("README.md", "CHANGELOG.md", "LICENSE"):
         assert (member / name).read_text().strip(), name
-    (package,) = member.glob("src/*")
+    (package,) = filter(Path.is_dir, member.glob("src/*"))
     assert (package / "py.typed").is_file()
     assert project(member)["requires-python"] == ">=3.11"
     # What changes has a place to be told before it has a version.

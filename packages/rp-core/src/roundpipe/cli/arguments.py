@@ -161,9 +161,9 @@ _VALUES = (
     ("--seed", "N", f"seed of the weights and of the order of the data ({options.Given.seed})"),
     ("--devices", "DEVICES", "such as cuda, cuda:0,2, cpu or cpu:4 (all GPUs, else cpu:2)"),
     ("--output", "FOLDER", "where to write the model, the metrics and the options used (nowhere)"),
-    ("--profile", "PATH", "where to write a trace of the training steps, for Perfetto (nowhere)"),
+    ("--profile", "PATH", "a new file for a trace of the training steps, for Perfetto (nowhere)"),
 )
-_FLAGS = (("--overwrite", "replace the run that is in --output"),)
+_FLAGS = (("--overwrite", "replace the run that is in --output, and the trace of --profile"),)
 _SWITCHES = (
     ("--sync", "wait for each optimizer step, or run it beside the next training step, one step late (--sync)"),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from roundpipe.cli.errors import Refused
-from roundpipe.cli.options import Given
+from roundpipe.cli.options import EITHER, Given
 
 # Those that a file has no use for.
 _NOT_HERE = frozenset({"command", "json", "config"})
@@ -16,6 +16,8 @@ _NOT_HERE = frozenset({"command", "json", "config"})
 
 def with_config(given: Given, known: Mapping[str, str]) -> Given:
     """The options with those of the file ``--config`` added; what the command line has counts first.
+
+    So do options of which only one may be given: ``--steps`` counts instead of ``epochs`` in the file.
 
     Args:
         known: what each option of the command takes: ``"value"``, ``"values"`` or ``"flag"``, by its name.
@@ -27,7 +29,9 @@ def with_config(given: Given, known: Mapping[str, str]) -> Given:
         return given
     path = Path(given.config)
     found = {name: _value(path, name, value, known[name]) for name, value in _named(path, known).items()}
-    return Given(**{**found, **vars(given)})
+    others = {other for pair in EITHER for one, other in (pair, pair[::-1]) if one in vars(given)}
+    kept = {name: value for name, value in found.items() if name not in others}
+    return Given(**{**kept, **vars(given)})
 
 
 def _named(path: Path, known: Mapping[str, str]) -> dict[str, Any]:

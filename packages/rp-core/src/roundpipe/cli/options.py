@@ -48,6 +48,10 @@ NEED_A_MODEL = frozenset(
 )
 
 
+# Options of which one may be given; of a config file's and the command line's, the command line's counts.
+EITHER = (("resume", "overwrite"), ("epochs", "steps"), ("eval_data", "held_out"))
+
+
 class Given(argparse.Namespace):
     """The text given for each option, or its default; None if the default depends on the machine or is absent."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +25,7 @@ OF_FINE_TUNINGS = (MODEL, CHECKPOINTS, TENSORBOARD)
 _OF_THE_TOY = ("config.json", "generation_config.json", "model.safetensors")
 # The options last: by these a folder is recognized.
 ALL_RESULTS = (*OF_FINE_TUNINGS, METRICS, *_OF_THE_TOY, OPTIONS)
+_LOCK = ".lock"
 _MARK = "roundpipe_version"
 _UNFINISHED = ".unfinished"
 # Far more than the options take: a larger file is not this command's and is not read.
@@ -35,6 +38,53 @@ def check_output(folder: Path, *, overwrite: bool = False, resume: bool = False)
         _check(folder, replaceable=overwrite or resume)
     except OSError as error:
         raise _unusable(folder, error) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Make the folder and keep other processes of this command out of it; nothing is left if nothing is put in it.
+
+    The system frees the lock of a process that is killed. Raises `Refused` if another process has it, or if the
+    folder cannot be written to; prints a line where the file system has no locks.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _locked_file(folder)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / _LOCK).unlink()
+        os.close(file)
+        with suppress(OSError):
+            # Those with something in them stay.
+            for path in made:
+                path.rmdir()
+
+
+def _locked_file(folder: Path) -> int:
+    path = folder / _LOCK
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise Refused(
+                f"--output {folder} is in use by another process; wait for its end, or name another folder"
+            ) from None
+        except OSError as error:
+            told = f"{folder} cannot be locked ({error.strerror}): see to it that no other process writes there"
+            print(f"roundpipe: {told}", file=sys.stderr)
+            return file
+        # Whoever had the lock before may just have removed this file.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        os.close(file)
 
 
 def has_run(folder: Path) -> bool:
@@ -76,6 +126,12 @@ def create_output(folder: Path, options: Mapping[str, object]) -> None:
             unfinished.joinpath(OPTIONS).write_text(json.dumps(marked, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unusable(folder, error) from error
+
+
+def check_profile(path: Path, *, replaceable: bool) -> None:
+    """Raise `Refused` for a file that has something in it, unless it may be replaced."""
+    if not replaceable and path.is_file() and path.stat().st_size:
+        raise Refused(f"--profile {path} is there already; name another file, or replace it by --overwrite")
 
 
 def create_profile(path: Path) -> None:
@@ -131,7 +187,7 @@ def _sync(path: Path) -> None:
 def _check(folder: Path, *, replaceable: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise Refused(f"--output {folder} must be a folder, but is a file; name a new folder")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir() or all(path.name == _LOCK for path in folder.iterdir()):
         return
     if not _is_earlier_run(folder):
         raise Refused(f"--output {folder} has other files in it; name a new or empty folder")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from io import TextIOWrapper
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from rp_transfer import resident_bytes
 from tqdm import tqdm
 
-from roundpipe.cli.errors import Refused
+from roundpipe.cli.errors import Refused, Unwritable
 from roundpipe.cli.output import writing
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.telemetry.tables import readable_bytes
@@ -57,60 +58,125 @@ def figures_of(
     )
 
 
-class Metrics:
-    """Writes measurements to a file as JSON lines, each flushed at once; writes nothing if `path` is None.
+class Report(Protocol):
+    """What records a training."""
 
-    A training step is a line with the fields of `StepFigures`; an evaluation is a line with `step`, the number of
-    steps done so far, and `held_out_loss`.
+    def step(self, figures: StepFigures) -> None:
+        """Record one training step. Raises `Unwritable`."""
+        ...
 
-    `after`: go on with a file whose lines are of the steps up to this one; later lines are dropped.
+    def held_out(self, step: int, loss: float) -> None:
+        """Record the held-out loss after so many steps. Raises `Unwritable`."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left. Raises `Unwritable`."""
+        ...
+
+
+class Reports:
+    """Several reports; one that cannot be written is told of at once, and ends no training.
+
+    Leaving the context closes them, and raises `Unwritable` for what was not written, unless another error does.
     """
 
-    def __init__(self, path: Path | None, *, after: int | None = None) -> None:
-        self._path = path
-        self._file: TextIOWrapper | None = None
-        if path is not None:
-            with writing(f"--output {path}"):
-                kept = [] if after is None else _lines_up_to(path, after)
-                self._file = path.open("w", encoding="utf-8")
-                self._file.writelines(kept)
+    def __init__(self, *reports: Report) -> None:
+        self._reports = reports
+        self._told: set[Report] = set()
 
     def step(self, figures: StepFigures) -> None:
         """Record one training step."""
-        self._write(asdict(figures))
+        for report in self._reports:
+            with self._going_on(report):
+                report.step(figures)
 
     def held_out(self, step: int, loss: float) -> None:
         """Record the held-out loss after so many steps."""
-        self._write({"step": step, "held_out_loss": loss})
+        for report in self._reports:
+            with self._going_on(report):
+                report.held_out(step, loss)
 
-    def _write(self, line: Mapping[str, object]) -> None:
-        if self._file is not None:
-            with writing(f"--output {self._path}"):
-                self._file.write(json.dumps(line) + "\n")
-                self._file.flush()
+    @contextmanager
+    def _going_on(self, report: Report) -> Generator[None]:
+        try:
+            yield
+        except Unwritable as error:
+            if report not in self._told:
+                self._told.add(report)
+                tqdm.write(f"roundpipe: {error}; the training goes on", file=sys.stderr)
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> Reports:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        failures: list[Unwritable] = []
+        for report in self._reports:
+            try:
+                report.close()
+            except Unwritable as failure:
+                failures.append(failure)
+        if failures and error is None:
+            raise failures[0]
+
+
+class Metrics:
+    """Writes measurements to a file as JSON lines, each at once; writes nothing if `path` is None.
+
+    A training step is a line with the fields of `StepFigures`; an evaluation is a line with `step`, the number of
+    steps done so far, and `held_out_loss`.
+
+    `after`: go on with a file whose lines are of the steps up to this one; later lines are dropped.
+
+    What cannot be written raises `Unwritable`, is kept, and is tried again with the next line.
+    """
+
+    def __init__(self, path: Path | None, *, after: int | None = None) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._left = b""
+        if path is not None:
+            with writing(f"--output {path}"):
+                self._file = FileIO(path, "w" if after is None else "a")
+                if after is not None:
+                    # Shortened in place, which needs no room.
+                    self._file.truncate(_bytes_up_to(path, after))
+
+    def step(self, figures: StepFigures) -> None:
+        """Record one training step."""
+        self._write(json.dumps(asdict(figures)) + "\n")
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Record the held-out loss after so many steps."""
+        self._write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
+
+    def close(self) -> None:
+        """Write what is left."""
         if self._file is not None:
-            with writing(f"--output {self._path}"):
-                self._file.close()
+            with closing(self._file):
+                self._write("")
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            return
+        self._left += text.encode()
+        with writing(f"--output {self._path}"):
+            while self._left:
+                self._left = self._left[self._file.write(self._left) :]
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The whole lines of steps up to this one; a killed run may have left part of a line."""
-    kept: list[str] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    for line in lines:
+def _bytes_up_to(path: Path, step: int) -> int:
+    """The length of the whole lines of steps up to this one; a killed run may have left part of a line."""
+    length = 0
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
         except (ValueError, LookupError, TypeError):
-            continue
-    return kept
+            break
+        length += len(line)
+    return length
 
 
 class TensorBoard:
@@ -122,6 +188,7 @@ class TensorBoard:
     def __init__(self, folder: Path | None, *, after: int | None = None) -> None:
         self._folder = folder
         self._writer: Any = None  # Any: torch leaves it untyped
+        self._failure: Unwritable | None = None
         if folder is not None:
             with writing(f"--output {folder}"):
                 self._writer = tensorboard_writer()(str(folder), purge_step=None if after is None else after + 1)
@@ -136,19 +203,22 @@ class TensorBoard:
         self._add("held_out/loss", loss, step)
 
     def _add(self, name: str, value: float, step: int) -> None:
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             with writing(f"--output {self._folder}"):
                 self._writer.add_scalar(name, value, step)
+        except Unwritable as error:
+            self._failure = error
+            raise
 
-    def __enter__(self) -> TensorBoard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Write what is left. Raises again what was raised before: what was not written then is lost."""
         if self._writer is not None:
             with writing(f"--output {self._folder}"):
                 self._writer.close()
+        if self._failure is not None:
+            raise self._failure
 
 
 def tensorboard_writer() -> Any:  # Any: torch leaves it untyped

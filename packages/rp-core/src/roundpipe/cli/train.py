@@ -10,7 +10,7 @@ from roundpipe.cli import output
 from roundpipe.cli.errors import Diverged
 from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.options import Options
-from roundpipe.cli.report import Metrics, Progress
+from roundpipe.cli.report import Metrics, Progress, Reports
 from roundpipe.cli.training.data import Corpus, check_size, read_corpus
 from roundpipe.cli.training.job import Job
 from roundpipe.cli.training.machine import fitted, opened
@@ -24,8 +24,19 @@ def train(given: Options, size: ModelSize | None = None) -> None:
     not finite; `Unwritable` if a result cannot be written; `Interrupted` after Ctrl-C, which ends the training
     after the current step.
     """
-    if given.output is not None:
+    if given.profile is not None:
+        output.check_profile(given.profile, replaceable=given.overwrite)
+    if given.output is None:
+        _train_in_it(given, size)
+        return
+    output.check_output(given.output, overwrite=given.overwrite)
+    with output.locked(given.output):
+        # Whoever had the lock may have written there.
         output.check_output(given.output, overwrite=given.overwrite)
+        _train_in_it(given, size)
+
+
+def _train_in_it(given: Options, size: ModelSize | None) -> None:
     corpus = _read(given)
     options = fitted(given)
     with opened(str(options.devices)) as runtime:
@@ -46,7 +57,7 @@ def _read(options: Options) -> Corpus:
 
 def _run(job: Job) -> None:
     folder = job.options.output
-    with Metrics(None if folder is None else folder / output.METRICS) as metrics:
+    with Reports(Metrics(None if folder is None else folder / output.METRICS)) as metrics:
         before = _evaluated(job, metrics, 0)
         with Interruption() as interruption:
             done = _steps(job, metrics, interruption)
@@ -60,7 +71,7 @@ def _run(job: Job) -> None:
         raise Interrupted(f"interrupted after step {done} of {job.options.steps}", interruption.number)
 
 
-def _steps(job: Job, metrics: Metrics, interruption: Interruption) -> int:
+def _steps(job: Job, metrics: Reports, interruption: Interruption) -> int:
     """Train, with a profile if one is wanted; return the number of steps done, fewer than all after Ctrl-C."""
     path = job.options.profile
     if path is None:
@@ -71,7 +82,7 @@ def _steps(job: Job, metrics: Metrics, interruption: Interruption) -> int:
     return done
 
 
-def _train(job: Job, metrics: Metrics, interruption: Interruption) -> int:
+def _train(job: Job, metrics: Reports, interruption: Interruption) -> int:
     with Progress(job.options.steps) as progress:
         for step in range(1, job.options.steps + 1):
             figures = job.step(step)
@@ -83,7 +94,7 @@ def _train(job: Job, metrics: Metrics, interruption: Interruption) -> int:
     return job.options.steps
 
 
-def _evaluated(job: Job, metrics: Metrics, step: int) -> float:
+def _evaluated(job: Job, metrics: Reports, step: int) -> float:
     loss = job.held_out_loss()
     metrics.held_out(step, loss)
     return loss

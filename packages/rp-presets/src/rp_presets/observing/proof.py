@@ -34,6 +34,7 @@ def proven(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mappi
             if _is_enough(lambda layout=fewer: _outcome(model, layout, seen, inputs, stage), reference):  # noqa: B023
                 everything = fewer
         if not _same(_outcome(model, everything, seen, inputs, stage, seed=_SEEDS[1]), reference):
+            _refuse_spoilt(model)
             raise NotARow(
                 layout.segments[stage - 1].path,
                 "the code behind its layers reads random numbers that are drawn before them, as by a dropout",
@@ -54,10 +55,20 @@ def _refuse_memory(model: nn.Module, layout: Layout, seen: Sequence[Seen], input
     once, again = (_all_outcomes(glues, seen, inputs) for _ in range(2))
     for number, (one, other) in enumerate(zip(once, again, strict=True)):
         if not _same(one, other):
+            _refuse_spoilt(model)
             raise NotARow(
                 layout.segments[max(number - 1, 0)].path,
                 f"the code {'behind' if number else 'before'} its layers depends on how often it ran, "
                 "as on a number of steps that it counts",
+            )
+
+
+def _refuse_spoilt(model: nn.Module) -> None:
+    """Refuse weights that are NaN or infinite: nothing that is computed from them is the same twice."""
+    for name, weight in model.named_parameters():
+        if not bool(weight.detach().isfinite().all()):
+            raise UnsupportedModel(
+                f"its weight {name} has numbers that are NaN or infinite; fetch it or save it again"
             )
 
 

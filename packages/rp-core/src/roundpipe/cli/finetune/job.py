@@ -14,6 +14,7 @@ from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.data.batches import Sequences, Steps, labels_in
 from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.finetune.updates import Updates
+from roundpipe.cli.interrupt import Interruption
 from roundpipe.cli.report import StepFigures, figures_of
 from roundpipe.errors import CheckpointError
 
@@ -38,6 +39,8 @@ class Job:
         self.evaluation, self.manager, self.runtime = evaluation, manager, runtime
         self._saved_step: int | None = None
         self._lowest: float | None = None
+        # Before the first step, or where a signal has ended one.
+        self.owes_evaluation = True
         self._saved_at = time.monotonic()
         if options.accumulation > 1:
             _check_accumulation(model, data.calls(1)[0])
@@ -68,11 +71,13 @@ class Job:
         whole: dict[str, Any] = {TOTAL: total} if len(calls) > 1 else {}
         return sum(self.model.forward_backward(input_kwargs={**call, **whole}).item() for call in calls)
 
-    def held_out_loss(self) -> float | None:
+    def held_out_loss(self, interruption: Interruption) -> float | None:
         """The mean over all labels that are held out, after all updates; None if nothing is evaluated.
 
-        What training draws afterwards is the same as without it.
+        What training draws afterwards is the same as without it. A signal ends it after the call under way: then
+        the result is None, and checkpoints say that it is still to be done.
         """
+        self.owes_evaluation = self.evaluation is not None
         if self.evaluation is None:
             return None
         self.model.synchronize()
@@ -80,15 +85,22 @@ class Job:
         try:
             # A call draws a seed from the CPU generator, on all devices.
             with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
-                return self.evaluation.loss(self.model)
+                loss = self.evaluation.loss(self.model, interruption)
         finally:
             self.model.train()
+        self.owes_evaluation = loss is None
+        return loss
 
-    def save_if_due(self, step: int, loss: float | None) -> None:
-        """Save a checkpoint every so many steps or minutes, and at the lowest held-out loss so far."""
+    def save_if_due(self, step: int, loss: float | None, *, is_saved: bool = False) -> None:
+        """Save a checkpoint every so many steps or minutes, and at the lowest held-out loss so far.
+
+        `is_saved`: the step has a checkpoint, but without a loss.
+        """
         options = self.options
         is_best = loss is not None and (self._lowest is None or loss < self._lowest)
         self._lowest = loss if is_best else self._lowest
+        if is_saved and not is_best:
+            return
         by_step = options.save_every is not None and step % options.save_every == 0
         minutes = (time.monotonic() - self._saved_at) / 60
         if is_best or by_step or (options.save_minutes is not None and minutes >= options.save_minutes):
@@ -106,7 +118,7 @@ class Job:
     def _save(self, step: int, loss: float | None) -> None:
         self._saved_step, self._saved_at = step, time.monotonic()
         count = self.model.model_run_config.num_microbatch
-        data = {"num_microbatch": count, "lowest_loss": self._lowest}
+        data = {"num_microbatch": count, "lowest_loss": self._lowest, "owes_evaluation": self.owes_evaluation}
         self.manager.save(self.model, self.updates.optimizer, step=step, data=data, metric=loss)
 
     def resume(self) -> int:
@@ -121,6 +133,7 @@ class Job:
         if loaded is None:
             return 0
         self._saved_step, self._lowest = loaded.step, loaded.data["lowest_loss"]
+        self.owes_evaluation = loaded.data.get("owes_evaluation", False)
         return loaded.step
 
 
@@ -134,13 +147,15 @@ class Evaluation:
         rows = [sequences.at(number) for number in range(sequences.in_epoch)]
         self._batches = [sequences.of(rows[at : at + batch], pad) for at in range(0, len(rows), batch)]
 
-    def loss(self, model: RoundPipe) -> float:
-        """The mean over all labels. The model has no gradients before, and none behind."""
+    def loss(self, model: RoundPipe, interruption: Interruption) -> float | None:
+        """The mean over all labels, None after a signal. The model has no gradients before, and none behind."""
         counts = list(map(labels_in, self._batches))
         count = model.model_run_config.num_microbatch
         assert isinstance(count, int)
         losses: list[float] = []
         for batch in self._batches:
+            if interruption.asked:
+                return None
             # The last batch may have fewer sequences.
             parts = min(count, len(batch["input_ids"]))
             config = RoundPipeRunConfig(num_microbatch=parts)

@@ -159,7 +159,7 @@ def _refuse_toy_options(given: Given) -> None:
 
 
 def _refuse_pairs(given: Given) -> None:
-    for one, other in (("resume", "overwrite"), ("epochs", "steps"), ("eval_data", "held_out")):
+    for one, other in checks.EITHER:
         if one in vars(given) and other in vars(given):
             both = (one.replace("_", "-"), other.replace("_", "-"))
             raise Refused(f"--{both[0]} and --{both[1]} do not go together; give one of them")

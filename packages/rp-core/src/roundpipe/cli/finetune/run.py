@@ -18,6 +18,7 @@ from roundpipe.cli.finetune.data.batches import Sequences, Steps
 from roundpipe.cli.finetune.data.documents import read_samples
 from roundpipe.cli.finetune.data.tokens import Documents, Reader, held_out
 from roundpipe.cli.finetune.earlier import check_same, checkpoint_microbatches
+from roundpipe.cli.finetune.finite import check_weights, spoilt_weight
 from roundpipe.cli.finetune.forecast import check_host, foretold, summary, vocabulary_of
 from roundpipe.cli.finetune.job import Evaluation, Job
 from roundpipe.cli.finetune.model import check_lora, has_weights, pad_of, save_model, tokenizer_of, wrapped
@@ -26,7 +27,7 @@ from roundpipe.cli.finetune.places import check_places
 from roundpipe.cli.finetune.separation import check_separation
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
-from roundpipe.cli.report import Metrics, Progress, TensorBoard, say, tensorboard_writer
+from roundpipe.cli.report import Metrics, Progress, Reports, TensorBoard, say, tensorboard_writer
 from roundpipe.cli.training.machine import fitted, opened
 from roundpipe.errors import CheckpointError
 
@@ -51,7 +52,16 @@ def fine_tune(given: FineTuning) -> None:
     `Unwritable` if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
     """
     check_places(given)
+    if given.profile is not None:
+        output.check_profile(given.profile, replaceable=given.overwrite or given.resume)
     output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
+    with output.locked(given.output):
+        # Whoever had the lock may have written there.
+        output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
+        _fine_tune(given)
+
+
+def _fine_tune(given: FineTuning) -> None:
     options = fitted(given)
     _check_installed(options)
     tokenizer = tokenizer_of(options)
@@ -133,8 +143,8 @@ def _train(options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime) ->
     print(f"{_told(options, data)}\n{told}", flush=True)
     assert found.planned is not None
     model = wrapped(options, runtime, found.planned.microbatches)
-    if options.packing:
-        check_separation(model, vocabulary_of(model.named_model))
+    check = check_separation if options.packing else check_weights
+    check(model, vocabulary_of(model.named_model))
     updates = Updates(model, options, data.steps)
     check_host(model, updates.optimizer, options.accumulation)
     _begin(options, model, updates, data, tokenizer, runtime)
@@ -174,23 +184,20 @@ def _manager(options: FineTuning) -> CheckpointManager:
         raise Refused(str(error)) from error
 
 
-Reports = tuple[Metrics, TensorBoard]
-
-
-@contextmanager
-def _reports(options: FineTuning, after: int | None) -> Generator[Reports]:
+def _reports(options: FineTuning, after: int | None) -> Reports:
     """Reports that begin anew, or go on after a step."""
     lines = options.output / output.METRICS if "jsonl" in options.report else None
     board = options.output / output.TENSORBOARD if "tensorboard" in options.report else None
-    with Metrics(lines, after=after) as metrics, TensorBoard(board, after=after) as tensorboard:
-        yield metrics, tensorboard
+    return Reports(Metrics(lines, after=after), TensorBoard(board, after=after))
 
 
 def _run(job: Job, steps: int, done: int, reports: Reports, tokenizer: Any) -> None:
     folder = job.options.output
     with Interruption() as interruption:
-        if not done:
-            _evaluate(job, 0, reports)
+        if job.owes_evaluation:
+            loss = _evaluate(job, done, reports, interruption)
+            if 0 < done < steps:
+                job.save_if_due(done, loss, is_saved=True)
         done, unwritten = _profiled(job, steps, done, reports, interruption)
         if interruption.asked:
             raise Interrupted(_stopped(job, done, steps), interruption.number) from unwritten
@@ -240,31 +247,32 @@ def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Inte
             if interruption.asked:
                 return step - 1
             figures, is_finite = job.step(step)
-            for report in reports:
-                report.step(figures)
+            reports.step(figures)
             progress.step(figures)
             if not is_finite:
-                raise Diverged(
-                    f"the loss must stay finite, but is {figures.loss} at step {step}; try a lower --lr"
-                )
+                raise _diverged(job, f"the loss must stay finite, but is {figures.loss} at step {step}", step - 1)
             is_due = step == steps or (every is not None and step % every == 0)
-            loss = _evaluate(job, step, reports) if is_due else None
-            if step < steps:
+            loss = _evaluate(job, step, reports, interruption) if is_due else None
+            if step < steps and not job.owes_evaluation:
                 job.save_if_due(step, loss)
     return steps
 
 
-def _evaluate(job: Job, step: int, reports: Reports) -> float | None:
-    loss = job.held_out_loss()
+def _evaluate(job: Job, step: int, reports: Reports, interruption: Interruption) -> float | None:
+    """The held-out loss; None if nothing is evaluated, or after a signal, which ends it after a call."""
+    loss = job.held_out_loss(interruption)
     if loss is not None:
-        for report in reports:
-            report.held_out(step, loss)
+        reports.held_out(step, loss)
         say(f"held-out loss after step {step}: {loss:.4f}")
         if not math.isfinite(loss):
-            raise Diverged(
-                f"the held-out loss must stay finite, but is {loss} after step {step}; try a lower --lr"
-            )
+            raise _diverged(job, f"the held-out loss must stay finite, but is {loss} after step {step}", step)
     return loss
+
+
+def _diverged(job: Job, told: str, updates: int) -> Exception:
+    """The error for a loss after so many updates: before the first, the model's own weights may be the reason."""
+    spoilt = None if updates else spoilt_weight(job.model)
+    return Diverged(f"{told}; try a lower --lr") if spoilt is None else Refused(spoilt)
 
 
 def _save(job: Job, tokenizer: Any) -> None:

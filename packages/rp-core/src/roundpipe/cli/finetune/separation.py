@@ -9,6 +9,7 @@ from torch import Tensor
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.finite import check_logits
 
 # Two documents, whose lengths differ so that positions differ, too.
 _FIRST, _SECOND = 7, 9
@@ -18,7 +19,7 @@ _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def check_separation(model: RoundPipe, vocabulary: int) -> None:
-    """Raise `Refused` unless a document's logits are the same behind another one as alone.
+    """Raise `Refused` unless a document's logits are the same behind another one as alone, and for broken weights.
 
     Three sequences are compared, in one call: the document behind another with positions that start anew, at the
     beginning, and behind another as one text. Models of transformers make a mask of the positions, unless their
@@ -41,6 +42,7 @@ def _changes(model: RoundPipe, vocabulary: int) -> tuple[float, float]:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             logits = _logits(model, tokens, positions)
+            check_logits(model, logits)
     finally:
         model.train(was_training)
     alone = logits[1, :_SECOND]
