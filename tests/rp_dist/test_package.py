@@ -99,7 +99,7 @@ def test_sums_are_those_of_plain_additions_in_order(
     for part in parts[1:]:
         total = total + part.to(exact)
     out = torch.empty(33, dtype=exact) if is_apart else parts[own]
-    add_in_order(parts, out, torch.empty(40, dtype=exact))
+    add_in_order(parts, out, torch.empty(2, 40, dtype=exact))
     assert torch.equal(out, total.to(out.dtype))
 
 
