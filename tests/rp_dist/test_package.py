@@ -16,8 +16,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import told
-from rp_dist.sums import add_in_order
-from rp_dist.wire import GATHER, PASS, REDUCE, slot
+from rp_dist.blocks.sums import add_in_order
+from rp_dist.blocks.wire import GATHER, PASS, REDUCE, slot
 
 MODULES = [module.name for module in pkgutil.walk_packages(rp_dist.__path__, "rp_dist.")]
 PACKAGE = Path(__file__).parents[2] / "packages" / "rp-dist"

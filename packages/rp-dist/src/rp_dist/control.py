@@ -20,6 +20,8 @@ from rp_dist.frames import Link
 
 ENDED = "its process ended, or its connection was reset"
 SILENT = "it lives, but took no part in an exchange for"
+# A process that ends breaks transfers a moment before its own socket here tells who it was.
+GRACE_S = 0.5
 LEFT = "it has closed its machines, and takes no further part"
 
 

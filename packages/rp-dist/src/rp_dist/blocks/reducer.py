@@ -10,9 +10,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from rp_dist.sums import add_in_order, sum_dtype
-from rp_dist.wire import Posted, Wire
-from rp_dist.work import Work
+from rp_dist.blocks.sums import add_in_order, sum_dtype
+from rp_dist.blocks.wire import Posted, Wire
+from rp_dist.blocks.work import Work
 
 
 @dataclass(frozen=True, slots=True)

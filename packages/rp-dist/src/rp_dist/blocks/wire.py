@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rp_dist.control import LEFT, Control
-from rp_dist.opening import GRACE_S
+from rp_dist.control import GRACE_S, LEFT, Control
 
 _TAG_BITS = 29
 _NEVER_SENT = (1 << 31) - 1
