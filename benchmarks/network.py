@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/network.py [--mib 64] [--rounds 7] [--connections 1 2 4] [--check]
 
-Without torchrun it starts `--machines` processes on this machine itself. Rates are medians in GB/s (1e9 bytes) of what
+Without torchrun it starts `--machines` processes on this machine. Rates are medians in GB/s (1e9 bytes) of what
 each machine sends, while it receives as much; rounds take turns. `--check` ends with exit code 1 where gloo's
 `all_reduce` is faster than reduce and gather over the best number of connections.
 """

@@ -38,15 +38,17 @@ def _connections() -> Iterator[socket.socket]:
                         yield found
 
 
-def limit(gb_s: float) -> int:
-    """Let the connections that are open send `gb_s` (1e9 bytes a second) in all, in equal shares; their number.
+def limit(gb_s: float, among: int = 1) -> int:
+    """Let connections that are open send `gb_s` (1e9 bytes a second) together, where `among` of them carry data.
 
-    Nothing is lost; what is faster waits in the sender, as on a slow link. Each process limits what it sends.
+    Of `Machines` these are connections x (size - 1). Nothing is lost: what is faster waits in the sender, as on a
+    slow link. Each process limits what it sends. Returns how many connections were found, with or without data.
     """
-    found = len(list(_connections()))
+    rate = struct.pack("Q", max(1, int(gb_s * 1e9 / among)))
+    found = 0
     for connection in _connections():
-        rate = struct.pack("Q", max(1, int(gb_s * 1e9 / found)))
         connection.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate)
+        found += 1
     return found
 
 

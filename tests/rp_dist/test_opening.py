@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from processes import ranks
 
@@ -117,3 +122,26 @@ def test_without_torchrun_it_says_what_is_missing() -> None:
     assert found[0][0] == "InvalidTransfer"
     assert "RANK" in found[0][2]
     assert "torchrun" in found[0][2]
+
+
+UNDER_TORCHRUN = """
+import os, signal
+from rp_dist import Machines
+
+with Machines.open(connections=1, timeout_s=30) as machines:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and machines.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("every rank:", machines.exchange(machines.rank), flush=True)
+"""
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_the_machines_and_starts_them_again(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command += ["--max-restarts", "1", str(program)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("every rank: [0, 1]") == 2

@@ -1,6 +1,7 @@
 """`Control`: the thread that says that this machine lives, watches the others, and carries small messages.
 
 It has sockets of its own, one to each machine, so that it can tell which one is silent, whatever the transfers do.
+torch's store could not: it is at one machine, and its calls may block without end when that one stops.
 """
 
 from __future__ import annotations
