@@ -29,9 +29,13 @@ def add_in_order(parts: Sequence[Tensor], out: Tensor, spare: Tensor) -> None:
     """
     is_later_part = any(part.data_ptr() == out.data_ptr() for part in parts[1:])
     total = spare[0, : out.numel()] if is_later_part or out.dtype != spare.dtype else out
-    if total.data_ptr() != parts[0].data_ptr():
+    rest = parts[1:]
+    if rest and parts[0].dtype == parts[1].dtype == total.dtype:
+        torch.add(parts[0], parts[1], out=total)
+        rest = parts[2:]
+    elif total.data_ptr() != parts[0].data_ptr():
         total.copy_(parts[0])
-    for part in parts[1:]:
+    for part in rest:
         total.add_(_widened(part, spare[1, : out.numel()]))
     if total is not out:
         out.copy_(total)
