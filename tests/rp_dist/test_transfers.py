@@ -57,7 +57,11 @@ with Machines.open(connections=2, timeout_s=20, chunk_bytes=4096) as machines:
         work.wait()
         assert torch.equal(block, torch.arange(5001).add(100 * source).to(dtype))
     machines.gather(torch.empty(0), 0, tag=99).wait()
-    tell("equal")
+    total, last = torch.full((3000,), 1.0), torch.full((3000,), float(rank))
+    works = [machines.reduce(total, 0, tag=0), machines.gather(last, size - 1, tag=100)]
+assert all(work.done() for work in works), "closing finishes what was launched"
+assert last[0] == size - 1 and total[0] == (1 if rank else size)
+tell("equal")
 """
 
 

@@ -117,7 +117,7 @@ class Control:
     def wait(self, is_so: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until `is_so`, or for `seconds`; raise at once when a machine is lost before it is."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or is_so(), seconds)
+            self._changed.wait_for(lambda: self._error is not None or self._has_ended or is_so(), seconds)
             if not (found := is_so()):
                 self.raise_error()
             return found
@@ -176,6 +176,7 @@ class Control:
         """End the thread and the sockets, whatever the others do; may be called twice."""
         with self._changed:
             self._has_ended = True
+            self._changed.notify_all()
         self._wake()
         for thread in (self._thread, self._aborting):
             if thread is not None and thread.is_alive():

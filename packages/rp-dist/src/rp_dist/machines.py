@@ -248,7 +248,7 @@ class Machines:
         self._control.fail(reason)
 
     def close(self) -> None:
-        """Wait for the others to close, too, and end; may be called twice.
+        """Finish what was launched, wait for the others to close, too, and end; may be called twice.
 
         Raises `MachineLost` where a machine is lost meanwhile; everything is closed then, too.
         """
@@ -256,9 +256,15 @@ class Machines:
             return
         try:
             self._control.raise_error()
+            self._drain()
             self._control.leave()
         finally:
             self._end()
+
+    def _drain(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._reducer.close()
 
     def _end(self) -> None:
         if self._is_closed:
@@ -267,9 +273,7 @@ class Machines:
         atexit.unregister(self._end)
         self._wire.abort()
         self._control.end()
-        for lane in self._lanes.values():
-            lane.close()
-        self._reducer.close()
+        self._drain()
         self._wire.close()
         if self._makes_default and dist.is_initialized():
             dist.destroy_process_group()
