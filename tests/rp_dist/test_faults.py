@@ -30,12 +30,12 @@ warm = torch.ones(1 << 18)
 machines.reduce(warm, 0, tag=0).wait()
 machines.gather(warm, 0, tag=0).wait()
 ports = sum(machines.exchange(links.ports() if rank == LOST else []), [])
+if rank != LOST and {takes_part}:
+    links.cut(ports)
 tell("open")
 if rank == LOST:
     signal.sigwait([signal.SIGUSR1])
     {fault}
-elif {takes_part}:
-    links.cut(ports)
 begin = time.monotonic()
 error = None
 def attempt():
