@@ -29,9 +29,18 @@ def requirements(member: Path) -> list[Requirement]:
     return [Requirement(line) for line in [*found["dependencies"], *extras]]
 
 
-def test_there_are_seven_members() -> None:
+def test_there_are_eight_members() -> None:
     names = [project(member)["name"] for member in MEMBERS]
-    assert names == ["rp-batch", "rp-core", "rp-optim", "rp-presets", "rp-sched", "rp-trainer", "rp-transfer"]
+    assert names == [
+        "rp-batch",
+        "rp-core",
+        "rp-dist",
+        "rp-optim",
+        "rp-presets",
+        "rp-sched",
+        "rp-trainer",
+        "rp-transfer",
+    ]
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)

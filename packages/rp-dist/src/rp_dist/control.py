@@ -1,0 +1,308 @@
+"""`Control`: the thread that says that this machine lives, watches the others, and carries small messages.
+
+It has sockets of its own, one to each machine, so that it can tell which one is silent, whatever the transfers do.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+from rp_dist.errors import Closed, Disagreement, DistError, MachineLost
+from rp_dist.frames import Link
+
+ENDED = "its process ended, or its connection was reset"
+LEFT = "it has closed its machines, and takes no further part"
+
+
+class Control:
+    """Signs of life and small messages between `size` machines, of which this is `rank`.
+
+    A machine is lost that is silent for `timeout_s` (less two beats, so that the error comes in time), or whose
+    socket ends before it took leave; the first to notice tells the others, so that all name the same machine.
+
+    `on_loss`: called once, on a thread of its own, when a machine is lost.
+    """
+
+    def __init__(self, rank: int, size: int, timeout_s: float, token: str = "") -> None:
+        self.rank, self.size, self.timeout_s, self.token = rank, size, timeout_s, token
+        self.on_loss: Callable[[], None] = _nothing
+        self.roster: dict[str, list[Any]] | None = None
+        self._beat_s = min(1.0, timeout_s / 10)
+        self._changed = threading.Condition()
+        self._links: dict[int, Link] = {}
+        self._heard: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
+        self._addresses: dict[int, list[Any]] = {}
+        self._left: set[int] = set()
+        self._error: DistError | None = None
+        self._has_ended = False
+        self._selector = selectors.DefaultSelector()
+        self._wakes, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="rp-dist-control", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    # Links
+
+    def listen(self) -> int:
+        """Accept other machines from now on, at the port returned. To be called before `start`."""
+        if socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        else:
+            listener = socket.create_server(("", 0), backlog=1024)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, listener)
+        return int(listener.getsockname()[1])
+
+    def connect(self, rank: int, host: str, port: int, own_port: int, deadline_s: float) -> None:
+        """Connect to another machine and say who this one is. Raises `OSError` where nobody answers."""
+        sock = socket.create_connection((host, port), timeout=max(0.01, deadline_s - time.monotonic()))
+        link = Link(sock, rank)
+        link.send(["hello", self.token, self.rank, self.size, own_port])
+        self._admit(link, rank)
+
+    def _admit(self, link: Link, rank: int) -> None:
+        with self._changed:
+            self._links[rank] = link
+            self._changed.notify_all()
+        with suppress(KeyError):
+            self._selector.unregister(link.socket)
+        self._selector.register(link.socket, selectors.EVENT_READ, link)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._wakes.send(b"!")
+
+    # What other threads call
+
+    def raise_error(self) -> None:
+        """Raise what ended the machines' work, if anything did."""
+        if (error := self._error) is not None:
+            raise _again(error)
+        if self._has_ended:
+            raise Closed("the machines are closed; open them again")
+
+    @property
+    def error(self) -> DistError | None:
+        """What ended the machines' work."""
+        return self._error
+
+    def wait(self, is_so: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until `is_so`, or for `seconds`; raise at once when a machine is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or is_so(), seconds)
+            self.raise_error()
+            return is_so()
+
+    def missing(self) -> list[int]:
+        """The ranks that have no link yet."""
+        return [rank for rank in range(self.size) if rank != self.rank and rank not in self._links]
+
+    def addresses(self) -> dict[int, list[Any]]:
+        """Where the machines that said hello listen."""
+        return dict(self._addresses)
+
+    def tell(self, message: object) -> None:
+        """Send a message to all."""
+        for link in list(self._links.values()):
+            link.send(message)
+        if any(link.has_unsent() for link in list(self._links.values())):
+            self._wake()
+
+    def exchange(self, value: object, channel: int = 0) -> list[Any]:
+        """One JSON value from each machine, in the order of ranks."""
+        self.raise_error()
+        self.tell(["say", channel, value])
+        queues = [self._heard[rank, channel] for rank in range(self.size)]
+        queues[self.rank].append(value)
+        self.wait(lambda: all(queues) or any(self._gone(rank, queues[rank]) for rank in self._left))
+        for rank, queue in enumerate(queues):
+            if not queue:
+                self.give_up(rank, LEFT)
+                self.raise_error()
+        return [queue.popleft() for queue in queues]
+
+    def _gone(self, rank: int, queue: deque[Any]) -> bool:
+        return rank in self._left and not queue
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a machine has taken leave."""
+        return rank in self._left
+
+    def give_up(self, rank: int, why: str) -> None:
+        """Declare a machine lost, here and on all others; only the first such declaration counts."""
+        self._end_with(MachineLost(rank, why), tell=["lost", rank, why])
+
+    def refuse(self, why: str) -> None:
+        """End with a `Disagreement`, here only."""
+        self._end_with(Disagreement(why), tell=None)
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this machine ends with an error of its own."""
+        self.give_up(self.rank, f"it failed: {reason}")
+
+    def leave(self) -> None:
+        """Take leave, wait for the others to do so, and end. Raises what `wait` raises."""
+        self.tell(["bye"])
+        self.wait(lambda: len(self._left) == self.size - 1)
+        self.end()
+
+    def end(self) -> None:
+        """End the thread and the sockets, whatever the others do; may be called twice."""
+        with self._changed:
+            self._has_ended = True
+        self._wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _end_with(self, error: DistError, tell: object) -> None:
+        with self._changed:
+            if self._error is not None or self._has_ended:
+                return
+            self._error = error
+            self._changed.notify_all()
+        if tell is not None:
+            self.tell(tell)
+        threading.Thread(target=self.on_loss, name="rp-dist-abort", daemon=True).start()
+
+    # The thread
+
+    def _run(self) -> None:
+        beat_at = time.monotonic()
+        while not self._has_ended:
+            for link in list(self._links.values()):
+                self._want(link)
+            for key, mask in self._selector.select(max(0.0, beat_at - time.monotonic())):
+                self._serve(key.data, mask)
+            now = time.monotonic()
+            if now >= beat_at:
+                self._beat()
+                beat_at = now + self._beat_s
+            self._judge(now)
+        self._shut()
+
+    def _want(self, link: Link) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_unsent() else 0)
+        with suppress(KeyError, ValueError):
+            if self._selector.get_key(link.socket).events != events:
+                self._selector.modify(link.socket, events, link)
+
+    def _beat(self) -> None:
+        for link in list(self._links.values()):
+            link.beat()
+
+    def _judge(self, now: float) -> None:
+        # After this thread itself stood still, what had come meanwhile is read before anybody is judged.
+        limit_s = self.timeout_s - 2 * self._beat_s
+        for rank, link in list(self._links.items()):
+            if rank not in self._left and now - link.heard_s > limit_s:
+                self.give_up(rank, f"no sign of life for {now - link.heard_s:.1f} s")
+
+    def _serve(self, data: Link | socket.socket | None, mask: int) -> None:
+        if data is None:
+            self._woken.recv(4096)
+        elif isinstance(data, socket.socket):
+            self._accept(data)
+        else:
+            self._serve_link(data, mask)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            sock, _ = listener.accept()
+            self._selector.register(sock, selectors.EVENT_READ, Link(sock))
+
+    def _serve_link(self, link: Link, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            link.flush()
+        if not mask & selectors.EVENT_READ:
+            return
+        try:
+            messages = link.read()
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            self._forget(link)
+            return
+        for message in messages:
+            self._take(link, message)
+
+    def _forget(self, link: Link) -> None:
+        with suppress(KeyError):
+            self._selector.unregister(link.socket)
+        link.close()
+        if link.rank is not None and link.rank not in self._left:
+            self.give_up(link.rank, ENDED)
+
+    def _take(self, link: Link, message: Any) -> None:
+        if link.rank is None:
+            self._greet(link, message)
+            return
+        kind, *rest = message
+        with self._changed:
+            if kind == "say":
+                self._heard[link.rank, rest[0]].append(rest[1])
+            elif kind == "bye":
+                self._left.add(link.rank)
+            elif kind == "roster":
+                self.roster = rest[0]
+            self._changed.notify_all()
+        if kind == "lost":
+            self._hear_of_loss(*rest)
+        elif kind == "refused":
+            self.refuse(rest[0])
+
+    def _hear_of_loss(self, rank: int, why: str) -> None:
+        self.give_up(rank, f"the other machines gave this one up: {why}" if rank == self.rank else why)
+
+    def _greet(self, link: Link, message: Any) -> None:
+        if (
+            not isinstance(message, list)
+            or len(cast(list[Any], message)) != 5
+            or message[:2] != ["hello", self.token]
+        ):
+            self._forget(link)  # a stranger
+            return
+        rank, size, port = (int(value) for value in cast(list[Any], message)[2:])
+        if size != self.size or not 0 <= rank < size or rank == self.rank or rank in self._links:
+            link.send(["refused", _refusal(rank, size, self.rank, self.size)])
+            self._forget(link)
+            return
+        link.rank = rank
+        self._addresses[rank] = [link.socket.getpeername()[0], port]
+        self._admit(link, rank)
+
+    def _shut(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Link):
+                key.data.close()
+            elif key.data is not None:
+                key.fileobj.close()  # type: ignore[union-attr] # the listener
+        self._selector.close()
+        self._wakes.close()
+        self._woken.close()
+
+
+def _refusal(rank: int, size: int, own_rank: int, own_size: int) -> str:
+    if size != own_size:
+        return f"rank {rank} was started as one of {size} machines, but rank {own_rank} as one of {own_size}"
+    return f"rank {rank} was started twice; each machine needs a rank of its own"
+
+
+def _again(error: DistError) -> DistError:
+    # One object raised by several threads would collect the traces of all.
+    return MachineLost(error.rank, error.why) if isinstance(error, MachineLost) else type(error)(*error.args)
+
+
+def _nothing() -> None:
+    """What happens on a loss while there are no transfers yet."""

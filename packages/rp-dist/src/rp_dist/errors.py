@@ -1,0 +1,45 @@
+"""The errors of rp_dist.
+
+DistError
+  ├── MachineLost      (RuntimeError)  a machine died, hangs, lost its link, failed or left; `rank` says which
+  ├── Disagreement     (RuntimeError)  machines that should run the same do not; the message says what and where
+  ├── InvalidTransfer  (ValueError)    a block, rank or tag that cannot be transferred
+  └── Closed           (RuntimeError)  a call after `close`
+"""
+
+from __future__ import annotations
+
+
+class DistError(Exception):
+    """Base class of the errors of rp_dist."""
+
+
+class MachineLost(DistError, RuntimeError):
+    """A machine takes no further part. Every later call raises the same error.
+
+    `rank`: the machine. `why`: what was noticed, such as "no sign of life for 60 s".
+
+    >>> raise MachineLost(2, "its process ended")
+    Traceback (most recent call last):
+    rp_dist.errors.MachineLost: rank 2 is lost: its process ended
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} is lost: {why}")
+        self.rank = rank
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[MachineLost], tuple[int, str]]:
+        return type(self), (self.rank, self.why)
+
+
+class Disagreement(DistError, RuntimeError):
+    """Machines do not agree on what they run; the message names the facts and the ranks."""
+
+
+class InvalidTransfer(DistError, ValueError):
+    """A block, an owner or a tag that cannot be transferred; the message says what is wanted."""
+
+
+class Closed(DistError, RuntimeError):
+    """The machines were closed already."""

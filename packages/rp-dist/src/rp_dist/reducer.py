@@ -1,0 +1,144 @@
+"""`Reducer`: the owner's side of reductions, chunk by chunk, in a bounded number of buffers."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from rp_dist.sums import add_in_order, sum_dtype
+from rp_dist.wire import Posted, Wire
+from rp_dist.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A block that this machine owns. `slot`: gloo's tag; `chunk`: elements of one piece."""
+
+    block: Tensor
+    out: Tensor
+    slot: int
+    chunk: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One piece under way: the other machines' `parts` arrive in a row of buffers."""
+
+    reduction: Reduction
+    begin: int
+    buffers: Tensor
+    posted: list[Posted]
+
+    @property
+    def end(self) -> int:
+        return min(self.begin + self.reduction.chunk, self.reduction.block.numel())
+
+
+class Reducer:
+    """Keeps up to `count` chunks of `chunk_bytes` under way from each other machine; adds them in launch order.
+
+    A chunk is added while later ones arrive. Memory: (size - 1) x `count` x `chunk_bytes`.
+    """
+
+    def __init__(self, wire: Wire, chunk_bytes: int, count: int) -> None:
+        self._wire = wire
+        self._rank, self._size = wire.control.rank, wire.control.size
+        self._chunk_bytes = chunk_bytes
+        self._free: list[Tensor] = []
+        self._unmade = count
+        self._spare = torch.empty(0, dtype=torch.uint8)
+        self._pieces: deque[tuple[Reduction, int]] = deque()
+        self._is_closing = False
+        self._queue: SimpleQueue[Reduction | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rp-dist-reduce", daemon=True)
+        self._thread.start()
+
+    def launch(self, reduction: Reduction) -> None:
+        """Queue a reduction."""
+        self._queue.put(reduction)
+
+    def close(self) -> None:
+        """Finish what is queued, and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        under_way: deque[_Chunk] = deque()
+        while True:
+            while self._has_buffers() and (piece := self._next(may_wait=not under_way)) is not None:
+                self._begin(*piece, under_way)
+            if not under_way:
+                return
+            self._complete(under_way.popleft())
+
+    def _has_buffers(self) -> bool:
+        return bool(self._free) or self._unmade > 0
+
+    def _next(self, *, may_wait: bool) -> tuple[Reduction, int] | None:
+        """Which piece to begin; None at the end, and where none is queued and `may_wait` is false."""
+        while not self._pieces:
+            if self._is_closing or (not may_wait and self._queue.empty()):
+                return None
+            reduction = self._queue.get()
+            if reduction is None:
+                self._is_closing = True
+            else:
+                self._pieces.extend((reduction, begin) for begin in _begins(reduction))
+        return self._pieces.popleft()
+
+    def _begin(self, reduction: Reduction, begin: int, under_way: deque[_Chunk]) -> None:
+        chunk = _Chunk(reduction, begin, self._take_buffers(), [])
+        under_way.append(chunk)
+        if reduction.work.done():
+            return  # It has failed.
+        try:
+            for rank in range(self._size):
+                if rank != self._rank:
+                    part = self._part(chunk, rank)
+                    chunk.posted.append(self._wire.receive(part, rank, reduction.slot, begin // reduction.chunk))
+        except BaseException as error:
+            reduction.work.finish(error)
+
+    def _take_buffers(self) -> Tensor:
+        if self._free:
+            return self._free.pop()
+        self._unmade -= 1
+        return torch.empty(self._size - 1, self._chunk_bytes, dtype=torch.uint8)
+
+    def _part(self, chunk: _Chunk, rank: int) -> Tensor:
+        block = chunk.reduction.block
+        if rank == self._rank:
+            return block[chunk.begin : chunk.end]
+        row = chunk.buffers[rank - (rank > self._rank)]
+        return row[: (chunk.end - chunk.begin) * block.itemsize].view(block.dtype)
+
+    def _complete(self, chunk: _Chunk) -> None:
+        reduction = chunk.reduction
+        try:
+            for posted in chunk.posted:
+                self._wire.wait(posted)
+            if not reduction.work.done():
+                self._add(chunk)
+        except BaseException as error:
+            reduction.work.finish(error)
+        self._free.append(chunk.buffers)
+        if chunk.end == reduction.block.numel():
+            reduction.work.finish()
+
+    def _add(self, chunk: _Chunk) -> None:
+        parts = [self._part(chunk, rank) for rank in range(self._size)]
+        dtype = sum_dtype(parts[0].dtype)
+        nbytes = parts[0].numel() * dtype.itemsize
+        if self._spare.numel() < nbytes:
+            self._spare = torch.empty(nbytes, dtype=torch.uint8)
+        add_in_order(parts, chunk.reduction.out[chunk.begin : chunk.end], self._spare[:nbytes].view(dtype))
+
+
+def _begins(reduction: Reduction) -> range:
+    return range(0, reduction.block.numel(), reduction.chunk)

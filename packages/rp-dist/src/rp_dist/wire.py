@@ -1,0 +1,134 @@
+"""`Wire`: pieces of blocks over several gloo process groups, each piece between two machines.
+
+Only point-to-point calls of torch.distributed are used. A machine that fails breaks only the connections to
+itself; `abort` breaks all, so that no thread waits on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rp_dist.control import LEFT, Control
+from rp_dist.opening import GRACE_S
+
+_TAG_BITS = 29
+_NEVER_SENT = (1 << 31) - 1
+REDUCE, GATHER, PASS = range(3)
+
+
+def slot(kind: int, tag: int, nbytes: int) -> int:
+    """Gloo's tag of a transfer. Pieces of one slot, pair and connection arrive in the order they were posted.
+
+    The size is part of it: gloo ends the process where a piece is longer than what was posted for it.
+    """
+    return kind << _TAG_BITS | crc32(f"{tag} {nbytes}".encode()) & ((1 << _TAG_BITS) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A piece that gloo sends or receives; the tensor is kept until it has."""
+
+    work: dist.Work
+    piece: Tensor
+    peer: int
+    is_sent: bool
+
+
+class Wire:
+    """The connections to all other machines. `patience_s`: how long a living machine may keep a piece waiting."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], control: Control, patience_s: float) -> None:
+        self.groups = list(groups)
+        self.control = control
+        self.patience_s = patience_s
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._counting = threading.Lock()
+        self._is_aborted = False
+
+    def send(self, piece: Tensor, peer: int, slot: int, connection: int) -> Posted:
+        """Post a piece, 1-D and contiguous, to be sent; returns before it is received."""
+        return self._post(dist.isend, piece, peer, slot, connection, True)
+
+    def receive(self, piece: Tensor, peer: int, slot: int, connection: int) -> Posted:
+        """Post memory for a piece that the other machine sends on the same slot and connection."""
+        return self._post(dist.irecv, piece, peer, slot, connection, False)
+
+    def _post(
+        self,
+        call: Callable[..., dist.Work | None],
+        piece: Tensor,
+        peer: int,
+        slot: int,
+        connection: int,
+        is_sent: bool,
+    ) -> Posted:
+        self.control.raise_error()
+        data = piece.view(torch.uint8)
+        with _named(self, peer):
+            work = call(data, peer, group=self.groups[connection % len(self.groups)], tag=slot)
+        assert work is not None
+        return Posted(work, data, peer, is_sent)
+
+    def wait(self, posted: Posted) -> None:
+        """Wait for a piece and count its bytes."""
+        with _named(self, posted.peer):
+            posted.work.wait(timedelta(seconds=self.patience_s))
+        with self._counting:
+            if posted.is_sent:
+                self.sent_bytes += posted.piece.numel()
+            else:
+                self.received_bytes += posted.piece.numel()
+
+    def raise_named(self, peer: int, error: BaseException) -> None:
+        """Raise the error of the machine because of which a call failed: who that is becomes known in a moment."""
+        with suppress(TimeoutError):
+            self.control.wait(lambda: self.control.has_left(peer), GRACE_S)
+        if self.control.has_left(peer):
+            self.control.give_up(peer, LEFT)
+        self.control.give_up(peer, f"a transfer with it failed: {str(error).splitlines()[0]}")
+        self.control.raise_error()
+
+    def abort(self) -> None:
+        """Break all connections: every wait ends with an error. May be called twice."""
+        with self._counting:
+            if self._is_aborted:
+                return
+            self._is_aborted = True
+        # A wait that times out closes the connections of its group: documented, unlike any call that aborts gloo.
+        peer = (self.control.rank + 1) % self.control.size
+        for group in self.groups:
+            with suppress(RuntimeError, ValueError):
+                work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Close the groups."""
+        for group in self.groups:
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+        self.groups = []
+
+
+class _named:  # noqa: N801 - reads as a function
+    """Turns gloo's errors into that of the machine that caused them."""
+
+    def __init__(self, wire: Wire, peer: int) -> None:
+        self.wire, self.peer = wire, peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            self.wire.raise_named(self.peer, error)

@@ -1,0 +1,98 @@
+"""Machines as processes of this one: a program runs on several ranks over loopback, and each tells what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+from programs import Program
+
+IMPORTS = "import torch, torch._dynamo, rp_dist\ntorch.set_num_threads(1)\n"
+# Programs may `tell` a value at any time; the test reads it with `Ranks.hear`.
+PRELUDE = """
+import json, os, signal, sys, time
+import torch, rp_dist
+from rp_dist import Machines, MachineLost
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+def tell(value):
+    os.write(1, (json.dumps(value) + "\\n").encode())
+
+"""
+LIMIT_S = 30.0
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Ranks:
+    """Programs under way, one of each rank; what they tell comes through pipes."""
+
+    def __init__(self, programs: Sequence[Program], pipes: Sequence[int]) -> None:
+        self.programs = programs
+        self._pipes = pipes
+        self._unread = [b"" for _ in pipes]
+
+    def hear(self, rank: int, limit_s: float = LIMIT_S) -> object:
+        """The next value that a rank tells."""
+        end = time.monotonic() + limit_s
+        while b"\n" not in self._unread[rank]:
+            ready, _, _ = select.select([self._pipes[rank]], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"rank {rank} told nothing in {limit_s} s"
+            data = os.read(self._pipes[rank], 1 << 16)
+            assert data, f"rank {rank} ended: {self.programs[rank].end()}"
+            self._unread[rank] += data
+        line, _, self._unread[rank] = self._unread[rank].partition(b"\n")
+        return json.loads(line)
+
+    def hear_all(self) -> list[object]:
+        """The next value of each rank."""
+        return [self.hear(rank) for rank in range(len(self.programs))]
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank's process."""
+        os.kill(self.programs[rank].pid, number)
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Exit statuses, and what was written to the terminal."""
+        return [(status, complaints) for status, _, complaints in (program.end() for program in self.programs)]
+
+
+@contextlib.contextmanager
+def ranks(code: str, size: int, port: int | None = None, **environment: str) -> Iterator[Ranks]:
+    """The program on all ranks; leaving the context kills what still runs."""
+    port = port or free_port()
+    with contextlib.ExitStack() as stack:
+        programs, pipes = [], []
+        for rank in range(size):
+            reader, writer = os.pipe()
+            stack.callback(os.close, reader)
+            place = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            program = Program(PRELUDE + code, imports=IMPORTS, stdout=writer, **place, **environment)
+            os.close(writer)
+            programs.append(stack.enter_context(program))
+            pipes.append(reader)
+        yield Ranks(programs, pipes)
+
+
+def told(code: str, size: int, **environment: str) -> list[object]:
+    """What each rank tells, of a program in which all end well and in silence."""
+    with ranks(code, size, **environment) as running:
+        values = running.hear_all()
+        assert running.ended() == [(0, "")] * size
+        return values
