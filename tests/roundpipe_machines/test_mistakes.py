@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from mistakes import MISTAKES
-from processes import on_machines
+from machine_mistakes import MISTAKES
+from on_machines import on_machines
 
 # What the errors begin with and have in them: on machine 0, and on machine 1 if that differs.
 SAID = {
@@ -46,7 +46,7 @@ SAID = {
 
 @cache
 def _found() -> list[dict[str, list[str]]]:
-    return on_machines(2, "mistakes", "make_all")
+    return on_machines(2, "machine_mistakes", "make_all")
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import on_machines
-from trainings import TRAININGS
+from machine_trainings import TRAININGS
+from on_machines import on_machines
 
 ONE, TWO = "cpu:1", "cpu:2"
 GROUPS = [
@@ -22,7 +22,7 @@ GROUPS = [
 def _found(machines: int, devices: str, run: int = 0) -> list[Any]:
     """What each machine finds, of all trainings: processes take longer to start than to train."""
     del run
-    return on_machines(machines, "trainings", "run_all", devices)
+    return on_machines(machines, "machine_trainings", "run_all", devices)
 
 
 def _tensors(found: Any) -> dict[str, torch.Tensor]:

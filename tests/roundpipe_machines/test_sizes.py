@@ -6,14 +6,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-from processes import on_machines
+from on_machines import on_machines
 
 
 @cache
 def _measured(machines: int, double_buffer: bool) -> list[dict[str, Any]]:
-    return on_machines(
-        machines, "sizes", "measured", "cpu:1", machines=machines, double_buffer=double_buffer
-    )
+    return on_machines(machines, "machine_sizes", "measured", "cpu:1", double_buffer=double_buffer)
 
 
 @pytest.mark.parametrize("double_buffer", [False, True])

@@ -17,7 +17,7 @@ from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.boundaries import Boundaries
 from roundpipe.engine.host_parameters import HostParameters, Launched
-from roundpipe.engine.shared_call import SharedCall, telling
+from roundpipe.engine.shared_call import Numbers, SharedCall, telling
 from roundpipe.errors import AloneOnly, DeviceMemoryWarning, RoundPipeError
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
@@ -175,8 +175,10 @@ class Engine:
         """Run this machine's microbatches; return the losses of the whole batch."""
         with in_call("forward_backward", self._name):
             with telling(shared.group, shared.kind):
+                # Before anything that may fail on one machine alone: the generators stay the same.
+                numbers = Numbers(shared.share.start, draw_seed())
                 _refuse_divided(batch, keep=keep)
-                run = self._begin(batch, config, loss_fn, keep=False, first=shared.share.start)
+                run = self._begin(batch, config, loss_fn, keep=False, numbers=numbers)
                 losses = run.losses()
                 _warn_of_shortages(run)
             try:
@@ -197,16 +199,22 @@ class Engine:
             return found
 
     def _begin(
-        self, batch: Batch, config: RoundPipeRunConfig, loss_fn: LossFn, *, keep: bool, first: int = 0
+        self,
+        batch: Batch,
+        config: RoundPipeRunConfig,
+        loss_fn: LossFn,
+        *,
+        keep: bool,
+        numbers: Numbers | None = None,
     ) -> Run:
-        """Launch a training call whose microbatches have the numbers from `first` on."""
+        """Launch a training call."""
         self.host.get_ready(training=True)
         if not batch.inputs and not self.host.state.trainable:
             raise RoundPipeError(
                 f"model {self._name!r} has no trainable parameter, and no input requires grad, so "
                 "forward_backward would train nothing; unfreeze parameters, or call the model instead"
             )
-        run = self._start("fused", batch, config, loss_fn, keep=keep, first=first)
+        run = self._start("fused", batch, config, loss_fn, keep=keep, numbers=numbers)
         self._planner.improve_while(config, "fused", batch.parts, run.wait_for_any)
         return run
 
@@ -228,13 +236,13 @@ class Engine:
         loss_fn: LossFn | None = None,
         *,
         keep: bool = True,
-        first: int = 0,
+        numbers: Numbers | None = None,
     ) -> Run:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes
         self._check_host_memory(mode, tasks, batch, keeps_outputs=keep)
         self.host.note_read()
-        call = self._call(mode, batch, config, loss_fn, keep=keep, first=first)
+        call = self._call(mode, batch, config, loss_fn, keep=keep, numbers=numbers)
         run = Run(call, tasks, batch, self._runtime, self._twins)
         self.host.follow(run)
         run.start(self._planner.watch(config, mode, batch.parts, run.first_tasks))
@@ -262,13 +270,14 @@ class Engine:
         loss_fn: LossFn | None,
         *,
         keep: bool,
-        first: int,
+        numbers: Numbers | None,
     ) -> Call:
         state, with_grad = self.host.state, mode != "infer"
         random = with_grad or any(flag for flags in state.flags for flag in flags)
         randomness = None
         if random and config.preserve_rng_state is not False:
-            randomness = Randomness(draw_seed(), len(state.layers), state.quiet, first)
+            numbers = numbers or Numbers(0, draw_seed())
+            randomness = Randomness(numbers.seed, len(state.layers), state.quiet, numbers.first)
         return Call(
             name=self._name,
             mode=mode,
@@ -284,7 +293,7 @@ class Engine:
             loss_fn=loss_fn,
             keep_outputs=keep,
             waits=config.merge_output is not False,
-            first_microbatch=first,
+            first_microbatch=0 if numbers is None else numbers.first,
         )
 
     # Notices of changes on the host: see `Observer`

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import rp_batch
 import torch
@@ -28,6 +28,13 @@ def telling(group: MachineGroup | None, kind: str) -> Generator[None]:
         if group is not None:
             group.calls.tell(kind, error)
         raise
+
+
+class Numbers(NamedTuple):
+    """The number of this machine's first microbatch, and the seed of the call, which all machines draw."""
+
+    first: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class Loan:
         """Unlink the masters; return the result of `rp_optim.unlink` for each."""
         lent, self._lent, self._versions = self._lent, [], []
         with reading():
-            remains = [unlink(master) for master in lent]
+            remains: list[torch.Tensor | object | None] = [unlink(master) for master in lent]
         return remains if self._reduced is None else self._moved(self._reduced, remains)
 
     def _moved(

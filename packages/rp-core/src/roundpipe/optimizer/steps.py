@@ -187,10 +187,11 @@ def run_step(
     try:
         for part in parts:
             _publish(tracer, part.name, part.state, part.before, part.gathering)
+        is_taken = True
         if all(part.state.failed is None for part in parts):
             with tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
-                _update(name, parts, step_fn, tracer, shared)
-        for part in parts:
+                is_taken = _update(name, parts, step_fn, tracer, shared)
+        for part in parts if is_taken or shared is None else ():
             _publish(tracer, part.name, part.state, part.after, part.gathering)
     finally:
         if shared is not None:
@@ -201,7 +202,8 @@ def run_step(
 
 def _update(
     name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer, shared: SharedStep | None
-) -> None:
+) -> bool:
+    """Take the step; returns whether there were gradients for it."""
     loans = [loan for part in parts for loan in part.loans(tracer, shared)]
     try:
         for loan in loans:
@@ -217,6 +219,7 @@ def _update(
         abandon(loans)
         if incomplete.cause is not None:
             raise incomplete.cause from None
+        return False
     except BaseException as error:
         _note_failed(parts, class_name(error))
         if shared is not None:
@@ -226,6 +229,7 @@ def _update(
         _note_failed(parts, in_words(error))
         _note_reduced(parts, in_words(error), shared)
         raise
+    return True
 
 
 def _end(parts: Sequence[Part], shared: SharedStep | None) -> None:

@@ -123,7 +123,7 @@ class Block:
             self._change_places()
 
     def gathered(self) -> list[tuple[int, torch.Tensor]]:
-        """The memory that `write` writes, in pieces (numel,): the rank of the one that has written each, and it."""
+        """The memory that `write` writes, in pieces (numel,), each with the rank of its owner."""
         if self.back is not None or self.memory is not None:
             memory = self.memory if self.back is None else self.back
             assert memory is not None

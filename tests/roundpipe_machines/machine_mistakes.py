@@ -7,10 +7,10 @@ from threading import Event
 from typing import Any
 
 import torch
+from machine_trainings import adamw, batch, row, square_error, weights, wrapped
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import clip_grad_norm_
 from torch import nn
-from trainings import adamw, batch, row, square_error, weights, wrapped
 
 Found = list[str]
 

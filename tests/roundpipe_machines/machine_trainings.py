@@ -31,7 +31,12 @@ def row(*, dropout: float = 0.0) -> nn.Sequential:
     """A row whose layers have two and one trained parameters of several sizes."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(4, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 12, bias=False), nn.LayerNorm(12), nn.Linear(12, 3)
+        nn.Linear(4, 16),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Linear(16, 12, bias=False),
+        nn.LayerNorm(12),
+        nn.Linear(12, 3),
     )
 
 
@@ -260,6 +265,8 @@ def weights_written_between(runtime: Runtime) -> Found:
         losses.append(model.forward_backward((x,), label=y, loss_fn=square_error))
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
         if number == 1:
+            # Its result is on its way, but calls do not read it yet.
+            runtime.optimizer.wait()
             with torch.no_grad():
                 layers[0].weight.mul_(0.5)
     model.synchronize()

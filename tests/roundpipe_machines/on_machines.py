@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from processes import free_port
 from programs import Program
 
 HERE = Path(__file__).parent
@@ -21,22 +21,19 @@ sys.path[:0] = [{str(HERE)!r}]
 import roundpipe, rp_dist, torch, torch.distributed, torch._dynamo
 torch.set_num_threads(1)
 """
-_PROGRAM = """
+# One connection: the link need not be measured.
+_PROGRAM = f"""
 import importlib, json, os, sys, torch
+from contextlib import nullcontext
 from roundpipe import Runtime
+from rp_dist import Machines
 torch.set_num_threads(1)
 module, function, devices, out, options = sys.argv[1:]
-with Runtime(devices) as runtime:
+several = Machines.open(connections=1, timeout_s={LIMIT_S}) if "RANK" in os.environ else nullcontext(False)
+with several as machines, Runtime(devices, machines=machines) as runtime:
     found = getattr(importlib.import_module(module), function)(runtime, **json.loads(options))
-torch.save(found, f"{out}/{os.environ.get('RANK', 0)}")
+torch.save(found, os.path.join(out, os.environ.get("RANK", "0")))
 """
-
-
-def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def environment(rank: int, machines: int, port: int) -> dict[str, str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from machine_trainings import adamw, square_error, wrapped
 from roundpipe import Runtime
 from torch import nn
-from trainings import adamw, batch, square_error, wrapped
 
 
-def measured(runtime: Runtime, *, machines: int, double_buffer: bool) -> dict[str, Any]:
+def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
     """Memory by kind, and bytes that a step sends and receives, of a model of equal layers."""
-    del machines
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))).bfloat16()
     model = wrapped(
