@@ -57,7 +57,7 @@ class Fails(nn.Module):
 _RETURNED = Event()
 
 
-def _raise(grad: torch.Tensor) -> None:
+def _raise(grad: torch.Tensor) -> None:  # noqa: ARG001 - a hook
     assert _RETURNED.wait(30)
     raise ZeroDivisionError("in backward")
 
@@ -82,7 +82,7 @@ def layer(runtime: Runtime) -> Found:
     """A layer fails on the last machine; after `zero_grad` all train on."""
     model, layers = _with_failing_layer(runtime, backward=False)
     optimizer = adamw(model.optim_parameters())
-    x, _ = batch(0)
+
     first = _error(lambda: _failing_batch(model, layers))
     layers[1].at = 7.0
     again = _error(lambda: _call(model))

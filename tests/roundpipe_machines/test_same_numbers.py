@@ -13,8 +13,10 @@ from on_machines import on_machines
 ONE, TWO = "cpu:1", "cpu:2"
 GROUPS = [
     (2, TWO),
-    (3, ONE),
-    *(pytest.param(*group, marks=pytest.mark.nightly) for group in ((2, ONE), (3, TWO), (4, ONE), (4, TWO))),
+    *(
+        pytest.param(*group, marks=pytest.mark.nightly)
+        for group in ((2, ONE), (3, ONE), (3, TWO), (4, ONE), (4, TWO))
+    ),
 ]
 
 
@@ -55,6 +57,7 @@ def test_all_machines_have_the_same_bits(machines: int, devices: str) -> None:
         assert all(torch.equal(tensor, other[place]) for place, tensor in first.items())
 
 
+@pytest.mark.nightly
 def test_a_second_run_has_the_same_bits() -> None:
     first, again = (_tensors(_found(2, TWO, run)[0]) for run in (0, 1))
     assert all(torch.equal(tensor, again[place]) for place, tensor in first.items())

@@ -14,8 +14,13 @@ def _measured(machines: int, double_buffer: bool) -> list[dict[str, Any]]:
     return on_machines(machines, "machine_sizes", "measured", "cpu:1", double_buffer=double_buffer)
 
 
-@pytest.mark.parametrize("double_buffer", [False, True])
-@pytest.mark.parametrize("machines", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("machines", "double_buffer"),
+    [
+        (2, True),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((1, False), (1, True), (2, False), (3, True))),
+    ],
+)
 def test_masters_and_moments_are_divided(machines: int, double_buffer: bool) -> None:
     for found in _measured(machines, double_buffer):
         host, numel = found["host"], found["numel"]
@@ -29,7 +34,7 @@ def test_masters_and_moments_are_divided(machines: int, double_buffer: bool) -> 
         assert host.total - host.activations == found["foreseen"].total - found["foreseen"].activations
 
 
-@pytest.mark.parametrize("machines", [2, 3])
+@pytest.mark.parametrize("machines", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_step_sends_two_bytes_a_parameter_each_way_to_each_other_machine(machines: int) -> None:
     every = _measured(machines, True)
     numel = every[0]["numel"]

@@ -149,7 +149,8 @@ class HostParameters:
         self._refuse_failed()
         self._refresh()
         blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
-        return Capture(self.state, blocks, has_gradients=bool(self._additions))
+        gathering = self._updates.gathering
+        return Capture(self.state, blocks, has_gradients=bool(self._additions), gathering=gathering)
 
     def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a step's job."""
@@ -204,6 +205,8 @@ class HostParameters:
         """Wait for all work and publish the last result, so that the caller may write the weights."""
         self.drain()
         self._late_errors()
+        if self._runtime.group is not None:
+            self._runtime.group.calls.say(f"loading a state into model {self.name!r}")
         self._updates.publish()
         self._updates.wait()
 

@@ -101,6 +101,12 @@ class Gathering:
                 block.back_values[index].copy_(block.tensors[index])
             block.complete[index] = masters[index]._version
 
+    def wait(self) -> None:
+        """Wait until the results that are under way are in the second blocks."""
+        for works in self._under_way.values():
+            for work in works:
+                work.wait()
+
     def settle(self) -> None:
         """Wait for everything that is under way, and forget it."""
         for block in list(self._under_way):

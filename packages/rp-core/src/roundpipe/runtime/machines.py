@@ -100,7 +100,13 @@ class MachineGroup:
         self._worker = Worker("roundpipe-machines", _nothing)
         # The numbers of transfers, which are the same on all machines.
         self._num_reduced = 0
+        self._num_talks = 3
         self._num_gathered = 0
+
+    def new_talk(self) -> Talk:
+        """A talk of its own for work that goes on beside calls; all machines begin such work in the same order."""
+        self._num_talks += 1
+        return Talk(self.machines, self._num_talks)
 
     def submit(self, job: Callable[[], _Result]) -> Outcome[_Result]:
         """Queue a job for the thread that reduces gradients."""
