@@ -1,4 +1,4 @@
-"""Machines as processes of this one: a program runs on several ranks over loopback, and each tells what it found."""
+"""Machines as processes of this one: a program on several ranks over loopback, each telling what it found."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from collections.abc import Iterator, Sequence
 
 from programs import Program
 
-IMPORTS = "import torch, torch._dynamo, rp_dist\ntorch.set_num_threads(1)\n"
+IMPORTS = "import gc, torch, rp_dist\ntorch.set_num_threads(1)\ngc.freeze()\n"
 # Programs may `tell` a value at any time; the test reads it with `Ranks.hear`.
 PRELUDE = """
-import json, os, signal, sys, time
+import faulthandler, json, os, signal, sys, time
 import torch, rp_dist
 from rp_dist import Machines, MachineLost
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
+# A program that hangs says where.
+faulthandler.dump_traceback_later(40, exit=True)
+
 def tell(value):
     os.write(1, (json.dumps(value) + "\\n").encode())
 
 """
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def free_port() -> int:

@@ -5,6 +5,7 @@ It has sockets of its own, one to each machine, so that it can tell which one is
 
 from __future__ import annotations
 
+import select
 import selectors
 import socket
 import threading
@@ -46,6 +47,7 @@ class Control:
         self._wakes, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._aborting: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="rp-dist-control", daemon=True)
 
     def start(self) -> None:
@@ -69,7 +71,15 @@ class Control:
         sock = socket.create_connection((host, port), timeout=max(0.01, deadline_s - time.monotonic()))
         link = Link(sock, rank)
         link.send(["hello", self.token, self.rank, self.size, own_port])
+        messages: list[Any] = []
+        while not messages:
+            if not select.select([sock], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+                link.close()
+                raise TimeoutError("no answer to a hello")
+            messages = link.read()
         self._admit(link, rank)
+        for message in messages:
+            self._take(link, message)
 
     def _admit(self, link: Link, rank: int) -> None:
         with self._changed:
@@ -99,11 +109,12 @@ class Control:
         return self._error
 
     def wait(self, is_so: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until `is_so`, or for `seconds`; raise at once when a machine is lost."""
+        """Wait until `is_so`, or for `seconds`; raise at once when a machine is lost before it is."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or is_so(), seconds)
-            self.raise_error()
-            return is_so()
+            if not (found := is_so()):
+                self.raise_error()
+            return found
 
     def missing(self) -> list[int]:
         """The ranks that have no link yet."""
@@ -163,8 +174,9 @@ class Control:
         with self._changed:
             self._has_ended = True
         self._wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        for thread in (self._thread, self._aborting):
+            if thread is not None and thread.is_alive():
+                thread.join()
 
     def _end_with(self, error: DistError, tell: object) -> None:
         with self._changed:
@@ -174,7 +186,8 @@ class Control:
             self._changed.notify_all()
         if tell is not None:
             self.tell(tell)
-        threading.Thread(target=self.on_loss, name="rp-dist-abort", daemon=True).start()
+        self._aborting = threading.Thread(target=lambda: self.on_loss(), name="rp-dist-abort", daemon=True)
+        self._aborting.start()
 
     # The thread
 
@@ -271,7 +284,10 @@ class Control:
             or len(cast(list[Any], message)) != 5
             or message[:2] != ["hello", self.token]
         ):
-            self._forget(link)  # a stranger
+            self._forget(link)  # a stranger, or one that read an earlier card
+            return
+        if self._left or self._error is not None:
+            self._forget(link)  # one that opens again already
             return
         rank, size, port = (int(value) for value in cast(list[Any], message)[2:])
         if size != self.size or not 0 <= rank < size or rank == self.rank or rank in self._links:
@@ -280,6 +296,7 @@ class Control:
             return
         link.rank = rank
         self._addresses[rank] = [link.socket.getpeername()[0], port]
+        link.send(["welcome"])
         self._admit(link, rank)
 
     def _shut(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
@@ -16,7 +17,7 @@ from torch import Tensor
 from rp_dist import link
 from rp_dist.agreement import MOST_NAMED, Fact, differences
 from rp_dist.control import Control
-from rp_dist.errors import Closed, Disagreement, InvalidTransfer
+from rp_dist.errors import Closed, Disagreement, DistError, InvalidTransfer
 from rp_dist.lanes import Lane
 from rp_dist.opening import Opening, Place
 from rp_dist.reducer import Reducer, Reduction
@@ -236,9 +237,9 @@ class Machines:
             raise InvalidTransfer(f"ranks are 0 to {self.size - 1} and tags >= 0; rank {rank}, tag {tag} instead")
 
     def _check_open(self) -> None:
+        self._control.raise_error()
         if self._is_closed:
             raise Closed("the machines are closed; open them again")
-        self._control.raise_error()
 
     # The end
 
@@ -289,6 +290,9 @@ class Machines:
 def _agree(control: Control, facts: Mapping[str, Fact]) -> None:
     if found := differences(control.exchange(dict(facts), _AGREEING)):
         more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        # Nobody leaves before all have the facts.
+        with suppress(DistError):
+            control.exchange(None, _AGREEING)
         raise Disagreement(f"machines do not run the same: {'; '.join(found[:MOST_NAMED])}{more}")
 
 

@@ -50,6 +50,10 @@ class Place:
         return cls(rank, size, host, port)
 
 
+# Rank 0's, until the process ends: machines may open again.
+_STORES: dict[Place, Store] = {}
+
+
 class Opening:
     """What must be done within `timeout_s`, or a machine is named that prevented it."""
 
@@ -91,14 +95,14 @@ class Opening:
         """Other ranks: go to rank 0, then to each other."""
         rank = self.place.rank
         while True:
-            there, token = self.bounded(self._read_card, control, 0)
-            control.token = token
+            there, control.token = self.bounded(self._read_card, control, 0)
             # What the store has may be of an earlier start; then nobody is there, and rank 0 is about to write it.
             with suppress(OSError):
                 control.connect(0, self.place.host, there, port, self.deadline_s)
                 break
             if time.monotonic() > self.deadline_s:
                 raise MachineLost(0, f"nobody answered at {self.place.host}:{there} for {self.timeout_s:.3g} s")
+            self.store = None
             time.sleep(_POLL_S)
         control.start()
         if not control.wait(lambda: control.roster is not None, self.left_s()):
@@ -132,15 +136,23 @@ class Opening:
             cards: list[Any] = [None]
             dist.broadcast_object_list(cards, src=0)
             return cards[0][0], cards[0][1]
-        store = self._open_store()
-        store.wait([_CARD], timedelta(seconds=self.left_s()))
-        port, token = store.get(_CARD).decode().split()
-        return int(port), token
+        while True:
+            try:
+                store = self._open_store()
+                store.wait([_CARD], timedelta(seconds=self.left_s()))
+                port, token = store.get(_CARD).decode().split()
+            except RuntimeError:  # a store of an earlier opening, that ended just now
+                self.store = None
+                self._check_time()
+            else:
+                return int(port), token
 
     def _open_store(self) -> Store:
         """The store of torchrun's agent where there is one; otherwise rank 0 has it."""
+        place = self.place
+        if place.rank == 0 and place in _STORES:
+            self.store = _STORES[place]
         if self.store is None:
-            place = self.place
             is_master = place.rank == 0 and not self._answers()
             while not is_master and not self._answers():
                 time.sleep(_POLL_S)
@@ -152,17 +164,22 @@ class Opening:
                 timedelta(seconds=self.left_s()),
                 wait_for_workers=False,
             )
+            if is_master:
+                _STORES[place] = self.store
         return self.store
 
     def _answers(self) -> bool:
         # Asked here, since the store's own attempts write warnings to the terminal.
-        if time.monotonic() > self.deadline_s:
-            raise TimeoutError(f"nobody answered at {self.place.host}:{self.place.port}")
+        self._check_time()
         try:
             socket.create_connection((self.place.host, self.place.port), timeout=self.left_s()).close()
         except OSError:
             return False
         return True
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self.deadline_s:
+            raise TimeoutError(f"nobody answered at {self.place.host}:{self.place.port}")
 
     def bounded(self, do: Callable[[], _Result], control: Control, culprit: int) -> _Result:
         """What `do` returns, run on a thread of its own, since some calls of torch cannot be given a time.

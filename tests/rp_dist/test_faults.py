@@ -1,0 +1,111 @@
+"""One machine dies, hangs, loses its link or fails at some moment: all others name it, in time, and end."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from processes import ranks
+
+TIMEOUT_S = 2.0
+# Of a machine that is busy with other tests.
+LATE_S = 1.5
+# What every rank does at the moment of the fault; the last rank is the one that is lost, except where it is said.
+MOMENTS = {
+    "idle": "machines.exchange(0)",
+    "reduce": "machines.reduce(torch.ones(1 << 20), 0, tag=1).wait()",
+    "own_reduce": "machines.reduce(torch.ones(1 << 20), 1, tag=1).wait()",
+    "gather": "machines.gather(torch.ones(1 << 20), LOST, tag=1).wait()",
+    "scatter": "machines.gather(torch.ones(1 << 24), 0, tag=1).wait()",
+    "sum": "machines.sum(torch.ones(3))",
+    "agree": "machines.agree({'layers': 3})",
+    "closing": "machines.close()",
+}
+PROGRAM = """
+LOST = {lost}
+import links, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+machines = Machines.open(connections=2, timeout_s={timeout}, chunk_bytes=1 << 16)
+warm = torch.ones(1 << 18)
+machines.reduce(warm, 0, tag=0).wait()
+machines.gather(warm, 0, tag=0).wait()
+ports = sum(machines.exchange(links.ports() if rank == LOST else []), [])
+tell("open")
+if rank == LOST:
+    signal.sigwait([signal.SIGUSR1])
+    {fault}
+elif {takes_part}:
+    links.cut(ports)
+begin = time.monotonic()
+error = None
+def attempt():
+    global error
+    try:
+        {moment}
+        machines.close()
+    except Exception as found:
+        error = found
+if rank != LOST or {takes_part}:
+    attempt()
+seconds = time.monotonic() - begin
+again = None
+try:
+    machines.exchange(1)
+except Exception as found:
+    again = repr(found)
+tell([type(error).__name__, getattr(error, "rank", None), str(error), seconds, [again, repr(error)]])
+try:
+    machines.close()
+except rp_dist.DistError:
+    pass
+tell([thread.name for thread in threading.enumerate() if thread.name.startswith("rp-dist")])
+"""
+FAULTS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "cut": "links.cut()",
+    "failed": "machines.fail('ValueError: a mistake'); os._exit(1)",
+}
+
+
+def check_fault(fault: str, moment: str, size: int = 3, lost: int | None = None) -> None:
+    lost = size - 1 if lost is None else lost
+    code = PROGRAM.format(
+        lost=lost,
+        timeout=TIMEOUT_S,
+        fault=FAULTS[fault],
+        moment=MOMENTS[moment],
+        takes_part=fault == "cut",
+    )
+    with ranks(code, size) as running:
+        assert running.hear_all() == ["open"] * size
+        running.send(lost, signal.SIGUSR1)
+        others = [rank for rank in range(size) if rank != lost]
+        for rank in others:
+            kind, named, text, seconds, kept = running.hear(rank)
+            assert (kind, named) == ("MachineLost", lost), text
+            assert kept[0] == kept[1]
+            assert seconds < TIMEOUT_S + LATE_S, text
+        assert [running.hear(rank) for rank in others] == [[], []][: len(others)], "threads are left"
+        for rank in others:
+            status, _, complaints = running.programs[rank].end()
+            assert (status, complaints) == (0, "")
+        # Who has heard all others take leave has closed, whatever happens then.
+        if fault == "cut" and moment != "closing":
+            kind, named, _, seconds, _ = running.hear(lost)
+            assert (kind, seconds < TIMEOUT_S + LATE_S) == ("MachineLost", True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "moment"), [("killed", "reduce"), ("stopped", "gather"), ("cut", "scatter"), ("failed", "idle")]
+)
+def test_the_others_name_the_machine_in_time_and_end(fault: str, moment: str) -> None:
+    check_fault(fault, moment)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_others_name_the_machine_whatever_they_do(fault: str, moment: str, lost: int) -> None:
+    check_fault(fault, moment, lost=lost)

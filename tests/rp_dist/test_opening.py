@@ -1,0 +1,119 @@
+"""Opening: machines that do not come, end meanwhile or do not fit are named, on all others, in time."""
+
+from __future__ import annotations
+
+import pytest
+from processes import ranks
+
+PROGRAM = """
+import threading
+from rp_dist.opening import Opening
+
+def then(act, name):
+    true = getattr(Opening, name)
+    def changed(*args):
+        act()
+        return true(*args)
+    setattr(Opening, name, changed)
+
+{before}
+begin = time.monotonic()
+try:
+    with Machines.open(connections=1, timeout_s=TIMEOUT_S) as machines:
+        {inside}
+    found = ["opened", None, ""]
+except rp_dist.DistError as error:
+    found = [type(error).__name__, getattr(error, "rank", None), str(error)]
+tell([*found, time.monotonic() - begin])
+"""
+TIMEOUT_S = 2.0
+LATE_S = 2.0
+
+
+def attempt(before: str, inside: str = "pass", size: int = 3, silent: int | None = None) -> list:
+    """What each rank but the silent one found: the error, the rank that it names, its text."""
+    code = f"TIMEOUT_S = {TIMEOUT_S}\n" + PROGRAM.format(before=before, inside=inside)
+    with ranks(code, size) as running:
+        found = [running.hear(rank) for rank in range(size) if rank != silent]
+        assert max(each[3] for each in found) < TIMEOUT_S + LATE_S
+        return [tuple(each[:3]) for each in found]
+
+
+@pytest.mark.parametrize("silent", [pytest.param(0, marks=pytest.mark.nightly), 2])
+def test_a_machine_that_does_not_come_is_named(silent: int) -> None:
+    found = attempt(f"if rank == {silent}: os._exit(0)", silent=silent)
+    assert [each[:2] for each in found] == [("MachineLost", silent)] * 2, found
+
+
+@pytest.mark.parametrize(
+    ("moment", "name"),
+    [
+        ("groups", "SIGKILL"),
+        pytest.param("groups", "SIGSTOP", marks=pytest.mark.nightly),
+        pytest.param("meet", "SIGKILL", marks=pytest.mark.nightly),
+        pytest.param("meet", "SIGSTOP", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_machine_that_is_lost_while_opening_is_named(moment: str, name: str) -> None:
+    act = f"then(lambda: os.kill(os.getpid(), signal.{name}), '{moment}')"
+    found = attempt(f"if rank == 1: {act}", silent=1)
+    assert [each[:2] for each in found] == [("MachineLost", 1)] * 2, found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("moment", ["meet", "groups", "_complete"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_rank_0_that_is_lost_while_opening_is_named(moment: str, name: str) -> None:
+    act = f"then(lambda: os.kill(os.getpid(), signal.{name}), '{moment}')"
+    found = attempt(f"if rank == 0: {act}", silent=0)
+    assert [each[:2] for each in found] == [("MachineLost", 0)] * 2, found
+
+
+def test_settings_that_differ_are_found_on_all() -> None:
+    found = attempt("TIMEOUT_S += rank == 1")
+    text = "machines do not run the same: timeout_s is 2.0 on ranks 0, 2 but 3.0 on rank 1"
+    assert found == [("Disagreement", None, text)] * 3
+
+
+def test_facts_that_differ_are_found_on_all() -> None:
+    found = attempt("", "machines.agree({'layers': 3 + rank, 'seed': 1})", size=2)
+    text = "machines do not run the same: layers is 3 on rank 0 but 4 on rank 1"
+    assert found == [("Disagreement", None, text)] * 2
+
+
+def test_a_number_of_machines_that_differs_is_found() -> None:
+    found = attempt("if rank == 1: os.environ['WORLD_SIZE'] = '3'", size=2)
+    assert found[0][:2] == ("MachineLost", 1)
+    assert found[1] == ("Disagreement", None, "rank 1 was started as one of 3 machines, but rank 0 as one of 2")
+
+
+def test_a_stranger_who_connects_is_ignored() -> None:
+    # It finds the port as a scan would: every port of this process that listens.
+    before = """
+import socket
+from rp_dist.control import Control
+true_listen = Control.listen
+def listen(control):
+    port = true_listen(control)
+    for text in (b"GET / HTTP/1.1\\\\r\\\\n\\\\r\\\\n", b"\\\\0\\\\0\\\\0\\\\x02{}", b"\\\\xff" * 100):
+        socket.create_connection(("127.0.0.1", port)).sendall(text)
+    return port
+Control.listen = listen
+""".replace("\\\\", "\\")
+    assert [each[0] for each in attempt(before, size=2)] == ["opened"] * 2
+
+
+def test_an_own_error_reaches_the_others_with_its_reason() -> None:
+    mistake = "(_ for _ in ()).throw(rp_dist.DistError('a mistake'))"
+    found = attempt("", f"machines.exchange(rank and {mistake})", size=2)
+    assert found == [
+        ("MachineLost", 1, "rank 1 is lost: it failed: DistError: a mistake"),
+        ("DistError", None, "a mistake"),
+    ]
+
+
+def test_without_torchrun_it_says_what_is_missing() -> None:
+    found = attempt("del os.environ['RANK']", size=1)
+    assert found[0][0] == "InvalidTransfer"
+    assert "RANK" in found[0][2]
+    assert "torchrun" in found[0][2]
