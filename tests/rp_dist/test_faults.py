@@ -97,7 +97,8 @@ def check_fault(fault: str, moment: str, size: int = 3, lost: int | None = None)
 
 
 @pytest.mark.parametrize(
-    ("fault", "moment"), [("killed", "reduce"), ("stopped", "gather"), ("cut", "scatter"), ("failed", "idle")]
+    ("fault", "moment"),
+    [("killed", "reduce"), ("stopped", "gather"), ("cut", "scatter"), ("failed", "own_reduce")],
 )
 def test_the_others_name_the_machine_in_time_and_end(fault: str, moment: str) -> None:
     check_fault(fault, moment)
@@ -109,3 +110,56 @@ def test_the_others_name_the_machine_in_time_and_end(fault: str, moment: str) ->
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_others_name_the_machine_whatever_they_do(fault: str, moment: str, lost: int) -> None:
     check_fault(fault, moment, lost=lost)
+
+
+STUCK = """
+import threading
+machines = Machines.open(connections=1, timeout_s=20, patience_s=1)
+
+begin = time.monotonic()
+try:
+    if rank == 0:
+        CALL
+    else:
+        threading.Event().wait(2)
+        machines.exchange(0)
+    tell(None)
+except MachineLost as error:
+    tell([error.rank, str(error), time.monotonic() - begin])
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param("machines.exchange(0)", marks=pytest.mark.nightly),
+        "machines.reduce(torch.ones(5), 0, tag=0).wait()",
+    ],
+)
+def test_a_machine_that_lives_but_takes_no_part_is_named_when_patience_ends(call: str) -> None:
+    with ranks(STUCK.replace("CALL", call), 2) as running:
+        assert running.hear(0)[0] == 1
+        assert running.hear(1)[0] == 1
+
+
+STOPPED = """
+machines = Machines.open(connections=1, timeout_s=2)
+tell(0)
+if rank:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    machines.exchange(0)
+    machines.exchange("one that came before the stop may be complete")
+except MachineLost as error:
+    tell([error.rank, str(error)])
+"""
+
+
+def test_a_machine_that_was_given_up_learns_it_when_it_wakes() -> None:
+    with ranks(STOPPED, 2) as running:
+        assert running.hear_all() == [0, 0]
+        assert running.hear(0)[0] == 1
+        running.send(1, signal.SIGCONT)
+        rank, text = running.hear(1)
+        assert rank == 1
+        assert text.startswith("rank 1 is lost: the other machines gave this one up: no sign of life for")

@@ -16,8 +16,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import told
-from rp_dist.sums import add_in_order
-from rp_dist.wire import GATHER, PASS, REDUCE, slot
+from rp_dist.blocks.sums import add_in_order
+from rp_dist.blocks.wire import GATHER, PASS, REDUCE, slot
 
 MODULES = [module.name for module in pkgutil.walk_packages(rp_dist.__path__, "rp_dist.")]
 PACKAGE = Path(__file__).parents[2] / "packages" / "rp-dist"
@@ -99,7 +99,7 @@ def test_sums_are_those_of_plain_additions_in_order(
     for part in parts[1:]:
         total = total + part.to(exact)
     out = torch.empty(33, dtype=exact) if is_apart else parts[own]
-    add_in_order(parts, out, torch.empty(40, dtype=exact))
+    add_in_order(parts, out, torch.empty(2, 40, dtype=exact))
     assert torch.equal(out, total.to(out.dtype))
 
 

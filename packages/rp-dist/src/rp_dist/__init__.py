@@ -1,8 +1,8 @@
 """Blocks of host memory between machines: sums at an owner, copies from it, and which machine was lost."""
 
+from rp_dist.blocks.work import Work
 from rp_dist.errors import Closed, Disagreement, DistError, InvalidTransfer, MachineLost
 from rp_dist.machines import Machines
-from rp_dist.work import Work
 
 __version__ = "0.1.0"
 

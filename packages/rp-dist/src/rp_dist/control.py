@@ -19,6 +19,9 @@ from rp_dist.errors import Closed, Disagreement, DistError, MachineLost
 from rp_dist.frames import Link
 
 ENDED = "its process ended, or its connection was reset"
+SILENT = "it lives, but took no part in an exchange for"
+# A process that ends breaks transfers a moment before its own socket here tells who it was.
+GRACE_S = 0.5
 LEFT = "it has closed its machines, and takes no further part"
 
 
@@ -28,12 +31,14 @@ class Control:
     A machine is lost that is silent for `timeout_s` (less two beats, so that the error comes in time), or whose
     socket ends before it took leave; the first to notice tells the others, so that all name the same machine.
 
-    `on_loss`: called once, on a thread of its own, when a machine is lost.
+    `on_loss`: called once, on a thread of its own, when a machine is lost. `patience_s`: how long a machine that
+    lives may keep an exchange waiting; None for ever.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, token: str = "") -> None:
         self.rank, self.size, self.timeout_s, self.token = rank, size, timeout_s, token
         self.on_loss: Callable[[], None] = _nothing
+        self.patience_s: float | None = None
         self.roster: dict[str, list[Any]] | None = None
         self._beat_s = min(1.0, timeout_s / 10)
         self._changed = threading.Condition()
@@ -73,13 +78,13 @@ class Control:
         link.send(["hello", self.token, self.rank, self.size, own_port])
         messages: list[Any] = []
         while not messages:
-            if not select.select([sock], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            if not _is_readable(sock, deadline_s - time.monotonic()):
                 link.close()
                 raise TimeoutError("no answer to a hello")
             messages = link.read()
-        self._admit(link, rank)
         for message in messages:
             self._take(link, message)
+        self._admit(link, rank)
 
     def _admit(self, link: Link, rank: int) -> None:
         with self._changed:
@@ -137,15 +142,12 @@ class Control:
         self.tell(["say", channel, value])
         queues = [self._heard[rank, channel] for rank in range(self.size)]
         queues[self.rank].append(value)
-        self.wait(lambda: all(queues) or any(self._gone(rank, queues[rank]) for rank in self._left))
+        self.wait(lambda: all(queues) or any(not queues[rank] for rank in self._left), self.patience_s)
         for rank, queue in enumerate(queues):
             if not queue:
-                self.give_up(rank, LEFT)
+                self.give_up(rank, LEFT if rank in self._left else f"{SILENT} {self.patience_s:.3g} s")
                 self.raise_error()
         return [queue.popleft() for queue in queues]
-
-    def _gone(self, rank: int, queue: deque[Any]) -> bool:
-        return rank in self._left and not queue
 
     def has_left(self, rank: int) -> bool:
         """Whether a machine has taken leave."""
@@ -196,14 +198,17 @@ class Control:
         while not self._has_ended:
             for link in list(self._links.values()):
                 self._want(link)
-            for key, mask in self._selector.select(max(0.0, beat_at - time.monotonic())):
-                self._serve(key.data, mask)
+            self._serve_all(beat_at - time.monotonic())
             now = time.monotonic()
             if now >= beat_at:
                 self._beat()
                 beat_at = now + self._beat_s
-            self._judge(now)
+            self._judge()
         self._shut()
+
+    def _serve_all(self, seconds: float) -> None:
+        for key, mask in self._selector.select(max(0.0, seconds)):
+            self._serve(key.data, mask)
 
     def _want(self, link: Link) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_unsent() else 0)
@@ -215,12 +220,18 @@ class Control:
         for link in list(self._links.values()):
             link.beat()
 
-    def _judge(self, now: float) -> None:
-        # After this thread itself stood still, what had come meanwhile is read before anybody is judged.
-        limit_s = self.timeout_s - 2 * self._beat_s
-        for rank, link in list(self._links.items()):
-            if rank not in self._left and now - link.heard_s > limit_s:
-                self.give_up(rank, f"no sign of life for {now - link.heard_s:.1f} s")
+    def _judge(self) -> None:
+        if self._silent():
+            # Where this thread itself stood still, what came meanwhile is read before anybody is judged.
+            self._serve_all(0)
+        for rank, seconds in self._silent():
+            self.give_up(rank, f"no sign of life for {seconds:.1f} s")
+
+    def _silent(self) -> list[tuple[int, float]]:
+        """The machines that have been silent for too long, and for how many seconds."""
+        now, limit_s = time.monotonic(), self.timeout_s - 2 * self._beat_s
+        links = [(rank, now - link.heard_s) for rank, link in list(self._links.items()) if rank not in self._left]
+        return [(rank, seconds) for rank, seconds in links if seconds > limit_s]
 
     def _serve(self, data: Link | socket.socket | None, mask: int) -> None:
         if data is None:
@@ -291,8 +302,10 @@ class Control:
             return
         rank, size, port = (int(value) for value in cast(list[Any], message)[2:])
         if size != self.size or not 0 <= rank < size or rank == self.rank or rank in self._links:
-            link.send(["refused", _refusal(rank, size, self.rank, self.size)])
+            refused = ["refused", _refusal(rank, size, self.rank, self.size)]
+            link.send(refused)
             self._forget(link)
+            self._end_with(Disagreement(refused[1]), tell=refused)
             return
         link.rank = rank
         self._addresses[rank] = [link.socket.getpeername()[0], port]
@@ -308,6 +321,12 @@ class Control:
         self._selector.close()
         self._wakes.close()
         self._woken.close()
+
+
+def _is_readable(sock: socket.socket, seconds: float) -> bool:
+    poll = select.poll()  # `select.select` takes no more than 1024 files
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(max(0.0, 1000 * seconds)))
 
 
 def _refusal(rank: int, size: int, own_rank: int, own_size: int) -> str:

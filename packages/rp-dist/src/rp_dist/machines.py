@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rp_dist import link
 from rp_dist.agreement import MOST_NAMED, Fact, differences
+from rp_dist.blocks import link
+from rp_dist.blocks.lanes import Lane
+from rp_dist.blocks.reducer import Reducer, Reduction
+from rp_dist.blocks.sums import sum_dtype
+from rp_dist.blocks.wire import GATHER, PASS, REDUCE, Posted, Wire, slot
+from rp_dist.blocks.work import Work
 from rp_dist.control import Control
 from rp_dist.errors import Closed, Disagreement, DistError, InvalidTransfer
-from rp_dist.lanes import Lane
 from rp_dist.opening import Opening, Place
-from rp_dist.reducer import Reducer, Reduction
-from rp_dist.sums import sum_dtype
-from rp_dist.wire import GATHER, PASS, REDUCE, Posted, Wire, slot
-from rp_dist.work import Work
 
 CHUNK_BYTES = 4 << 20
 _BUFFER_BYTES = 128 << 20
@@ -92,7 +92,7 @@ class Machines:
         makes_default = not dist.is_initialized()
         control = opening.meet()
         wire = Wire([], control, patience_s)
-        control.on_loss = wire.abort
+        control.on_loss, control.patience_s = wire.abort, patience_s
         settings: dict[str, Fact] = {
             "connections": connections,
             "timeout_s": timeout_s,

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from rp_dist.control import Control
+from rp_dist.control import GRACE_S, Control
 from rp_dist.errors import InvalidTransfer, MachineLost
 
 _Result = TypeVar("_Result")
 _CARD = "rp_dist/card"
 _POLL_S = 0.02
-GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +104,11 @@ class Opening:
             self.store = None
             time.sleep(_POLL_S)
         control.start()
-        if not control.wait(lambda: control.roster is not None, self.left_s()):
+        # Rank 0 may have begun later, and names who is missing when its own time is over.
+        if not control.wait(lambda: control.roster is not None, self.left_s() + self.timeout_s):
             self._lose(control, [0])
         assert control.roster is not None
+        self.deadline_s = time.monotonic() + self.timeout_s
         for other in range(1, rank):
             host, their_port = control.roster[str(other)]
             try:

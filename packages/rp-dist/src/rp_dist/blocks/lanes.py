@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from rp_dist.wire import Posted, Wire
-from rp_dist.work import Work
+from rp_dist.blocks.wire import Posted, Wire
+from rp_dist.blocks.work import Work
 
 Post = Callable[[], Sequence[Posted]]
 

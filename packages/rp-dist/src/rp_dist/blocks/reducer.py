@@ -10,9 +10,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from rp_dist.sums import add_in_order, sum_dtype
-from rp_dist.wire import Posted, Wire
-from rp_dist.work import Work
+from rp_dist.blocks.sums import add_in_order, sum_dtype
+from rp_dist.blocks.wire import Posted, Wire
+from rp_dist.blocks.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,12 @@ class Reducer:
     def _add(self, chunk: _Chunk) -> None:
         parts = [self._part(chunk, rank) for rank in range(self._size)]
         dtype = sum_dtype(parts[0].dtype)
-        nbytes = parts[0].numel() * dtype.itemsize
+        nbytes = 2 * parts[0].numel() * dtype.itemsize
         if self._spare.numel() < nbytes:
             self._spare = torch.empty(nbytes, dtype=torch.uint8)
-        add_in_order(parts, chunk.reduction.out[chunk.begin : chunk.end], self._spare[:nbytes].view(dtype))
+        add_in_order(
+            parts, chunk.reduction.out[chunk.begin : chunk.end], self._spare[:nbytes].view(dtype).view(2, -1)
+        )
 
 
 def _begins(reduction: Reduction) -> range:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rp_dist.control import LEFT, Control
-from rp_dist.opening import GRACE_S
+from rp_dist.control import GRACE_S, LEFT, Control
 
 _TAG_BITS = 29
 _NEVER_SENT = (1 << 31) - 1
@@ -104,13 +104,9 @@ class Wire:
             if self._is_aborted:
                 return
             self._is_aborted = True
-        # A wait that times out closes the connections of its group: documented, unlike any call that aborts gloo.
-        peer = (self.control.rank + 1) % self.control.size
-        for group in self.groups:
-            with suppress(RuntimeError, ValueError):
-                work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+        others = [rank for rank in range(self.control.size) if rank != self.control.rank]
+        for group, peer in product(self.groups, others):
+            _break(group, peer)
 
     def close(self) -> None:
         """Close the groups."""
@@ -118,6 +114,17 @@ class Wire:
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
         self.groups = []
+
+
+def _break(group: dist.ProcessGroup, peer: int) -> None:
+    """Close all of a group's connections, unless the one to `peer` is closed already: then it is another's turn.
+
+    A wait that times out does so. Unlike calls that abort gloo, that one is documented.
+    """
+    with suppress(RuntimeError, ValueError):
+        work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
 
 
 class _named:  # noqa: N801 - reads as a function

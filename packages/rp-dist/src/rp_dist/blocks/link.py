@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from rp_dist.wire import PASS, Wire, slot
+from rp_dist.blocks.wire import PASS, Wire, slot
 
 PIECE_BYTES = 1 << 20
 _FIRST_BYTES = 4 << 20

@@ -1,0 +1,1 @@
+"""Blocks of host memory under way: pieces over several connections, sums, and what waits for them."""
