@@ -15,7 +15,8 @@ from programs import Program
 HERE = Path(__file__).parent
 # How long machines wait for each other before they say that one is lost.
 LIMIT_S = 30
-_IMPORTS = f"""
+# What programs have imported when they start.
+IMPORTS = f"""
 import sys
 sys.path[:0] = [{str(HERE)!r}]
 import roundpipe, rp_dist, torch, torch.distributed, torch._dynamo
@@ -62,7 +63,7 @@ def on_machines(machines: int, module: str, function: str, devices: str = "cpu:2
                     devices,
                     out,
                     json.dumps(options),
-                    imports=_IMPORTS,
+                    imports=IMPORTS,
                     **environment(rank, machines, port),
                 )
             )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
-from rp_dist import Disagreement, Machines, Work
+from rp_dist import Disagreement, DistError, Machines, Work
 from rp_optim.jobs import Outcome, Worker
 
 from roundpipe.errors import MachineFailed, RoundPipeError, in_words
 
+_LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -97,6 +99,7 @@ class MachineGroup:
         self.calls = Talk(machines, 0)
         self.steps = Talk(machines, 1)
         self.blocks = Talk(machines, 2)
+        self._failure: BaseException | None = None
         self._worker = Worker("roundpipe-machines", _nothing)
         # The numbers of transfers, which are the same on all machines.
         self._num_reduced = 0
@@ -134,11 +137,24 @@ class MachineGroup:
             )
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the other machines that this one ends with an error, so that none waits for it."""
+        self._failure = error
+        self.machines.fail(in_words(error))
+
     def close(self) -> None:
-        """End the thread, and leave the group if it was opened here."""
+        """End the thread, and leave the group if it was opened here, once all others do so, too."""
         self._worker.close()
-        if self._is_own:
-            self.machines.close()
+        if not self._is_own:
+            return
+        try:
+            if self._failure is None:
+                self.machines.close()
+            else:
+                self.machines.__exit__(type(self._failure), self._failure, None)
+        except DistError as lost:
+            # The calls that it made fail have raised it.
+            _LOG.info("the machines did not end together: %s", lost)
 
 
 def open_group(machines: Machines | bool | None) -> MachineGroup | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import weakref
 from collections import deque
@@ -350,7 +351,14 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.fail(error)
         self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell other machines, if there are any, that this one ends with an error; then close it."""
+        if self.group is not None and not self.closed and self._launcher.is_here():
+            self.group.fail(error)
 
 
 def _nothing() -> None:
@@ -420,8 +428,12 @@ class _AtExit:
         with ExitStack() as stack:
             stack.callback(tell_the_rest)
             stack.callback(finish_all)
+            # What has ended the process, if it was an error.
+            error: BaseException | None = getattr(sys, "last_value", None)
             for runtime in list(self._open):
                 stack.callback(runtime.close)
+                if error is not None:
+                    stack.callback(runtime.fail, error)
 
 
 _AT_EXIT = _AtExit()
