@@ -20,13 +20,13 @@ from rp_optim.jobs import Outcome, Worker
 from roundpipe.checkpoints.disk import new_folder_for, put_in_place, sync_tree, write_durably
 from roundpipe.checkpoints.layout import Layout, layout_of
 from roundpipe.checkpoints.manifest import OWN, Checksum, seal
-from roundpipe.checkpoints.shared import Together
 from roundpipe.checkpoints.snapshot import Snapshot, Training
 from roundpipe.checkpoints.writer import Writer
 from roundpipe.engine.capture import Captured
 from roundpipe.errors import CheckpointError, CheckpointWarning, RoundPipeError, in_words
 from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.runtime.together import Together
 
 _LOG = logging.getLogger(__name__)
 

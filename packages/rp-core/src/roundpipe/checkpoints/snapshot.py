@@ -11,12 +11,12 @@ import torch
 from roundpipe.checkpoints.layout import Layout
 from roundpipe.checkpoints.manifest import OWN
 from roundpipe.checkpoints.random_state import random_states
-from roundpipe.checkpoints.shared import Together, numbered
 from roundpipe.checkpoints.tensor_file import Source, sample, source_of
 from roundpipe.checkpoints.values import encode
 from roundpipe.checkpoints.writer import Writer
 from roundpipe.engine.capture import Captured, Held
 from roundpipe.errors import CheckpointError
+from roundpipe.runtime.together import Together, numbered
 
 FORMAT = 1
 VALUES = f"{OWN}/values.safetensors"
