@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse_machines() -> None:
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise Refused(
-            "roundpipe train must be started on one machine, but WORLD_SIZE says that torchrun has started several; "
+            "roundpipe train must be started on one machine, but WORLD_SIZE says that torchrun started several; "
             "a training loop of your own runs on several: see docs/machines.md"
         )
 
