@@ -183,6 +183,17 @@ WAITS = [
         "what is asked between calls waits for all turns",
         "if True:",
     ),
+    Wait("optimizer/reduction.py", "self._ticket.enter()", "machines reduce gradients that have come"),
+    Wait("optimizer/reduction.py", "work.wait()", "a step waits for the gradients of other machines"),
+    Wait("optimizer/steps.py", "shared.settle()", "a failed step waits for its transfers"),
+    Wait("optimizer/gathering.py", "work.wait()", "publishing waits for the weights of other machines"),
+    Wait(
+        "optimizer/gathering.py",
+        "work.wait()",
+        "weights written outside come after the results of other machines",
+        nth=1,
+    ),
+    Wait("optimizer/gathering.py", "work.wait()", "a checkpoint waits for the results of other machines", nth=2),
 ]
 
 

@@ -13,14 +13,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from unittest import mock
 
 import pytest
 import torch
+from paired import on_both
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.device import transfers
 from roundpipe.device.randomness import Drawer, Randomness
+from roundpipe.engine.capture import Captured
 from roundpipe.execution import stage
 from rp_sched import Plan
 from rp_transfer.cpu.backend import CpuDevice
@@ -362,6 +365,10 @@ def after_errors(devices: str, layer: int) -> None:
             same_gradients(ours[:2], theirs[:2])
             model.zero_grad()
         nothing_piles_up(runtime)
+
+
+def _dawdle(_: torch.Tensor) -> None:
+    threading.Event().wait(DELAY_S / 4)
 
 
 class Slow(nn.Module):
@@ -728,6 +735,123 @@ def state_dicts_have_the_buffers_of_the_calls_before() -> None:
             same(value, theirs.state_dict()[name])
 
 
+# Several machines
+
+
+def _dawdle(_: torch.Tensor) -> None:
+    threading.Event().wait(DELAY_S / 4)
+
+
+class Dawdles(nn.Module):
+    """Its backward takes a while, after the call has returned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        if x.requires_grad:
+            x.register_hook(_dawdle)
+        return x
+
+
+def divided(runtime: Runtime, *, double_buffer: bool) -> tuple[nn.Sequential, RoundPipe, torch.optim.Optimizer]:
+    """A model whose microbatches several machines divide."""
+    with MODELS:
+        torch.manual_seed(0)
+        row = nn.Sequential(nn.Linear(4, 6), Dawdles(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
+    config = RoundPipeRunConfig(num_microbatch=4, preserve_rng_state=False)
+    model = RoundPipe(row, runtime=runtime, name="m", model_run_config=config, double_buffer=double_buffer)
+    return row, model, torch.optim.SGD(model.optim_parameters(), lr=0.02)
+
+
+# Both machines share the process's generator.
+MODELS = threading.Lock()
+
+
+def train_divided(runtime: Runtime, *, double_buffer: bool, is_async: bool) -> list[torch.Tensor]:
+    row, model, optimizer = divided(runtime, double_buffer=double_buffer)
+    for step in range(3):
+        call(model, step)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+    model.synchronize()
+    return [parameter.detach().clone() for parameter in row.parameters()]
+
+
+def machines_wait_for_each_other(*, double_buffer: bool, is_async: bool) -> None:
+    """Two machines end with the weights of one."""
+    body = partial(train_divided, double_buffer=double_buffer, is_async=is_async)
+    with Runtime("cpu:1") as alone:
+        truth = body(alone)
+    for found in on_both(body, lambda *_: DELAY_S / 8):
+        for one, other in zip(found, truth, strict=True):
+            same(one, other)
+
+
+def fail_and_go_on(runtime: Runtime) -> list[torch.Tensor]:
+    row, model, optimizer = divided(runtime, double_buffer=False)
+    call(model, 0)
+    with pytest.raises(ZeroDivisionError):
+        model.step(lambda: 1 / 0, is_async=False)
+    model.reset()
+    call(model, 1)
+    model.step(
+        lambda: (threading.Event().wait(3 * DELAY_S), optimizer.step(), optimizer.zero_grad()), is_async=False
+    )
+    return [parameter.detach().clone() for parameter in row.parameters()]
+
+
+def a_failed_step_waits_for_its_transfers() -> None:
+    """What is left of a failed step does not come into the next one's gradients."""
+    with Runtime("cpu:1") as alone:
+        truth = fail_and_go_on(alone)
+    # A model of three blocks: those of the first step are slow.
+    for found in on_both(fail_and_go_on, lambda kind, tag: 2 * DELAY_S * (kind == "reduce" and tag <= 3)):
+        for one, other in zip(found, truth, strict=True):
+            same(one, other)
+
+
+def write_between(runtime: Runtime) -> list[torch.Tensor]:
+    row, model, optimizer = divided(runtime, double_buffer=True)
+    call(model, 0)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    runtime.optimizer.wait()
+    with torch.no_grad():
+        for parameter in row.parameters():
+            parameter.fill_(0.1)
+    for step in (1, 2):
+        call(model, step)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    model.synchronize()
+    return [parameter.detach().clone() for parameter in row.parameters()]
+
+
+def what_users_write_comes_after_other_machines_results() -> None:
+    """Weights that are written while a result is on its way from another machine stay written."""
+    with Runtime("cpu:1") as alone:
+        truth = write_between(alone)
+    for found in on_both(write_between, lambda kind, tag: DELAY_S * (kind == "gather" and tag <= 3)):
+        for one, other in zip(found, truth, strict=True):
+            same(one, other)
+
+
+def capture_behind(runtime: Runtime) -> None:
+    row, model, optimizer = divided(runtime, double_buffer=True)
+    call(model, 0)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    found: dict[int, torch.Tensor] = {}
+
+    def read(capture: Callable[[], Captured]) -> None:
+        found.update((id(held.tensor), held.result.clone()) for held in capture().held)
+
+    model.joint.capture(read).result()
+    model.synchronize()
+    for parameter in row.parameters():
+        same(found[id(parameter)], parameter.detach())
+
+
+def what_is_saved_has_other_machines_results() -> None:
+    """A checkpoint has the last step's result, also what is on its way from another machine."""
+    on_both(capture_behind, lambda *_: DELAY_S / 2)
+
+
 SCENARIOS: list[Callable[[], None]] = [
     lambda: delayed_training(STAGED),
     lambda: delayed_training(DIVIDED),
@@ -758,6 +882,11 @@ SCENARIOS: list[Callable[[], None]] = [
     lambda: memory_that_runs_out(Plan(fused=range(0, 5))),
     what_is_saved_has_the_buffers_of_the_calls_before,
     state_dicts_have_the_buffers_of_the_calls_before,
+    lambda: machines_wait_for_each_other(double_buffer=False, is_async=False),
+    lambda: machines_wait_for_each_other(double_buffer=True, is_async=True),
+    a_failed_step_waits_for_its_transfers,
+    what_users_write_comes_after_other_machines_results,
+    what_is_saved_has_other_machines_results,
 ]
 
 

@@ -57,7 +57,7 @@ def test_only_the_core_and_the_trainers_ask_for_siblings(member: Path) -> None:
     siblings = {project(sibling)["name"] for sibling in MEMBERS}
     asked = {requirement.name for requirement in requirements(member)} & siblings
     leaves = siblings - {"rp-core", "rp-trainer"}
-    allowed = {"rp-core": leaves - {"rp-dist"}, "rp-trainer": {"rp-batch", "rp-core", "rp-optim"}}
+    allowed = {"rp-core": leaves, "rp-trainer": {"rp-batch", "rp-core", "rp-optim"}}
     assert asked == allowed.get(member.name, set())
 
 

@@ -17,6 +17,7 @@ from roundpipe.context import (
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import (
+    AloneOnly,
     Busy,
     CheckpointDamaged,
     CheckpointError,
@@ -26,6 +27,7 @@ from roundpipe.errors import (
     GradientsIncomplete,
     HostMemoryShort,
     HostMemoryWarning,
+    MachineFailed,
     RoundPipeError,
     Stale,
     StepFailed,
@@ -49,6 +51,7 @@ from roundpipe.telemetry.profiling import profile
 __version__ = "0.1.0"
 
 __all__ = [
+    "AloneOnly",
     "AutoRoundPipe",
     "Busy",
     "CallTime",
@@ -63,6 +66,7 @@ __all__ = [
     "HostMemoryShort",
     "HostMemoryWarning",
     "LoadedCheckpoint",
+    "MachineFailed",
     "MemoryForecast",
     "MemoryReport",
     "ModelExecutePlan",

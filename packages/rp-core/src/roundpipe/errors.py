@@ -9,6 +9,8 @@
     ├── StepFailed            a step function failed and left part of its update
     ├── HostMemoryShort       what a model, call or step needs does not fit into host memory
     ├── TrainsNothing         an optimizer steps, but not the parameters that train
+    ├── MachineFailed         a call or step failed on another machine of the group
+    ├── AloneOnly             something that works on one machine alone was asked of several
     └── CheckpointError       a checkpoint cannot be written or read
         ├── CheckpointDamaged     a file of it is not what was written, or it was never finished
         └── CheckpointMismatch    it is of another model, or of other optimizers
@@ -51,6 +53,24 @@ class HostMemoryShort(RoundPipeError):
 
 class TrainsNothing(RoundPipeError):
     """An optimizer stepped where that changes no weights; the message has the line to write."""
+
+
+class MachineFailed(RoundPipeError):
+    """A call or step failed on another machine; the message has its rank and its error in words.
+
+    `rank`: the first machine that failed.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[MachineFailed], tuple[int, str]]:
+        return type(self), (self.rank, str(self))
+
+
+class AloneOnly(RoundPipeError):
+    """What was asked works on one machine alone; the message says why, and what to do on several."""
 
 
 class TrainingWarning(UserWarning):

@@ -12,7 +12,7 @@ import torch
 
 from rp_optim.errors import NonFiniteGradients
 from rp_optim.gradients import gradient_of, scale, squares_of
-from rp_optim.masters import by_arrival
+from rp_optim.masters import by_arrival, known_to_all
 
 # Elements per piece for norms other than the 2-norm. Torch sums so few on one thread, so the order of summation
 # does not depend on the number of threads.
@@ -31,7 +31,8 @@ def clip_grad_norm_(
 
     Like ``torch.nn.utils.clip_grad_norm_``, but the norm is summed in fp64, in the same order for any number of
     threads. Gradients of linked masters are read as they arrive and not rewritten: the step multiplies them when
-    it reads them. Other gradients are scaled in place. `foreach` is accepted and changes nothing.
+    it reads them. Other gradients are scaled in place. `foreach` is accepted and changes nothing. If several
+    processes divide linked masters, the norm is that of all, with the same bits.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -76,7 +77,8 @@ def _norm(members: list[torch.Tensor], norm_type: float) -> float:
     for here in by_arrival(places, lambda item: item[1]):
         together = _parts([parameter for _, parameter in here], norm_type)
         found.update(zip((place for place, _ in here), together, strict=True))
-    parts = [part for place in range(len(members)) if (part := found[place]) is not None]
+    everywhere = known_to_all(members, [found[place] for place in range(len(members))])
+    parts = [part for part in everywhere if part is not None]
     return math.sqrt(sum(parts)) if norm_type == 2 else _join(parts, norm_type)
 
 

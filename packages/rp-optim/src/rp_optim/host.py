@@ -12,7 +12,7 @@ import torch
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.gradients import gradient_of
 from rp_optim.kernels.updates import Spot
-from rp_optim.masters import by_arrival, link_of
+from rp_optim.masters import by_arrival, is_elsewhere, link_of
 from rp_optim.worker import wait_for_steps
 
 # A parameter group as torch keeps it: numbers, flags, tensors and the list of parameters.
@@ -50,7 +50,8 @@ class HostOptimizer(torch.optim.Optimizer):
         try:
             self._check_group(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                self._check_parameter(parameter)
+                if not is_elsewhere(parameter):
+                    self._check_parameter(parameter)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -107,6 +108,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _check_member(self, group: Group, parameter: torch.Tensor) -> None:
         link = link_of(parameter)
+        if is_elsewhere(parameter):
+            return
         if (link is None or link.gradient_in == "grad") and gradient_of(parameter) is None:
             return
         self._check_parameter(parameter)
@@ -123,6 +126,7 @@ class HostOptimizer(torch.optim.Optimizer):
         return sum(
             counter + sum(map(math.prod, self._state_shapes(*member).values())) * member[1].element_size()
             for member in self._members()
+            if not is_elsewhere(member[1])
         )
 
     def _members(self) -> Iterator[Member]:

@@ -17,6 +17,8 @@ _Item = TypeVar("_Item")
 
 # A gradient that a master is linked to: one tensor, or two whose sum it is.
 Source = torch.Tensor | GradientPair
+# What each process knows of some masters (None: nothing) to what all know together; all call it with as many.
+Share = Callable[[Sequence[float | None]], list[float | None]]
 
 
 class Ready(Protocol):
@@ -35,13 +37,15 @@ class Link:
     """The callables that one master is linked to, and the state of its gradient.
 
     `gradient_in`: "source" if the gradient is the linked tensor times `factor`; "grad" if it is the master's own
-    ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed.
+    ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed. `share`: asks
+    the other processes, if masters are divided between several.
     """
 
     gradients: Callable[[], Source | None]
     weights: Callable[[], torch.Tensor | None]
     ready: Ready
     written: Callable[[], None]
+    share: Share | None = None
     gradient_in: Literal["source", "grad"] = "source"
     factor: float = 1.0
     squares: float | None = None
@@ -87,6 +91,7 @@ class Master(torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """The gradient in the master's dtype, or None."""
         if (link := source_link(self)) is not None:
+            self.note_read()
             source = link.source(self)
             self.grad = None if source is None else _copy(source, self, link.factor)
         found = _OWN_GRAD.__get__(self)
@@ -106,6 +111,9 @@ class Master(torch.nn.Parameter):
 
     def note_missing(self) -> None:
         """Called where ``.grad`` is read of a master that is not linked and has none; subclasses may say why."""
+
+    def note_read(self) -> None:
+        """Called before a read of ``.grad`` copies the linked gradient; subclasses may refuse it by an error."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -193,6 +201,7 @@ def link(
     weights: Callable[[], torch.Tensor | None] = _no_weights,
     ready: Ready = _at_once,
     written: Callable[[], None] = _no_weights,
+    share: Share | None = None,
 ) -> None:
     """Link a master, until `unlink`, to its low-precision gradient and the low-precision weight made from it.
 
@@ -208,6 +217,8 @@ def link(
         ready: ``ready(False)`` returns whether `gradients` may be called; ``ready(True)`` blocks until it may.
             Masters whose gradients arrive together should share one (or equal ones), which is then called once.
         written: called each time the weight is complete; not if `weights` returned None.
+        share: if several processes divide the masters, asks the others: norms and checks for infinities are then
+            of all. A master that another process has is one on the meta device here, without a gradient.
 
     A step that writes the weight keeps the master's version counter. An update without a weight (no `weights`, or
     an optimizer of torch's) increments it. So a changed counter means that the weight is out of date.
@@ -233,7 +244,7 @@ def link(
         raise InvalidLink(
             "the master has a gradient of its own, which the linked one would hide; set .grad to None first"
         )
-    master._link = Link(gradients, weights, ready, written)  # pyright: ignore[reportPrivateUsage]
+    master._link = Link(gradients, weights, ready, written, share)  # pyright: ignore[reportPrivateUsage]
 
 
 def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
@@ -260,6 +271,25 @@ def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
 def link_of(parameter: torch.Tensor) -> Link | None:
     """The link of a parameter; None if it is no master or not linked."""
     return parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
+
+
+def is_elsewhere(parameter: torch.Tensor) -> bool:
+    """Whether it is a master that another process has."""
+    return parameter.is_meta and isinstance(parameter, Master)
+
+
+def known_to_all(parameters: Sequence[torch.Tensor], values: Sequence[float | None]) -> list[float | None]:
+    """What is known of each parameter: by this process or, of masters that are divided, by another one.
+
+    `values`: what this process knows; None: nothing. All processes call it with the same parameters.
+    """
+    links = [link_of(parameter) for parameter in parameters]
+    places = [place for place, link in enumerate(links) if link is not None and link.share is not None]
+    found = list(values)
+    share = links[places[0]].share if places else None  # type: ignore[union-attr]  # it has a link
+    for place, value in zip(places, share([found[place] for place in places]) if share else (), strict=True):
+        found[place] = value
+    return found
 
 
 def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Tensor]) -> Iterator[Sequence[_Item]]:

@@ -13,7 +13,7 @@ import torch
 from rp_optim.errors import InvalidOption, InvalidParameter, ScalerMisuse, WrongThread
 from rp_optim.gradients import gradient_of, is_finite, scale, squares_of
 from rp_optim.jobs import Outcome
-from rp_optim.masters import by_arrival, own_grad
+from rp_optim.masters import by_arrival, known_to_all, own_grad
 from rp_optim.worker import OptimizerThread, on_any_optimizer_thread
 
 _Outputs = TypeVar("_Outputs")
@@ -132,13 +132,14 @@ class GradScaler:
         _refuse_fp16(parameters)
         # Infinite for a scale that has shrunk to zero, as in torch.
         inverse = _fp32(1 / self._unscale_with) if self._unscale_with else math.inf
-        found: list[bool | None] = []
+        found: dict[int, float | None] = {}
         with torch.no_grad():
-            for here in by_arrival(parameters, lambda item: item):
-                squares_of(here)  # In one kernel call; links cache the results for `_unscale_one`.
-                found += [_unscale_one(parameter, inverse) for parameter in here]
-        if True in found or False in found:
-            self._found[optimizer] = True in found
+            for here in by_arrival(list(enumerate(parameters)), lambda item: item[1]):
+                squares_of([one for _, one in here])  # In one kernel call; links cache the results.
+                found.update((place, _unscale_one(parameter, inverse)) for place, parameter in here)
+        everywhere = known_to_all(parameters, [found[place] for place in range(len(parameters))])
+        if any(infinite is not None for infinite in everywhere):
+            self._found[optimizer] = any(everywhere)
         self._stages[optimizer] = _Stage.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

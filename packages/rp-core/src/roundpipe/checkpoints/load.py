@@ -265,7 +265,8 @@ def _load_tensor(
             notes.add("parameters that were frozen are trained now, from the weights on", name)
         return
     saved = opened.stored(master)
-    saved.read_into(here)
+    if not here.is_meta:
+        saved.read_into(here)
     if saved.dtype != here.dtype:
         notes.add(f"masters were {saved.dtype} and are {here.dtype} now", name)
     if str(value.dtype) != f"torch.{entry['dtype']}":
@@ -340,7 +341,9 @@ class _Matched:
             {**group, "params": [place[name] for name in own]}
             for group, own in zip(self._groups, self._own, strict=True)
         ]
-        state = {place[name]: self._opened.decoded(value) for name, value in self._states.items()}
+        # The states of other machines' parameters stay in their files.
+        here = {name for name, one in zip(self._names, self._parameters, strict=True) if not one.is_meta}
+        state = {place[name]: self._opened.decoded(value) for name, value in self._states.items() if name in here}
         self._note_dtypes(state, notes)
         if self._was != self._is:
             notes.add(f"the optimizer was {self._was} and is {self._is} now", self._names[0])

@@ -137,7 +137,8 @@ class CheckpointManager:
             if saving.done():
                 self._saving = None
         self._saved.append(saving.path)
-        self._remove_old()
+        if saving.is_first:
+            self._remove_old()
 
     def _new_path(self, step: int) -> Path:
         name = f"step-{step:08}"

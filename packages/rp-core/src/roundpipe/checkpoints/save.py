@@ -9,22 +9,24 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rp_dist import DistError
 from rp_optim.jobs import Outcome, Worker
 
-from roundpipe.checkpoints.disk import new_folder_for, put_in_place, write_durably
+from roundpipe.checkpoints.disk import new_folder_for, put_in_place, sync_tree, write_durably
 from roundpipe.checkpoints.layout import Layout, layout_of
-from roundpipe.checkpoints.manifest import OWN, seal
+from roundpipe.checkpoints.manifest import OWN, Checksum, seal
 from roundpipe.checkpoints.snapshot import Snapshot, Training
 from roundpipe.checkpoints.writer import Writer
 from roundpipe.engine.capture import Captured
 from roundpipe.errors import CheckpointError, CheckpointWarning, RoundPipeError, in_words
 from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.runtime.together import Together
 
 _LOG = logging.getLogger(__name__)
 
@@ -117,6 +119,7 @@ class SavingCheckpoint:
         self.path = path
         self.step = step
         self._small: Outcome[None] = Outcome(_nothing)
+        self._together: Together | None = None
         self._snapshot: Snapshot | None = None
         self._writer: Writer | None = None
         self._error: BaseException | None = None
@@ -127,18 +130,28 @@ class SavingCheckpoint:
     def begin(self, model: RoundPipeBase, training: Training, buffer_bytes: int, shard_bytes: int) -> None:
         """Queue it, and wait until all that is small was read."""
         layout = layout_of(model)
+        group = model.runtime.group
+        together = self._together = None if group is None else Together.of(group, self.path)
         made: Path | None = None
         try:
-            made = new_folder_for(self.path)
-            (made / OWN).mkdir()
-            layout.write_configuration(made)
+            if together is None or together.is_first:
+                made = new_folder_for(self.path)
+                (made / OWN).mkdir()
+                layout.write_configuration(made)
+            folder = made
+            if together is not None:
+                folder, self.path = together.agree_on_folder(made, self.path)
+            assert folder is not None
             free = model.runtime.host_limit().free_bytes
-            writer = self._writer = Writer(made, min(buffer_bytes, free // 2))
+            writer = self._writer = Writer(folder, min(buffer_bytes, free // 2))
             writer.start()
         except OSError as error:
-            _remove(made)
+            self._give_up(made, "the folder", error)
             raise _told(self.path, error) from error
-        snapshot = self._snapshot = Snapshot(layout, training)
+        except (RoundPipeError, DistError):
+            self._give_up(made)
+            raise
+        snapshot = self._snapshot = Snapshot(layout, training, together)
 
         def read(capture: Callable[[], Captured]) -> None:
             try:
@@ -147,15 +160,17 @@ class SavingCheckpoint:
                 snapshot.write_large(writer, shard_bytes)
             except BaseException as error:
                 self._error = error
+                if together is not None:
+                    together.tell("the contents", error)
             finally:
                 self._small.carry_out()
 
         try:
             captured = model.joint.capture(read)
-        except BaseException:
-            _remove(made)
+        except BaseException as error:
+            self._give_up(made, "the contents", error)
             raise
-        self._outcome = self._finisher.submit(self._finish, captured, layout, made)
+        self._outcome = self._finisher.submit(self._finish, captured, layout, folder)
         self._await_small(captured)
 
     def _await_small(self, captured: Outcome[None]) -> None:
@@ -181,11 +196,9 @@ class SavingCheckpoint:
             sums = writer.finish()
             if error is not None:
                 raise error
-            _write_rest(made, layout, snapshot)
-            seal(made, sums)
-            put_in_place(made, self.path)
+            self._end(made, layout, snapshot, sums)
         except BaseException as error:
-            _remove(made)
+            self._give_up(made, "the files", error)
             told = self._error = _told(self.path, error)
             _LOG.error("%s", told)
             if told is not error:
@@ -197,12 +210,41 @@ class SavingCheckpoint:
                 _LOG.info("the checkpoint %s held up the next step: %.3f s", self.path, writer.waited_s)
             self._writer = self._snapshot = None
 
+    def _end(self, made: Path, layout: Layout, snapshot: Snapshot, sums: dict[str, Checksum]) -> None:
+        together = self._together
+        if together is not None:
+            sync_tree(made)
+            told = together.say("the files", {name: asdict(each) for name, each in sums.items()})
+            sums = {name: Checksum(**each) for found in told for name, each in found.items()}
+        if together is None or together.is_first:
+            try:
+                _write_rest(made, layout, snapshot)
+                seal(made, sums)
+                put_in_place(made, self.path)
+            except BaseException as error:
+                self._give_up(made, "the end", error)
+                raise
+        if together is not None:
+            together.say("the end")
+            together.is_over = True
+
+    def _give_up(self, made: Path | None, what: str = "", error: BaseException | None = None) -> None:
+        """Remove what was made; tell the other machines of the error."""
+        if self._together is not None and error is not None:
+            self._together.tell(what, error)
+        _remove(made)
+
     # For users
 
     @property
     def waited_s(self) -> float:
         """For how long the full buffer has waited for the disk, and with it perhaps the next step."""
         return self._waited_s if self._writer is None else self._writer.waited_s
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this machine has made the folder: the only one, or the first of several."""
+        return self._together is None or self._together.is_first
 
     def done(self) -> bool:
         """Whether it is written, or has failed."""
@@ -257,6 +299,9 @@ def _checked(path: Any, model: object, step: object, buffer_bytes: object, shard
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be a whole number, {least} or more, but is {value!r}")
     target = Path(os.path.abspath(path))
+    if model.runtime.group is not None and model.runtime.group.rank:
+        # The first machine says which folder.
+        return target
     try:
         is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError as error:

@@ -16,6 +16,7 @@ from roundpipe.checkpoints.values import encode
 from roundpipe.checkpoints.writer import Writer
 from roundpipe.engine.capture import Captured, Held
 from roundpipe.errors import CheckpointError
+from roundpipe.runtime.together import Together, numbered
 
 FORMAT = 1
 VALUES = f"{OWN}/values.safetensors"
@@ -44,6 +45,7 @@ class Snapshot:
 
     layout: Layout
     training: Training
+    together: Together | None = None
     description: dict[str, Any] = field(default_factory=dict[str, Any])
     adapters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     has_gradients: bool = False
@@ -114,14 +116,20 @@ class Snapshot:
             "state": {
                 name: self._encoded(f"optimizers.{index}.{name}", value)
                 for name, value in named.items()
-                if value is not None
+                if value is not None and self._owns(self._held[name])
             },
         }
 
     def _large(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What only a step may change."""
         yield from self._states.items()
-        yield from ((name, held.master) for name, held in self._held.items() if held.master is not None)
+        for name, held in self._held.items():
+            if held.master is not None and not held.master.is_meta:
+                yield name, held.master
+
+    def _owns(self, held: Held) -> bool:
+        """Whether this machine writes it down."""
+        return self.together is None or held.owner == self.together.rank
 
     # While it goes on
 
@@ -131,18 +139,48 @@ class Snapshot:
         Raises what the writer raises, and `CheckpointError` if a master or a state was written meanwhile.
         """
         exported = self._exported()
-        entries = {name: self._entry(name, exported) for name in self._held}
-        self.description["tensors"] = entries
-        self._write_model(writer, shard_bytes)
+        entries = {name: self._entry(name, exported) for name, held in self._held.items() if self._owns(held)}
+        self._write_model(writer, self._agreed(entries, self._model_shards(shard_bytes)))
         for folder, value in (("masters", _master), ("published", _value), ("kept", _value)):
             names = [name for name, entry in entries.items() if f"{folder}/{name}" in entry.values()]
             sources = [source_of(f"{folder}/{name}", value(self._held[name])) for name in names]
             self._write_own(writer, folder, sources, shard_bytes)
         states = [source_of(name, tensor) for name, tensor in self._states.items()]
         self._write_own(writer, "optimizers", states, shard_bytes)
-        self._write_own(writer, "values", [source_of(*item) for item in self._values.items()], shard_bytes)
+        values = [source_of(*item) for item in self._values.items() if self._writes_value(item[0])]
+        self._write_own(writer, "values", values, shard_bytes)
         self._copy_adapters()
         self._refuse_written()
+
+    def _writes_value(self, path: str) -> bool:
+        """Whether this machine writes a small value: of its own optimizer states; the first one all others."""
+        is_first = self.together is None or self.together.is_first
+        return is_first or any(
+            path.startswith(f"optimizers.{index}.{name}.")
+            for index, optimizer in enumerate(self.description["optimizers"])
+            for name in optimizer["state"]
+        )
+
+    def _agreed(self, entries: dict[str, dict[str, Any]], shards: list[list[Source]]) -> dict[str, list[Source]]:
+        """Complete the description by what other machines write; return this machine's files of the model."""
+        own: dict[str, Any] = {
+            "entries": entries,
+            "states": [optimizer["state"] for optimizer in self.description["optimizers"]],
+            "shards": [[[source.name, source.nbytes] for source in shard] for shard in shards],
+        }
+        told: list[dict[str, Any]] = [own] if self.together is None else self.together.agree_on_contents(own)
+        found = {name: entry for each in told for name, entry in each["entries"].items()}
+        self.description["tensors"] = {name: found[name] for name in self._held}
+        for index, optimizer in enumerate(self.description["optimizers"]):
+            optimizer["state"] = {name: value for each in told for name, value in each["states"][index].items()}
+        every = [shard for each in told for shard in each["shards"]]
+        names = [_shard_name("model", index, len(every)) for index in range(len(every))]
+        if len(every) > 1:
+            self.description["index"] = _index(dict(zip(names, every, strict=True)))
+        before, _ = numbered(
+            [len(each["shards"]) for each in told], 0 if self.together is None else self.together.rank
+        )
+        return dict(zip(names[before:], shards, strict=False))
 
     def _exported(self) -> dict[str, str]:
         return {own: saved for saved, own in self.layout.exported.items()}
@@ -178,29 +216,32 @@ class Snapshot:
         held = self._held[name]
         if held.master is None or not self._is_behind:
             return source_of(name, held.value)
+        if held.result is not None:
+            return source_of(name, held.result)
+        if held.master.is_meta:
+            raise CheckpointError(
+                f"machine 0 writes {name}, but machine {held.owner} has its last result, which calls do not read "
+                "yet; call model.synchronize() before saving, or wrap the model with double_buffer=True"
+            )
         return source_of(name, held.master, held.value.dtype)
 
-    def _write_model(self, writer: Writer, shard_bytes: int) -> None:
+    def _model_shards(self, shard_bytes: int) -> list[list[Source]]:
+        """This machine's part of the model's own files."""
         if self.layout.kind != "model":
-            return
-        sources = [_renamed(saved, self._final(own)) for saved, own in self.layout.exported.items()]
-        for conversion in self.layout.conversions:
+            return []
+        exported = [item for item in self.layout.exported.items() if self._owns(self._held[item[1]])]
+        sources = [_renamed(saved, self._final(own)) for saved, own in exported]
+        for conversion in self.layout.conversions if self.together is None or self.together.is_first else ():
             sources += _converted(conversion.sources, conversion.results, conversion.convert, self._final_tensor)
-        shards = _shards(sources, shard_bytes)
-        names = [_shard_name("model", index, len(shards)) for index in range(len(shards))]
+        return _shards(sources, shard_bytes) if sources or self.together is None else []
+
+    def _write_model(self, writer: Writer, shards: Mapping[str, list[Source]]) -> None:
         metadata = {"format": "pt"}
         if not self.layout.is_of_transformers:
             # As safetensors' own `save_model` does.
             metadata |= self.layout.dropped
-        for name, shard in zip(names, shards, strict=True):
+        for name, shard in shards.items():
             writer.write(name, shard, metadata)
-        if len(shards) > 1:
-            self.description["index"] = {
-                "metadata": {"total_size": sum(source.nbytes for source in sources)},
-                "weight_map": {
-                    source.name: name for name, shard in zip(names, shards, strict=True) for source in shard
-                },
-            }
 
     def _final_tensor(self, name: str) -> torch.Tensor:
         canonical = self.layout.dropped.get(name, name)
@@ -209,11 +250,13 @@ class Snapshot:
 
     def _write_own(self, writer: Writer, folder: str, sources: Sequence[Source], shard_bytes: int) -> None:
         shards = _shards(sources, shard_bytes) if sources else []
+        if self.together is not None:
+            folder = f"{folder}-of-machine-{self.together.rank}"
         for index, shard in enumerate(shards):
             writer.write(f"{OWN}/{_shard_name(folder, index, len(shards))}", shard, {"format": "pt"})
 
     def _copy_adapters(self) -> None:
-        if self.layout.kind != "adapter":
+        if self.layout.kind != "adapter" or not (self.together is None or self.together.is_first):
             return
         for name, held in self._held.items():
             if held.kind == "frozen":
@@ -284,6 +327,14 @@ def _converted(
     return [
         Source(name, meta.dtype, tuple(meta.shape), lambda name=name: read(name)) for name, meta in results.items()
     ]
+
+
+def _index(shards: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
+    """The index of several files: names and bytes of the tensors in each."""
+    return {
+        "metadata": {"total_size": sum(nbytes for shard in shards.values() for _, nbytes in shard)},
+        "weight_map": {tensor: name for name, shard in shards.items() for tensor, _ in shard},
+    }
 
 
 def _shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:

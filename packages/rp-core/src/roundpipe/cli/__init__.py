@@ -44,6 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _refuse_machines() -> None:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise Refused(
+            "roundpipe train must be started on one machine, but WORLD_SIZE says that torchrun started several; "
+            "a training loop of your own runs on several: see docs/machines.md"
+        )
+
+
 def _run(given: Given) -> None:
     # Imported late, so that help and a mistyped option need not wait for torch.
     if given.command == "env":
@@ -59,6 +67,7 @@ def _run(given: Given) -> None:
 
         plan(plan_options)
         return
+    _refuse_machines()
     given = with_config(given, known_options())
     if given.model is not None:
         tuning = read_fine_tuning(given)

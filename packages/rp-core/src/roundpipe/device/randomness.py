@@ -116,14 +116,15 @@ _GATE = _Gate()
 
 
 class Randomness:
-    """The random numbers of one call.
+    """The random numbers of one call, of the microbatches from `first` on; `seed`: what the call drew.
 
     `quiet`: the drawers last seen not to draw from the CPU generator, shared by all calls of the model. `drew` and
     `drew_on_device`: the drawers and microbatches that drew from the CPU generator, or the device's, in this call.
     """
 
-    def __init__(self, seed: int, num_layers: int, quiet: set[tuple[str, int]]) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, num_layers: int, quiet: set[tuple[str, int]], first: int = 0) -> None:
+        self.seed = seed
+        self._first = first
         self._num_layers = num_layers
         self._quiet = quiet
         self.drew: set[tuple[Drawer, int]] = set()
@@ -165,7 +166,7 @@ class Randomness:
         return body()
 
     def _mixed(self, drawer: Drawer, microbatch: int) -> int:
-        return mix(self._seed, drawer.place(self._num_layers), microbatch)
+        return mix(self.seed, drawer.place(self._num_layers), self._first + microbatch)
 
     def drew_any(self) -> bool:
         """Whether any layer drew, so that its recomputation will seed a generator of the caller's again."""

@@ -10,6 +10,7 @@ import torch
 from rp_transfer import Kind, Ticket
 
 from roundpipe.errors import StepFailed
+from roundpipe.optimizer.gathering import Gathering
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.tracing import OPTIMIZER, Tracer
 
@@ -19,13 +20,17 @@ class Held:
     """A parameter or buffer of a model and where its values are.
 
     `tensor`: the model's own. `value`: what calls read, of any strides. `master`: what optimizers update, if it is
-    trained and has one.
+    trained and has one; on the meta device if another machine has it. `result`: what the last step made of it, in
+    its own dtype, if calls do not read that yet and all machines have it. `owner`: the machine that writes it
+    down.
     """
 
     tensor: torch.Tensor
     kind: Kind
     value: torch.Tensor
     master: torch.nn.Parameter | None
+    result: torch.Tensor | None = None
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +49,16 @@ class Captured:
 class Capture:
     """One model's turns as a reader of all blocks, taken at launch. For the rest see `Captured`."""
 
-    def __init__(self, state: ModelState, blocks: dict[Block, Ticket], *, has_gradients: bool) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        blocks: dict[Block, Ticket],
+        *,
+        has_gradients: bool,
+        gathering: Gathering | None = None,
+    ) -> None:
         self.state = state
+        self._gathering = gathering
         self.is_behind = state.unpublished
         self.has_gradients = has_gradients
         self._blocks = blocks
@@ -57,6 +70,8 @@ class Capture:
         """
         for ticket in self._blocks.values():
             ticket.enter()
+        if self._gathering is not None:
+            self._gathering.wait()
         if self.state.failed is not None:
             raise StepFailed(f"the last step failed half-way ({self.state.failed}), so it has no result to save")
         self.state.backend.host_touch(
@@ -69,14 +84,18 @@ class Capture:
             ticket.leave()
 
 
-def held_by(states: Iterable[ModelState]) -> Iterator[Held]:
-    """All tensors of these models that are in blocks."""
+def held_by(states: Iterable[ModelState], *, is_behind: bool = False) -> Iterator[Held]:
+    """All tensors of these models that are in blocks. `is_behind`: see `Captured`."""
     for state in states:
         for block in state.blocks:
             # A parameter that was frozen later keeps a master that nothing uses.
             masters = state.masters if block.kind == "trainable" else {}
-            for tensor, value in zip(block.tensors, block.values, strict=True):
-                yield Held(tensor, block.kind, value, masters.get(tensor))
+            is_gathered = block.rank is not None and is_behind and block.back is not None
+            results = block.back_values if is_gathered else [None] * len(block.values)
+            for tensor, value, result in zip(block.tensors, block.values, results, strict=True):
+                is_divided = state.shards is not None and block.kind == "trainable"
+                owner = state.shards.owner(tensor) if is_divided and state.shards is not None else 0
+                yield Held(tensor, block.kind, value, masters.get(tensor), result, owner)
 
 
 def run_capture(
@@ -98,8 +117,9 @@ def run_capture(
 def _entered(captures: Sequence[Capture]) -> Captured:
     for capture in captures:
         capture.enter()
+    is_behind = any(capture.is_behind for capture in captures)
     return Captured(
-        tuple(held_by(capture.state for capture in captures)),
-        is_behind=any(capture.is_behind for capture in captures),
+        tuple(held_by((capture.state for capture in captures), is_behind=is_behind)),
+        is_behind=is_behind,
         has_gradients=any(capture.has_gradients for capture in captures),
     )

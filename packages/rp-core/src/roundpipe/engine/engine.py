@@ -17,7 +17,8 @@ from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.boundaries import Boundaries
 from roundpipe.engine.host_parameters import HostParameters, Launched
-from roundpipe.errors import DeviceMemoryWarning, RoundPipeError
+from roundpipe.engine.shared_call import Numbers, SharedCall, telling
+from roundpipe.errors import AloneOnly, DeviceMemoryWarning, RoundPipeError
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
 from roundpipe.execution.call import Call, LossFn, Streams
@@ -69,9 +70,20 @@ class Engine:
 
     def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
         """The number of microbatches that is chosen for calls of this mode; see `Planner.microbatches`."""
+        machines = 1 if self._runtime.group is None or mode != "fused" else self._runtime.group.size
         if (chosen := self._planner.chosen.get(mode)) is not None:
-            return min(chosen, batch_size)
-        return self._runtime.launch(partial(self._planner.microbatches, mode, batch_size, rows))
+            return min(machines * chosen, batch_size)
+        found = self._runtime.launch(partial(self._microbatches, mode, batch_size, rows, machines))
+        return min(machines * found, batch_size)
+
+    def _microbatches(self, mode: Mode, batch_size: int, rows: int, machines: int) -> int:
+        """The number of each machine's microbatches, if all have the same."""
+        kind, group = "choosing the number of microbatches", self._runtime.group if machines > 1 else None
+        with telling(group, kind):
+            found = self._planner.microbatches(mode, max(batch_size // machines, 1), max(rows // machines, 1))
+        if group is not None:
+            self._planner.chosen[mode] = found = max(group.calls.say(kind, found))
+        return found
 
     # Bodies of the model's methods: the public half on the caller's thread, the private half on the launcher's
 
@@ -99,6 +111,12 @@ class Engine:
         with in_call("forward", self._name):
             self.host.get_ready(training=False)
             with_grad = bool(batch.inputs) or (wants_grad and bool(self.host.state.trainable))
+            if with_grad and self._runtime.group is not None:
+                raise AloneOnly(
+                    f"forward of model {self._name!r} with gradients would compute the whole batch on each of "
+                    f"{self._runtime.group.size} machines: train by forward_backward, which divides it, and "
+                    "evaluate under torch.no_grad()"
+                )
             run = self._start("train" if with_grad else "infer", batch, config)
             outputs = run.outputs(wait=config.merge_output is not False)
             _warn_of_shortages(run)
@@ -138,6 +156,10 @@ class Engine:
         keep: bool,
     ) -> tuple[Losses, list[Any]]:
         """Return the sums of the losses, and the outputs of all microbatches if `keep`."""
+        if self._runtime.group is not None:
+            shared = SharedCall.of(self._runtime.group, self._name, parts, labels)
+            batch = Batch.of(shared.own_parts(parts), arrivals, shared.own(labels))
+            return self._runtime.launch(partial(self._share, shared, batch, config, loss_fn, keep=keep)), []
         batch = Batch.of(parts, arrivals, labels)
         launch = partial(self._forward_backward, batch, config, loss_fn, keep=keep)
         losses, outputs, grads = self._runtime.launch(launch)
@@ -147,22 +169,54 @@ class Engine:
         trees = [packet.tree() for packet in outputs]
         return sum_losses(losses), self._returned(trees, outputs, batch, config) if keep else []
 
+    def _share(
+        self, shared: SharedCall, batch: Batch, config: RoundPipeRunConfig, loss_fn: LossFn, *, keep: bool
+    ) -> Losses:
+        """Run this machine's microbatches; return the losses of the whole batch."""
+        with in_call("forward_backward", self._name):
+            with telling(shared.group, shared.kind):
+                # Before anything that may fail on one machine alone: the generators stay the same.
+                numbers = Numbers(shared.share.start, draw_seed())
+                _refuse_divided(batch, keep=keep)
+                run = self._begin(batch, config, loss_fn, keep=False, numbers=numbers)
+                losses = run.losses()
+                _warn_of_shortages(run)
+            try:
+                return shared.sum_losses(losses, {**self.host.facts(), "random seed": run.seed})
+            except BaseException as error:
+                run.abort(error, "together with other machines")
+                run.finish()
+                raise
+
     def _forward_backward(
         self, batch: Batch, config: RoundPipeRunConfig, loss_fn: LossFn, *, keep: bool
     ) -> tuple[list[Packet], list[Packet], list[Packet]]:
         """Return the losses, the outputs if `keep`, and the gradients of the inputs that require grad."""
         with in_call("forward_backward", self._name):
-            self.host.get_ready(training=True)
-            if not batch.inputs and not self.host.state.trainable:
-                raise RoundPipeError(
-                    f"model {self._name!r} has no trainable parameter, and no input requires grad, so "
-                    "forward_backward would train nothing; unfreeze parameters, or call the model instead"
-                )
-            run = self._start("fused", batch, config, loss_fn, keep=keep)
-            self._planner.improve_while(config, "fused", batch.parts, run.wait_for_any)
+            run = self._begin(batch, config, loss_fn, keep=keep)
             found = run.losses(), run.outputs(wait=config.merge_output is not False), run.input_grads()
             _warn_of_shortages(run)
             return found
+
+    def _begin(
+        self,
+        batch: Batch,
+        config: RoundPipeRunConfig,
+        loss_fn: LossFn,
+        *,
+        keep: bool,
+        numbers: Numbers | None = None,
+    ) -> Run:
+        """Launch a training call."""
+        self.host.get_ready(training=True)
+        if not batch.inputs and not self.host.state.trainable:
+            raise RoundPipeError(
+                f"model {self._name!r} has no trainable parameter, and no input requires grad, so "
+                "forward_backward would train nothing; unfreeze parameters, or call the model instead"
+            )
+        run = self._start("fused", batch, config, loss_fn, keep=keep, numbers=numbers)
+        self._planner.improve_while(config, "fused", batch.parts, run.wait_for_any)
+        return run
 
     def _returned(
         self, trees: list[Any], outputs: Sequence[Packet], batch: Batch, config: RoundPipeRunConfig
@@ -182,12 +236,13 @@ class Engine:
         loss_fn: LossFn | None = None,
         *,
         keep: bool = True,
+        numbers: Numbers | None = None,
     ) -> Run:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes
         self._check_host_memory(mode, tasks, batch, keeps_outputs=keep)
         self.host.note_read()
-        call = self._call(mode, batch, config, loss_fn, keep=keep)
+        call = self._call(mode, batch, config, loss_fn, keep=keep, numbers=numbers)
         run = Run(call, tasks, batch, self._runtime, self._twins)
         self.host.follow(run)
         run.start(self._planner.watch(config, mode, batch.parts, run.first_tasks))
@@ -208,13 +263,21 @@ class Engine:
         return self._runtime.lanes[0].device.torch_device.type != "cpu"
 
     def _call(
-        self, mode: Mode, batch: Batch, config: RoundPipeRunConfig, loss_fn: LossFn | None, *, keep: bool
+        self,
+        mode: Mode,
+        batch: Batch,
+        config: RoundPipeRunConfig,
+        loss_fn: LossFn | None,
+        *,
+        keep: bool,
+        numbers: Numbers | None,
     ) -> Call:
         state, with_grad = self.host.state, mode != "infer"
         random = with_grad or any(flag for flags in state.flags for flag in flags)
         randomness = None
         if random and config.preserve_rng_state is not False:
-            randomness = Randomness(draw_seed(), len(state.layers), state.quiet)
+            numbers = numbers or Numbers(0, draw_seed())
+            randomness = Randomness(numbers.seed, len(state.layers), state.quiet, numbers.first)
         return Call(
             name=self._name,
             mode=mode,
@@ -230,6 +293,7 @@ class Engine:
             loss_fn=loss_fn,
             keep_outputs=keep,
             waits=config.merge_output is not False,
+            first_microbatch=0 if numbers is None else numbers.first,
         )
 
     # Notices of changes on the host: see `Observer`
@@ -259,6 +323,19 @@ class Engine:
     def _new_twins(self) -> list[Twins]:
         layers, compiler = self.host.state.layers, self._compiler
         return [Twins(lane.device.torch_device, layers, compiler) for lane in self._runtime.lanes]
+
+
+def _refuse_divided(batch: Batch, *, keep: bool) -> None:
+    if keep:
+        raise AloneOnly(
+            "return_outputs=True needs the outputs of the whole batch, but each machine has those of its own "
+            "microbatches; compute what you need of them in loss_fn, which may return several losses"
+        )
+    if batch.inputs:
+        raise AloneOnly(
+            "an input requires grad, but each machine has the gradients of its own microbatches; detach it, or "
+            "make what computes it the model's first layer"
+        )
 
 
 def _warn_of_shortages(run: Run) -> None:

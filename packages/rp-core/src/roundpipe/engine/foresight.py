@@ -131,7 +131,7 @@ class Foresight:
             return
         # Another runtime's step may be on this thread, while this one's launcher makes masters.
         masters = {master for state in states for master in list(state.masters.values())}
-        own = sum(parameter.nbytes for parameter in parameters if parameter in masters)
+        own = sum(one.nbytes for one in parameters if one in masters and not one.is_meta)
         if not own:
             return
         copies = 0 if isinstance(optimizer, HostOptimizer) else own

@@ -18,7 +18,9 @@ from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.memory_report import MemoryReport, memory_report
-from roundpipe.optimizer.steps import run_step
+from roundpipe.engine.shared_call import telling
+from roundpipe.optimizer.shared_step import SharedStep
+from roundpipe.optimizer.steps import Part, run_step
 from roundpipe.optimizer.watched import Watched, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
@@ -59,21 +61,35 @@ class Joint:
 
     def _step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         with in_call("step", self._name):
-            for host in self._hosts:
-                host.get_ready(training=True)
-            self._foresight.check_training(self._states())
+            self._prepare_step(is_async=is_async)
             with taking() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self._hosts]
                 is_idle = self._step_outcome is None or self._step_outcome.done()
                 watched = self._watched.launch(step_fn, is_async=is_async, is_idle=is_idle)
                 self._step_outcome = outcome = self._hosts[0].submit_step(
-                    partial(run_step, self._name, parts, watched)
+                    partial(run_step, self._name, parts, watched, shared=self._shared(parts))
                 )
             for part in parts:
                 part.note_launched()
             if not is_async:
                 wait_until(outcome.wait)
                 self._raise_late_errors()
+
+    def _prepare_step(self, *, is_async: bool) -> None:
+        group, kind = self._runtime.group, f"a step of model {self._name!r}"
+        with telling(group, kind):
+            for host in self._hosts:
+                host.get_ready(training=True)
+            self._foresight.check_training(self._states())
+        if group is not None:
+            facts = [host.facts() for host in self._hosts]
+            group.calls.same(
+                kind, {"is_async": is_async, **{key: [each[key] for each in facts] for key in facts[0]}}
+            )
+
+    def _shared(self, parts: Sequence[Part]) -> SharedStep | None:
+        group = self._runtime.group
+        return None if group is None else SharedStep(group, [each for part in parts for each in part.reduced()])
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Check an optimizer that is about to step; from now on its state dicts are of one step."""

@@ -72,7 +72,8 @@ def added(parts: Iterable[HostBytes]) -> HostBytes:
 
 def held_by(states: Sequence[ModelState]) -> HostBytes:
     """What these models hold now, without the optimizers' state and activations."""
-    masters = sum(master.nbytes for state in states for master in list(state.masters.values()))
+    here = [master for state in states for master in list(state.masters.values()) if not master.is_meta]
+    masters = sum(master.nbytes for master in here)
     return added(_held(block) for state in states for block in state.blocks) + HostBytes(masters=masters)
 
 
@@ -112,6 +113,20 @@ def gradient_bytes(block: Group | Block, additions: int) -> int:
     return min(additions, most) * layout.nbytes
 
 
+def _owned(block: Group | Block) -> list[torch.Tensor]:
+    """The parameters that this machine updates: all, unless there are several."""
+    return [block.tensors[index] for index in block.owned] if isinstance(block, Block) else list(block.tensors)
+
+
+def _total_bytes(block: Group | Block, additions: int) -> int:
+    """Bytes of the sums over machines, which go beside one 16-bit block of gradients."""
+    is_apart = isinstance(block, Block) and block.rank is not None and additions == 1
+    dtype = sum_dtype(block.layout.dtype)
+    if not is_apart or dtype == block.layout.dtype:
+        return 0
+    return sum(tensor.numel() * dtype.itemsize for tensor in _owned(block))
+
+
 def _held(block: Block) -> HostBytes:
     nbytes = sum(tensor.nbytes for tensor in block.host_tensors())
     second, gradients = _beside_weights(block)
@@ -137,6 +152,6 @@ def _needed(
     return HostBytes(
         weights=nbytes,
         second_blocks=layout_bytes if is_moved and second_blocks else 0,
-        gradients=gradient_bytes(block, additions),
-        masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in block.tensors),
+        gradients=gradient_bytes(block, additions) + _total_bytes(block, additions),
+        masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in _owned(block)),
     )

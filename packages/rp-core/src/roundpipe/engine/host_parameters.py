@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from rp_optim.jobs import Outcome
@@ -14,13 +14,15 @@ from torch import nn
 
 from roundpipe.engine.capture import Capture
 from roundpipe.engine.foresight import Foresight
-from roundpipe.errors import GradientsIncomplete, Stale, StepFailed, add_note, in_words
+from roundpipe.engine.shared_call import fingerprint, telling
+from roundpipe.errors import AloneOnly, GradientsIncomplete, Stale, StepFailed, add_note, in_words
 from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.grad_attribute import Exposure
 from roundpipe.state.model_state import Block, ModelState, PinMode
 from roundpipe.state.ownership import Claim
+from roundpipe.state.shards import Shards
 from roundpipe.telemetry.tracing import Tracer
 
 
@@ -87,13 +89,32 @@ class HostParameters:
             double_buffer=double_buffer,
             in_training_mode=any(module.training for module in modules()),
         )
-        self.state = ModelState(runtime.backend, modules(), pin, optim_dtype, double_buffer, check_wrapping)
+        group = runtime.group
+        shards = None if group is None else Shards(group.rank, group.size)
+        with telling(group, self._wrapping):
+            self.state = ModelState(
+                runtime.backend, modules(), pin, optim_dtype, double_buffer, check_wrapping, shards
+            )
+        if group is not None:
+            group.calls.same(self._wrapping, fingerprint(self.state, pin))
         runtime.states.add(self.state)
         self._updates = Updates(name, self.state, runtime)
         self._exposure = Exposure()
         # How many tasks launched since the last step add to a block's gradients.
         self._additions: Counter[Block] = Counter()
         self._launched: list[Launched] = []
+
+    @property
+    def _wrapping(self) -> str:
+        return f"wrapping model {self.name!r}"
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all machines whenever the model is called or stepped."""
+        return {
+            "trained parameters": self.state.digest,
+            "version of the weights": self.state.version,
+            "whether a step's result is not published yet": self.state.unpublished,
+        }
 
     def check_call(self, tasks: Sequence[Task], activations: int, *, is_measured: bool) -> None:
         """Raise `HostMemoryShort` if what these tasks leave on the host does not fit."""
@@ -128,7 +149,8 @@ class HostParameters:
         self._refuse_failed()
         self._refresh()
         blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
-        return Capture(self.state, blocks, has_gradients=bool(self._additions))
+        gathering = self._updates.gathering
+        return Capture(self.state, blocks, has_gradients=bool(self._additions), gathering=gathering)
 
     def submit_step(self, job: Callable[[Tracer], None]) -> Outcome[None]:
         """Queue a step's job."""
@@ -148,7 +170,12 @@ class HostParameters:
 
     def publish(self) -> None:
         """Publish the last step's result, if calls do not read it yet, and wait until it is published."""
-        self.get_ready(training=False)
+        group = self._runtime.group if self.state.unpublished else None
+        kind = f"publishing the weights of model {self.name!r} (synchronize, state_dict or the like)"
+        with telling(group, kind):
+            self.get_ready(training=False)
+        if group is not None:
+            group.calls.say(kind)
         self._updates.publish()
         self._updates.wait()
         self.raise_late_errors()
@@ -158,7 +185,8 @@ class HostParameters:
         self._settle()
         # Runs may have ended only now: raise their errors, and drop the references to them and their memory.
         self.raise_late_errors()
-        if self.state.broken is None:
+        # With several machines these are parts of sums that their owners have.
+        if self.state.broken is None and self._runtime.group is None:
             self._exposure.show(self.state.trainable)
 
     def drop_gradients(self) -> None:
@@ -177,6 +205,8 @@ class HostParameters:
         """Wait for all work and publish the last result, so that the caller may write the weights."""
         self.drain()
         self._late_errors()
+        if self._runtime.group is not None:
+            self._runtime.group.calls.say(f"loading a state into model {self.name!r}")
         self._updates.publish()
         self._updates.wait()
 
@@ -193,6 +223,8 @@ class HostParameters:
         for old, new in parameters.items():
             if new is not old and (master := self.state.masters.pop(old, None)) is not None:
                 self.state.masters[new] = master
+            if new is not old and self.state.shards is not None:
+                self.state.shards.replace(old, new)
         self._masters_from_weights(list(parameters.values()))
 
     def begin_restoring(self) -> None:
@@ -298,6 +330,12 @@ class HostParameters:
         # Gradients that code outside the engine, such as a penalty on the weights, put on the model's parameters.
         for block in self.state.trainable:
             found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
+            if found and self._runtime.group is not None:
+                raise AloneOnly(
+                    f"a parameter of {block} has a .grad from code outside of the engine, which each of "
+                    f"{self._runtime.group.size} machines would add to its part of the sum; add what it is of to "
+                    "the loss function, or train on one machine"
+                )
             if found and block.gradient is not None:
                 with own_turn(block.gradient.turns, write=True):
                     block.gradient.collect(found, block.tensors)
@@ -332,6 +370,8 @@ class HostParameters:
             for tensor in tensors:
                 if tensor in self.state.masters:
                     self.state.masters[tensor].copy_(tensor)
+        if self._updates.gathering is not None:
+            self._updates.gathering.take_over(tensors)
 
     def _settle(self) -> None:
         self.drain()

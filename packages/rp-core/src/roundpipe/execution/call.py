@@ -69,7 +69,7 @@ class Call:
 
     `flags`: the `training` flags of each layer's modules at launch. `randomness`: None if the call does not seed
     random numbers. `spare_bytes`: the memory left free on each device while the call runs. `waits`: whether the
-    caller waits until the results are on the host.
+    caller waits until the results are on the host. `first_microbatch`: the number of this machine's first one.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Call:
     loss_fn: LossFn | None = None
     keep_outputs: bool = False
     waits: bool = True
+    first_microbatch: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import rp_batch
@@ -37,9 +37,13 @@ def _described(found: Any) -> str:
 
 def sum_losses(packets: Sequence[Packet]) -> Losses:
     """Sum the losses over the microbatches, in order: a tensor, or a list if `loss_fn` returned several."""
-    columns = zip(*(packet.leaves for packet in packets), strict=True)
+    return sum_columns(zip(*(packet.leaves for packet in packets), strict=True), packets[0].treedef)
+
+
+def sum_columns(columns: Iterable[Sequence[torch.Tensor]], treedef: Any) -> Losses:
+    """Like `sum_losses`, with the losses in columns: each of one loss, over the microbatches."""
     sums = [_sum(column) for column in columns]
-    found = rp_batch.unflatten(packets[0].treedef, sums)
+    found = rp_batch.unflatten(treedef, sums)
     return found if isinstance(found, torch.Tensor) else sums
 
 

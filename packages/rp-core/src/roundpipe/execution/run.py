@@ -137,6 +137,11 @@ class Run:
         """The gradients of each microbatch's inputs, if any input requires grad."""
         return self._collect(self._grad_slots())
 
+    @property
+    def seed(self) -> int | None:
+        """What the call drew from the caller's generator; None if it draws no random numbers."""
+        return None if self.call.randomness is None else self.call.randomness.seed
+
     # Launch, on the launcher's thread
 
     @property
@@ -325,7 +330,9 @@ class Run:
 
     def _leaves_gradients(self) -> bool:
         # In a model of several parts, the other parts may have added their gradients of this backward already.
-        return self._has_delivered or (self._adds_gradients and self.call.state.is_part)
+        # So may other machines.
+        is_shared = self.call.state.is_part or self.call.state.shards is not None
+        return self._has_delivered or (self._adds_gradients and is_shared)
 
     def _describe(self, error: BaseException, where: str) -> None:
         # After the wake-up and without the lock: formatting the error and clearing frames may run users' code.

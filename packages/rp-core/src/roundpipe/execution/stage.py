@@ -19,6 +19,7 @@ from roundpipe.device.recompute import Memory
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
+from roundpipe.errors import AloneOnly
 from roundpipe.execution.call import Call
 from roundpipe.execution.lazy import Lazy, computed, value_of
 from roundpipe.execution.losses import check_losses
@@ -118,7 +119,8 @@ class Stage:
         if self._place is None:
             return f"{self._task!r}, on {self._device.name}"
         words, layer, microbatch = self._place
-        return f"{words.format(self._call.where(layer), microbatch)}, on {self._device.name}"
+        number = microbatch + self._call.first_microbatch
+        return f"{words.format(self._call.where(layer), number)}, on {self._device.name}"
 
     def run(self) -> None:
         """Run all microbatches, then send the gradients and buffers to the host."""
@@ -346,6 +348,7 @@ class Stage:
             if self._writes(layer, block, before[block], memories[block], versions[block])
         ]
         for block in written:
+            self._refuse_divided(layer)
             self._refuse_torn(block)
         self._keep_buffers(layer, microbatch, written, list(before.values()))
         return output
@@ -360,6 +363,14 @@ class Stage:
             block.looked_at.add(layer)
             block.writes = bool(block.writes) or not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
         return bool(block.writes)
+
+    def _refuse_divided(self, layer: int) -> None:
+        if self._call.state.shards is not None and self._call.mode == "fused":
+            raise AloneOnly(
+                f"{self._call.where(layer)} writes a buffer in forward, from one microbatch to the next, so "
+                "several machines cannot divide the microbatches: let such layers write none (as batch norms in "
+                "eval()), replace them, or train on one machine"
+            )
 
     def _refuse_torn(self, block: Block) -> None:
         # A stage runs all microbatches before the next stage starts, so layers in different stages would write in

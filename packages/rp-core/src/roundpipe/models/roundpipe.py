@@ -239,7 +239,8 @@ class RoundPipe(RoundPipeBase):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any, config: RoundPipeRunConfig, mode: Mode
     ) -> int:
         """The number of microbatches: as given, chosen at the first call, or one more than there are devices."""
-        given, more = config.num_microbatch, len(self.runtime.lanes) + 1
+        machines = 1 if self.runtime.group is None or mode != "fused" else self.runtime.group.size
+        given, more = config.num_microbatch, machines * (len(self.runtime.lanes) + 1)
         on_host = self.runtime.lanes[0].device.torch_device.type == "cpu"
         if isinstance(given, int):
             return given

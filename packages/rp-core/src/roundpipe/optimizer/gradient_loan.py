@@ -8,19 +8,15 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
-from rp_optim import link, unlink
+from rp_optim import UNCHANGED, GradientPair, link, unlink
+from rp_optim.masters import Share
 from rp_transfer import Ticket
 
+from roundpipe.optimizer.reduction import Incomplete, ReducedBlock
 from roundpipe.state.gradient import Gradient
+from roundpipe.state.master import reading
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.tracing import OPTIMIZER, SILENT, Tracer
-
-
-class Incomplete(BaseException):
-    """A run failed before it completed the gradients of this step.
-
-    Not an `Exception`, so that a step function does not catch it and carry on.
-    """
 
 
 class Loan:
@@ -28,11 +24,21 @@ class Loan:
 
     `ticket`: the turn on the gradients, entered when the step first reads one of them. A failed step leaves the
     weights that devices read unchanged, since they are published only after the step function has returned.
+    `reduced`: the gradients' sum over machines, if there are several, and `share`: asks the others.
     """
 
     def __init__(
-        self, state: ModelState, block: Block, ticket: Ticket, num_runs: int, tracer: Tracer = SILENT
+        self,
+        state: ModelState,
+        block: Block,
+        ticket: Ticket,
+        num_runs: int,
+        tracer: Tracer = SILENT,
+        reduced: ReducedBlock | None = None,
+        share: Share | None = None,
     ) -> None:
+        self._reduced = reduced
+        self._share = share
         self._tracer = tracer
         assert block.gradient is not None
         self.block = block
@@ -57,13 +63,17 @@ class Loan:
         for index, master in enumerate(self.masters()):
             link(
                 master,
-                partial(self.gradient.source, index),
+                partial(self._source, index),
                 partial(self._destination, index),
                 self._ready,
                 partial(self._note_complete, index),
+                self._share,
             )
             self._lent.append(master)
             self._versions.append(master._version)
+
+    def _source(self, index: int) -> torch.Tensor | GradientPair | None:
+        return self.gradient.source(index) if self._reduced is None else self._reduced.sum(index)
 
     def has_changed(self) -> bool:
         """Whether the step has updated any of the masters."""
@@ -72,7 +82,15 @@ class Loan:
     def end(self) -> list[torch.Tensor | object | None]:
         """Unlink the masters; return the result of `rp_optim.unlink` for each."""
         lent, self._lent, self._versions = self._lent, [], []
-        return [unlink(master) for master in lent]
+        with reading():
+            remains: list[torch.Tensor | object | None] = [unlink(master) for master in lent]
+        return remains if self._reduced is None else self._moved(self._reduced, remains)
+
+    def _moved(
+        self, reduced: ReducedBlock, remains: Sequence[torch.Tensor | object | None]
+    ) -> list[torch.Tensor | object | None]:
+        # What is left of a sum accumulates on its owner alone.
+        return [reduced.sum(index) if each is UNCHANGED else each for index, each in enumerate(remains)]
 
     def drop(self) -> None:
         """Unlink the masters and ignore what the step function did to the gradients."""
@@ -86,7 +104,10 @@ class Loan:
             return
         begun = time.perf_counter()
         with self._waiting():
-            self._ticket.enter()
+            if self._reduced is None:
+                self._ticket.enter()
+            else:
+                self._reduced.wait()
         self.waited_s = time.perf_counter() - begun
         self._arrived = True
         if held := self.gradient.blocks():
@@ -98,14 +119,20 @@ class Loan:
         return self._tracer.on_host(OPTIMIZER, "wait", name, reason="gradients")
 
     def _ready(self, wait: bool, /) -> bool:
-        if not (self._arrived or wait or self._ticket.open()):
+        if not (self._arrived or wait or self._is_there()):
             return False
         self.arrive()
         self.check_complete()
         return True
 
+    def _is_there(self) -> bool:
+        return self._ticket.open() if self._reduced is None else self._reduced.done()
+
     def check_complete(self) -> None:
         """Raise `Incomplete` if a run that adds to the gradients has failed."""
+        if self._reduced is not None:
+            # The machines have agreed that none has.
+            return
         broken = self._state.broken
         # A run launched after this step does not add to its gradients.
         if broken is not None and broken.run < self._num_runs:

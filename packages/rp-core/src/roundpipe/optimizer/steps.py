@@ -21,10 +21,14 @@ from rp_transfer import Ticket
 
 from roundpipe.context import OptimizerCtx
 from roundpipe.errors import add_note, class_name, in_words
-from roundpipe.optimizer.gradient_loan import Incomplete, Loan, abandon, take_back
+from roundpipe.optimizer.gathering import Gathering
+from roundpipe.optimizer.gradient_loan import Loan, abandon, take_back
+from roundpipe.optimizer.reduction import Incomplete, ReducedBlock
+from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
+from roundpipe.state.master import note_optimizer
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.late_errors import Late
@@ -42,6 +46,7 @@ class Updates:
         self._state = state
         self._runtime = runtime
         self._pending: list[tuple[Outcome[None], Late]] = []
+        self.gathering = None if runtime.group is None else Gathering(runtime.group, state)
 
     # Launch, on the launcher's thread
 
@@ -57,13 +62,17 @@ class Updates:
         # Until `note_launched` knows better: publishing once too often changes nothing.
         state.unpublished = True
         machine = self._runtime.machine
-        return Part(self._name, state, machine, before, gradients, after, is_async=is_async)
+        return Part(
+            self._name, state, machine, before, gradients, after, is_async=is_async, gathering=self.gathering
+        )
 
     def publish(self) -> None:
         """Queue the publication of the last result; calls launched from now on read it."""
         if self._state.unpublished:
             with taking() as take:
-                self.submit(partial(_publish_all, self._name, self._state, self._publication(take)))
+                self.submit(
+                    partial(_publish_all, self._name, self._state, self._publication(take), self.gathering)
+                )
             self._state.unpublished = False
 
     def _publication(self, take: Take) -> Turns:
@@ -112,7 +121,9 @@ class Part:
         after: Turns,
         *,
         is_async: bool,
+        gathering: Gathering | None = None,
     ) -> None:
+        self.gathering = gathering
         self.name = name
         self.state = state
         self.machine = machine
@@ -121,16 +132,32 @@ class Part:
         self._gradients = gradients
         self._num_runs = state.num_runs
         self._is_async = is_async
+        # On several machines.
+        self._reduced = (
+            {}
+            if state.shards is None
+            else {block: ReducedBlock(state, block, turn, self._num_runs) for block, turn in gradients.items()}
+        )
+
+    def reduced(self) -> list[ReducedBlock]:
+        """The gradients that several machines reduce."""
+        return list(self._reduced.values())
 
     def note_launched(self) -> None:
         """Record that the step will run; on the launcher's thread."""
         self.state.unpublished = self._is_async
 
-    def loans(self, tracer: Tracer) -> list[Loan]:
+    def loans(self, tracer: Tracer, shared: SharedStep | None) -> list[Loan]:
         """A loan for each block's gradients."""
+        share = None if shared is None else shared.share
         return [
-            Loan(self.state, block, ticket, self._num_runs, tracer) for block, ticket in self._gradients.items()
+            Loan(self.state, block, ticket, self._num_runs, tracer, self._reduced.get(block), share)
+            for block, ticket in self._gradients.items()
         ]
+
+    def note_broken(self, words: str) -> None:
+        """This step's gradients are not what they were before it."""
+        self.state.note_broken(self._num_runs - 1, words)
 
     def leave(self) -> None:
         """Leave all turns that were not left yet."""
@@ -148,23 +175,36 @@ def _noted(late: Late, job: Callable[[Tracer], None], tracer: Tracer) -> None:
         raise
 
 
-def run_step(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer = SILENT) -> None:
+def run_step(
+    name: str,
+    parts: Sequence[Part],
+    step_fn: Callable[[], object],
+    tracer: Tracer = SILENT,
+    *,
+    shared: SharedStep | None = None,
+) -> None:
     """Run a step function over the gradients of all parts; publish all results or, if it failed, none."""
     try:
         for part in parts:
-            _publish(tracer, part.name, part.state, part.before)
+            _publish(tracer, part.name, part.state, part.before, part.gathering)
+        is_taken = True
         if all(part.state.failed is None for part in parts):
             with tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
-                _update(name, parts, step_fn, tracer)
-        for part in parts:
-            _publish(tracer, part.name, part.state, part.after)
+                is_taken = _update(name, parts, step_fn, tracer, shared)
+        for part in parts if is_taken or shared is None else ():
+            _publish(tracer, part.name, part.state, part.after, part.gathering)
     finally:
+        if shared is not None:
+            shared.settle()
         for part in parts:
             part.leave()
 
 
-def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer) -> None:
-    loans = [loan for part in parts for loan in part.loans(tracer)]
+def _update(
+    name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer, shared: SharedStep | None
+) -> bool:
+    """Take the step; returns whether there were gradients for it."""
+    loans = [loan for part in parts for loan in part.loans(tracer, shared)]
     try:
         for loan in loans:
             loan.lend()
@@ -173,17 +213,49 @@ def _update(name: str, parts: Sequence[Part], step_fn: Callable[[], object], tra
             step_fn()
         _note_speed(parts[0].machine, loans, time.perf_counter() - begun)
         take_back(loans)
-    except Incomplete:
-        # The failed call raises its own error. Masters that the step has already updated cannot be restored.
-        if any(loan.has_changed() for loan in loans):
-            _note_failed(parts, "a call failed while its step was under way")
+        _end(parts, shared)
+    except Incomplete as incomplete:
+        _note_incomplete(parts, loans, incomplete, shared)
         abandon(loans)
+        if incomplete.cause is not None:
+            raise incomplete.cause from None
+        return False
     except BaseException as error:
         _note_failed(parts, class_name(error))
+        if shared is not None:
+            shared.tell(error)
         abandon(loans)
         add_note(error, f"RoundPipe: in model {name!r}, in the step function, on the optimizer's thread")
         _note_failed(parts, in_words(error))
+        _note_reduced(parts, in_words(error), shared)
         raise
+    return True
+
+
+def _end(parts: Sequence[Part], shared: SharedStep | None) -> None:
+    """All machines have taken the step: their results may go to the others."""
+    if shared is None:
+        return
+    shared.end()
+    for part in parts:
+        if part.gathering is not None:
+            part.gathering.begin()
+
+
+def _note_incomplete(
+    parts: Sequence[Part], loans: Sequence[Loan], incomplete: Incomplete, shared: SharedStep | None
+) -> None:
+    # The failed call raises its own error. Masters that the step has already updated cannot be restored.
+    changed = any(loan.has_changed() for loan in loans)
+    if changed if shared is None else shared.has_changed(changed):
+        _note_failed(parts, "a call failed while its step was under way")
+    _note_reduced(parts, str(incomplete), shared)
+
+
+def _note_reduced(parts: Sequence[Part], words: str, shared: SharedStep | None) -> None:
+    # The gradients of some blocks may be the sums over machines already.
+    for part in parts if shared is not None else ():
+        part.note_broken(words)
 
 
 def _note_speed(machine: Machine, loans: Sequence[Loan], seconds: float) -> None:
@@ -194,6 +266,7 @@ def _note_speed(machine: Machine, loans: Sequence[Loan], seconds: float) -> None
 
 @contextmanager
 def _stepping(parts: Sequence[Part]) -> Generator[None]:
+    note_optimizer(steps=False)
     for part in parts:
         part.state.is_stepping = True
     try:
@@ -208,23 +281,30 @@ def _note_failed(parts: Sequence[Part], words: str) -> None:
         part.state.failed = words
 
 
-def _publish_all(name: str, state: ModelState, turns: Turns, tracer: Tracer) -> None:
+def _publish_all(name: str, state: ModelState, turns: Turns, gathering: Gathering | None, tracer: Tracer) -> None:
     try:
-        _publish(tracer, name, state, turns)
+        _publish(tracer, name, state, turns, gathering)
     finally:
         _leave(turns)
 
 
-def _publish(tracer: Tracer, name: str, state: ModelState, turns: Turns) -> None:
+def _publish(tracer: Tracer, name: str, state: ModelState, turns: Turns, gathering: Gathering | None) -> None:
     told = f"publication of {name}"
     with tracer.on_host(OPTIMIZER, "publication", told) if turns else NOTHING:
-        _publish_blocks(tracer, state, turns)
+        if gathering is None:
+            _publish_blocks(tracer, state, turns)
+        else:
+            gathering.publish(turns, partial(_enter, tracer))
+
+
+def _enter(tracer: Tracer, block: Block, ticket: Ticket) -> None:
+    with _waiting(tracer, block):
+        ticket.enter()
 
 
 def _publish_blocks(tracer: Tracer, state: ModelState, turns: Turns) -> None:
     for block, ticket in turns.items():
-        with _waiting(tracer, block):
-            ticket.enter()
+        _enter(tracer, block, ticket)
         # After a failed step the masters are a mixture of old and new: do not publish them.
         if state.failed is None:
             block.publish(state.backend, [state.masters[parameter] for parameter in block.tensors])

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from roundpipe.errors import TrainingWarning, TrainsNothing
 from roundpipe.frameworks import advice
-from roundpipe.state.master import EngineMaster
+from roundpipe.state.master import EngineMaster, note_optimizer
 from roundpipe.state.ownership import owner_of
 
 _STEP = "model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
@@ -123,6 +123,7 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
+    note_optimizer(steps=True)
     watched = _WATCHED.get()
     _refuse_nothing(optimizer, is_inside=watched is not None)
     if watched is not None:
@@ -130,6 +131,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
+    note_optimizer(steps=False)
     if (watched := _WATCHED.get()) is not None:
         watched.end(optimizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import weakref
 from collections import deque
@@ -22,6 +23,7 @@ from rp_transfer import Backend, Closed, Device, Event, HostLimit, HostUse, Memo
 from roundpipe.errors import Busy, RoundPipeError
 from roundpipe.runtime.host_limit import current_limit
 from roundpipe.runtime.launcher import Launcher, wait_until
+from roundpipe.runtime.machines import open_group
 from roundpipe.runtime.porter import Porter
 from roundpipe.runtime.switch_interval import quick_switching
 from roundpipe.telemetry import tracing
@@ -29,6 +31,9 @@ from roundpipe.telemetry.late_errors import tell_the_rest
 from roundpipe.telemetry.machine import Machine
 
 if TYPE_CHECKING:
+    from rp_dist import Machines
+
+    from roundpipe.runtime.machines import MachineGroup
     from roundpipe.state.model_state import ModelState
 
 
@@ -163,6 +168,8 @@ class Runtime:
         device_memory_bytes: memory of each CPU device, for trying out what happens where it is scarce: what layers
             allocate counts then, unless they are compiled. None for no limit. GPUs have what torch's allocator may
             have, see `torch.cuda.set_per_process_memory_fraction`.
+        machines: whether to train together with the other processes that torchrun has started, one a machine; None
+            does so if there are others. Or a `rp_dist.Machines` that the caller opened and will close.
 
     >>> with Runtime("cpu:2") as runtime:
     ...     [use.name for use in runtime.memory()]
@@ -181,6 +188,7 @@ class Runtime:
         strict: bool = True,
         host_memory_bytes: int | None = None,
         device_memory_bytes: int | None = None,
+        machines: Machines | bool | None = None,
     ) -> None:
         _check_size("host_memory_bytes", host_memory_bytes)
         _check_size("device_memory_bytes", device_memory_bytes)
@@ -210,12 +218,22 @@ class Runtime:
         # Whether the body that the launcher runs is that of a call.
         self._in_call = False
         self.closed = False
+        # The machines that train together; None for one alone.
+        self.group: MachineGroup | None = None
         self._has_ended = False
         self._launcher = Launcher(num_threads=threads)
         # Workers of CPU devices set one intra-op thread; a thread that the user starts must not inherit that.
         torch.set_num_threads(threads)
         quick_switching.hold()
         _AT_EXIT.close(self)
+        self.group = self._open_group(machines)
+
+    def _open_group(self, machines: Machines | bool | None) -> MachineGroup | None:
+        try:
+            return open_group(machines)
+        except BaseException:
+            self.close()
+            raise
 
     def launching(self) -> AbstractContextManager[object]:
         """The launch lock, for a ``with``: its holder decides the order of tasks. Engine threads are refused.
@@ -318,6 +336,8 @@ class Runtime:
         for lane in self.lanes:
             lane.close()
         self.optimizer.close()
+        if self.group is not None:
+            self.group.close()
         try:
             tracing.devices_go(self.backend.devices)
         finally:
@@ -331,7 +351,14 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.fail(error)
         self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell other machines, if there are any, that this one ends with an error; then close it."""
+        if self.group is not None and not self.closed and self._launcher.is_here():
+            self.group.fail(error)
 
 
 def _nothing() -> None:
@@ -401,8 +428,12 @@ class _AtExit:
         with ExitStack() as stack:
             stack.callback(tell_the_rest)
             stack.callback(finish_all)
+            # What has ended the process, if it was an error.
+            error: BaseException | None = getattr(sys, "last_value", None)
             for runtime in list(self._open):
                 stack.callback(runtime.close)
+                if error is not None:
+                    stack.callback(runtime.fail, error)
 
 
 _AT_EXIT = _AtExit()

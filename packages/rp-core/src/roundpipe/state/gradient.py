@@ -8,6 +8,8 @@ import torch
 from rp_optim import GradientPair, add_to_pair
 from rp_transfer import Backend, Conveyor, Layout, Turns
 
+from roundpipe.state.shards import Segment
+
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of `dtype` are accumulated: at least fp32.
@@ -45,6 +47,8 @@ class Gradient:
         self.layout = layout
         self._backend = backend
         self._summands: list[Summand] = []
+        # By a segment's start: its sum over machines, beside 16-bit gradients.
+        self._totals: dict[int, torch.Tensor] = {}
 
     @property
     def written(self) -> set[int]:
@@ -54,7 +58,8 @@ class Gradient:
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
-        return sum(summand.block.nbytes for summand in self._summands)
+        totals = list(self._totals.values())
+        return sum(summand.block.nbytes for summand in self._summands) + sum(total.nbytes for total in totals)
 
     @property
     def arriving_nbytes(self) -> int:
@@ -124,6 +129,39 @@ class Gradient:
             for index in dropped:
                 # Dropping a gradient leaves its old values in the block.
                 self.layout.spans[index].of(summand.block).zero_()
+
+    # Several machines
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether one 16-bit block does not hold these gradients: there are two, or the one is in fp32 already."""
+        held = self.blocks()
+        return len(held) > 1 or (bool(held) and held[0].dtype != self.layout.dtype)
+
+    def to_reduce(self, *, wide: bool) -> torch.Tensor:
+        """This machine's part of a sum over machines, (numel,), with zeros where it has no gradient.
+
+        `wide`: in the accumulation dtype, otherwise in the layout's, which one block must hold.
+        """
+        if wide:
+            return self._with_zeros(self.widen())
+        summand = next((one for one in self._summands if one.written), None) or self._empty()
+        assert summand is not None
+        return self._with_zeros(summand.block)
+
+    def total(self, segment: Segment, part: torch.Tensor) -> torch.Tensor:
+        """Where a segment of the sum over machines goes, in at least fp32: into `part` if that is as wide."""
+        if part.dtype == sum_dtype(part.dtype):
+            return segment.of(part)
+        if segment.start not in self._totals:
+            # Devices do not use it, so it is not pinned.
+            count = segment.stop - segment.start
+            self._totals[segment.start] = torch.empty(count, dtype=sum_dtype(part.dtype), device="cpu")
+        return self._totals[segment.start]
+
+    def _with_zeros(self, block: torch.Tensor) -> torch.Tensor:
+        self._clear_dropped()
+        return block
 
     # Single gradients
 

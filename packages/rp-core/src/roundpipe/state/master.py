@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from threading import local
 from typing import cast
 
 from rp_optim import Master
 from torch.utils.weak import WeakIdKeyDictionary
 
-from roundpipe.errors import TrainingWarning
+from roundpipe.errors import AloneOnly, TrainingWarning
 
 _WORDS = (
     "a parameter's .grad was read outside of a step function, where it is None although there are gradients: "
@@ -18,6 +21,36 @@ _WORDS = (
 )
 # Whether there are gradients that no step was launched for, by master: it has no attributes, which would be saved.
 _PENDING: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_ALONE = (
+    "a parameter's .grad was read in a step function, outside of an optimizer's step: with several machines each "
+    "has the gradients of its own share of the parameters only, so a norm of these would be wrong. "
+    "roundpipe.optim.clip_grad_norm_ clips by the norm over all machines and returns it (with max_norm=math.inf "
+    "it only returns it); roundpipe.GradScaler looks for infinities on all"
+)
+# The masters whose gradients are divided between machines.
+_DIVIDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class _Here(local):
+    is_optimizer = False
+
+
+_HERE = _Here()
+
+
+@contextmanager
+def reading() -> Generator[None]:
+    """Let code read single gradients that are divided between machines, as optimizers do."""
+    before, _HERE.is_optimizer = _HERE.is_optimizer, True
+    try:
+        yield
+    finally:
+        _HERE.is_optimizer = before
+
+
+def note_optimizer(*, steps: bool) -> None:
+    """An optimizer begins or ends a step on this thread."""
+    _HERE.is_optimizer = steps
 
 
 class EngineMaster(Master):
@@ -31,6 +64,22 @@ class EngineMaster(Master):
         tell = cast("Callable[[], bool] | None", _PENDING.get(self))  # pyright: ignore[reportUnknownMemberType]
         if tell is not None and tell():
             warnings.warn(_WORDS, TrainingWarning, stacklevel=3)
+
+    def note_read(self) -> None:
+        """See `Master.note_read`. Raises `AloneOnly` where the gradients are divided between machines."""
+        if self in _DIVIDED and not _HERE.is_optimizer and not _in_zero_grad():
+            raise AloneOnly(_ALONE)
+
+
+def _in_zero_grad() -> bool:
+    # Torch's optimizers look whether there is a gradient before they drop it.
+    frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    return frame.f_code.co_name == "zero_grad"
+
+
+def refuse_reads(master: EngineMaster) -> None:
+    """Only optimizers' steps may read its ``.grad``: other machines have others."""
+    _DIVIDED[master] = True
 
 
 def watch_reads(master: EngineMaster, tell: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,8 @@ from rp_optim import write_weights
 from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, tensors_of
 
 from roundpipe.state.gradient import Gradient
-from roundpipe.state.master import EngineMaster, watch_reads
+from roundpipe.state.master import EngineMaster, refuse_reads, watch_reads
+from roundpipe.state.shards import Segment, Shards
 
 PinMode = Literal["alloc", "register", "off"]
 
@@ -28,6 +30,7 @@ class Block:
 
     `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
+    `segments`: which machine owns which part.
     """
 
     def __init__(
@@ -51,12 +54,22 @@ class Block:
         self.back: torch.Tensor | None = None
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
+        # Of trained weights, on several machines.
+        self.segments: tuple[Segment, ...] = ()
+        self.rank: int | None = None
         if memory is not None:
             self.layout.move_in(memory, self.tensors, files)
         # The engine writes through `.data`, which leaves the parameters' version counters to detect other writers.
         self.values = [tensor.data for tensor in self.tensors]
         self.seen = [tensor._version for tensor in self.tensors]
         self.is_staged = not all(map(backend.is_pinned, self.host_tensors()))
+
+    @property
+    def owned(self) -> list[int]:
+        """The indices of the parameters that this machine updates."""
+        if self.rank is None:
+            return list(range(len(self.tensors)))
+        return [index for segment in self.segments if segment.owner == self.rank for index in segment.indices]
 
     def __str__(self) -> str:
         """Names the layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
@@ -87,13 +100,40 @@ class Block:
 
     def publish(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
         """Write the masters to the weights or swap in the second block; the caller holds the write turn."""
-        stale = [i for i, master in enumerate(masters) if self.complete.get(i) != master._version]
+        self.write(backend, masters)
+        self.swap()
+
+    def write(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
+        """Write the masters whose result is not there yet to the second block or, without one, to the weights.
+
+        Masters of other machines are left out. With a second block no turn is needed.
+        """
+        here = [i for i, master in enumerate(masters) if not master.is_meta]
+        stale = [i for i in here if self.complete.get(i) != masters[i]._version]
         targets = self.values if self.back is None else self.back_values
         written = self.host_tensors() if self.back is None else (self.back,)
         backend.host_touch(write=written, what="publishing weights")
         write_weights([masters[i] for i in stale], [targets[i] for i in stale])
         if self.back is not None:
+            self.complete.update((i, masters[i]._version) for i in stale)
+
+    def swap(self) -> None:
+        """Swap in the second block, if there is one; the caller holds the write turn."""
+        if self.back is not None:
             self._change_places()
+
+    def gathered(self) -> list[tuple[int, torch.Tensor]]:
+        """The memory that `write` writes, in pieces (numel,), each with the rank of its owner."""
+        if self.back is not None or self.memory is not None:
+            memory = self.memory if self.back is None else self.back
+            assert memory is not None
+            return [(segment.owner, segment.of(memory)) for segment in self.segments]
+        return [
+            (segment.owner, self.values[index].view(-1))
+            for segment in self.segments
+            for index in segment.indices
+            if self.values[index].numel()
+        ]
 
     def _change_places(self) -> None:
         self.complete = {}
@@ -293,7 +333,8 @@ class ModelState:
     not published yet. `quiet`: see `Randomness`. `num_runs`: number of launched runs that add gradients;
     `stepped_runs`: those of them whose gradients a step takes or somebody dropped. `broken`: the first of them
     that failed and left part of its gradients. `failed`: the error of a step that left part of its update. Both
-    store text: an error object would keep its frames alive. `is_stepping`: a step function is running; only the
+    store text: an error object would keep its frames alive. `shards`: which machine owns which parameter; None for
+    one machine. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
     whether trained weights have second blocks; None until that is decided.
     """
@@ -306,7 +347,11 @@ class ModelState:
         optim_dtype: torch.dtype | None,
         double_buffer: bool | None = False,
         foresee: Foresee = lambda _: None,
+        shards: Shards | None = None,
     ) -> None:
+        self.shards = shards
+        # On several machines: a number that tells the trained parameters and their owners from others.
+        self.digest = 0
         self.double_buffer = double_buffer
         self.backend = backend
         self.modules = tuple(modules)
@@ -332,11 +377,22 @@ class ModelState:
         self.layers = build_layers(self.backend, self.modules, self.pin, foresee)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
+        if self.shards is not None:
+            self._divide(self.shards)
         self._places: dict[int, int] = {}
         self._walked = walk(self.modules)
         self.signature = signature(self._walked, self._places)
         self.flags = training_flags(self._walked)
         self.attributes = attributes(self._walked)
+
+    def _divide(self, shards: Shards) -> None:
+        shards.assign([block.tensors for block in self.trainable])
+        for block in self.trainable:
+            block.segments = shards.segments(block.layout, block.tensors)
+            block.rank = shards.rank
+        self.digest = zlib.crc32(
+            repr([(*block.users, *block.segments, block.layout) for block in self.trainable]).encode()
+        )
 
     def changed(self) -> bool:
         """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`.
@@ -424,12 +480,22 @@ class ModelState:
 
     @torch.inference_mode(False)
     def make_masters(self) -> None:
-        """Create a master, in the optimizer's dtype, for each trainable parameter that has none."""
+        """Create a master, in the optimizer's dtype, for each trainable parameter that has none.
+
+        That of another machine's parameter is on the meta device: it has no memory, and no value can be read.
+        """
         for block in self.trainable:
             for parameter, value in zip(block.tensors, block.values, strict=True):
                 if parameter not in self.masters:
                     dtype = self.optim_dtype or parameter.dtype
-                    master = EngineMaster(value.to(dtype, copy=True).contiguous())
+                    is_here = self.shards is None or self.shards.owns(parameter)
+                    master = EngineMaster(
+                        value.to(dtype, copy=True).contiguous()
+                        if is_here
+                        else torch.empty(value.shape, dtype=dtype, device="meta")
+                    )
+                    if self.shards is not None:
+                        refuse_reads(master)
                     watch_reads(master, self._reads)
                     self.masters[parameter] = master
 

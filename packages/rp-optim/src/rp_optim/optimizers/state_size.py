@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from rp_optim.host import Group, HostOptimizer, nbytes_of_state
+from rp_optim.masters import is_elsewhere
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
@@ -43,7 +44,8 @@ def _made_before(optimizer: torch.optim.Optimizer) -> int | None:
 
 def _of_group(optimizer: torch.optim.Optimizer, group: Group) -> int:
     # Parameters of one shape have states of one size: a model has thousands of parameters, but few shapes.
-    counts = Counter((parameter.shape, parameter.dtype) for parameter in group["params"])
+    here = [parameter for parameter in group["params"] if not is_elsewhere(parameter)]
+    counts = Counter((parameter.shape, parameter.dtype) for parameter in here)
     tried = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in counts]
     states = _step_once(optimizer, group, tried)
     return sum(

@@ -1,0 +1,123 @@
+"""A training call that several machines share: this machine's microbatches, and the losses of all."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import rp_batch
+import torch
+
+from roundpipe.device.packet import Packet
+from roundpipe.execution.losses import Losses, sum_columns
+from roundpipe.runtime.machines import MachineGroup, check_same
+from roundpipe.state.model_state import ModelState
+
+_Result = TypeVar("_Result")
+
+
+@contextmanager
+def telling(group: MachineGroup | None, kind: str) -> Generator[None]:
+    """Tell the other machines, which wait for this one to say this kind of thing, what is raised inside."""
+    try:
+        yield
+    except BaseException as error:
+        if group is not None:
+            group.calls.tell(kind, error)
+        raise
+
+
+class Numbers(NamedTuple):
+    """The number of this machine's first microbatch, and the seed of the call, which all machines draw."""
+
+    first: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCall:
+    """One training call of the machines: the microbatches of `group.share`, of `count` in all.
+
+    `batch`: what tells the batch from others.
+    """
+
+    group: MachineGroup
+    name: str
+    share: range
+    count: int
+    batch: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, group: MachineGroup, name: str, parts: rp_batch.Parts[Any], labels: Sequence[Any]) -> SharedCall:
+        """Share a call whose batch, which every machine is given as a whole, is in these microbatches.
+
+        Raises `ValueError` if there are fewer microbatches than machines.
+        """
+        count = len(parts)
+        batch = {"batch sizes": parts.sizes and list(parts.sizes), "batch": _checksum((list(parts), list(labels)))}
+        return cls(group, name, group.share(count), count, batch)
+
+    @property
+    def kind(self) -> str:
+        """What the machines do."""
+        return f"forward_backward of model {self.name!r}"
+
+    def own(self, items: Sequence[_Result]) -> list[_Result]:
+        """This machine's of all microbatches' items."""
+        return [items[microbatch] for microbatch in self.share]
+
+    def own_parts(self, parts: rp_batch.Parts[Any]) -> rp_batch.Parts[Any]:
+        """This machine's microbatches."""
+        return rp_batch.Parts(self.own(parts), sizes=None if parts.sizes is None else self.own(parts.sizes))
+
+    def sum_losses(self, losses: Sequence[Packet], facts: dict[str, Any]) -> Losses:
+        """The sum of all machines' losses, in the order of the microbatches; the same bits on all machines.
+
+        Args:
+            losses: of this machine's microbatches.
+            facts: what must be the same on all machines.
+
+        Raises `MachineFailed` if the call has failed on another machine, `rp_dist.Disagreement` and
+        `rp_dist.MachineLost`.
+        """
+        values = [[leaf.item() for leaf in packet.leaves] for packet in losses]
+        told = self.group.calls.say(self.kind, {"losses": values, "facts": {**facts, **self._facts()}})
+        check_same(self.kind, [each["facts"] for each in told])
+        rows = [row for each in told for row in each["losses"]]
+        like = losses[0]
+        columns = [
+            [torch.full_like(leaf, value) for value in column]
+            for leaf, column in zip(like.leaves, zip(*rows, strict=True), strict=True)
+        ]
+        return sum_columns(columns, like.treedef)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"number of microbatches": self.count, **self.batch}
+
+
+def fingerprint(state: ModelState, pin: str) -> dict[str, Any]:
+    """What must be the same on all machines when a model is wrapped: its weights, too."""
+    found: dict[str, Any] = {"trained parameters": state.digest, "pin_model": pin, "weights": 0}
+    for block in state.blocks:
+        if pin == "alloc" or block.kind != "frozen":
+            # Frozen weights that stay in files are not read for this.
+            found["weights"] = _checksum([block.kind, *block.values], found["weights"])
+    return found
+
+
+def _checksum(tree: Any, found: int = 0) -> int:
+    """A number that tells tensors on the host from others."""
+    for leaf in rp_batch.flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            found = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), found)
+            if not leaf.is_cuda and leaf.layout == torch.strided and not leaf.is_nested:
+                found = zlib.crc32(_bytes(leaf), found)
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    # Any: a buffer, for which there is no type before Python 3.12.
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()

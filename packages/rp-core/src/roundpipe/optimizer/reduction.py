@@ -1,0 +1,169 @@
+"""The gradients of one step summed over the machines, block by block as they arrive, for the owners of parameters.
+
+The thread that reduces goes through the blocks from the last layer to the first, as backward completes them. For
+each, the machines first tell each other which parameters have a gradient, in which dtype they add them, and
+whether a call has failed: then none of them sums this block or a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from rp_dist import Work
+from rp_optim.jobs import Outcome
+from rp_transfer import Ticket
+
+from roundpipe.errors import MachineFailed
+from roundpipe.runtime.machines import MachineGroup
+from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.shards import Segment
+
+
+class Incomplete(BaseException):
+    """A run failed before it completed the gradients of this step.
+
+    Not an `Exception`, so that a step function does not catch it and carry on. `cause`: the error to raise
+    instead, if no call of this machine raises its own.
+    """
+
+    def __init__(self, words: str, cause: BaseException | None = None) -> None:
+        super().__init__(words)
+        self.cause = cause
+
+
+class ReducedBlock:
+    """One block's gradients in one step: this machine's part, then the sum of what this machine owns.
+
+    `ticket`: the turn on the gradients, entered by the thread that reduces.
+    """
+
+    def __init__(self, state: ModelState, block: Block, ticket: Ticket, num_runs: int) -> None:
+        assert block.gradient is not None
+        assert state.shards is not None
+        self.block = block
+        self._gradient = block.gradient
+        self._state = state
+        self._rank = state.shards.rank
+        self._ticket = ticket
+        self._num_runs = num_runs
+        self._works: list[Work] = []
+        # By index: the sums of this machine's parameters that have a gradient on any machine.
+        self._sums: dict[int, torch.Tensor] = {}
+        # Settled when sums are under way, or never will be.
+        self._begun: Outcome[None] = Outcome(_nothing)
+        self._is_over = False
+
+    # On the thread that reduces
+
+    def reduce(self, group: MachineGroup) -> None:
+        """Wait for this machine's part, agree with the others, and begin to sum.
+
+        Raises `Incomplete` if a call has failed, here or elsewhere.
+        """
+        words = self._arrive()
+        try:
+            told = group.blocks.say(f"the gradients of {self.block}", self._facts(), error=words)
+        except MachineFailed as failure:
+            raise Incomplete(str(failure), None if words is not None else failure) from None
+        written = {index for facts in told for index in facts["written"]}
+        if written:
+            self._begin(group, written, wide=any(facts["wide"] for facts in told))
+        self._begun.carry_out()
+
+    def cancel(self, error: BaseException) -> None:
+        """These gradients will not be reduced."""
+        self._begun.cancel(error)
+
+    def _arrive(self) -> str | None:
+        self._ticket.enter()
+        broken = self._state.broken
+        # A run launched after this step does not add to its gradients.
+        return broken.error if broken is not None and broken.run < self._num_runs else None
+
+    def _facts(self) -> dict[str, Any]:
+        return {"written": sorted(self._gradient.written), "wide": self._gradient.is_wide}
+
+    def _begin(self, group: MachineGroup, written: set[int], *, wide: bool) -> None:
+        part = self._gradient.to_reduce(wide=wide)
+        self._state.backend.host_touch(read=(part,), what="gradients for other machines")
+        for segment in self.block.segments:
+            if own := written.intersection(segment.indices):
+                total = self._gradient.total(segment, part) if segment.owner == self._rank else None
+                self._works.append(group.reduce(segment.of(part), segment.owner, total))
+                if total is not None:
+                    self._sums.update((index, self._view(segment, index, total)) for index in own)
+
+    def _view(self, segment: Segment, index: int, total: torch.Tensor) -> torch.Tensor:
+        span = self.block.layout.spans[index]
+        offset = total.storage_offset() + span.offset - segment.start
+        return total.as_strided(span.shape, span.stride, offset)
+
+    # On the optimizer's thread
+
+    def done(self) -> bool:
+        """Whether `wait` returns or raises at once."""
+        return self._is_over or (self._begun.done() and all(work.done() for work in self._works))
+
+    def wait(self) -> None:
+        """Wait for the sums.
+
+        Raises `Incomplete`, or `rp_dist.MachineLost`.
+        """
+        if self._is_over:
+            return
+        self._begun.wait()
+        self._begun.result()
+        for work in self._works:
+            work.wait()
+        written = [self._sums[index] for index in self._sums]
+        self._state.backend.host_touch(read=written, write=written, what="sums over machines")
+        self._is_over = True
+
+    def settle(self) -> None:
+        """Wait until nothing reads or writes these gradients any more."""
+        self._begun.wait()
+        for work in self._works:
+            # The step has raised it, or another error.
+            with suppress(Exception):
+                work.wait()
+
+    def sum(self, index: int) -> torch.Tensor | None:
+        """The sum of one parameter's gradients over the machines, contiguous.
+
+        None if no machine has one, or if this machine does not own the parameter.
+        """
+        found = self._sums.get(index)
+        return None if found is None else found.contiguous()
+
+
+class Reduction:
+    """The gradients of one step, reduced on a thread of the group; `blocks`: in the order of the model."""
+
+    def __init__(self, group: MachineGroup, blocks: Sequence[ReducedBlock]) -> None:
+        self._group = group
+        self._blocks = tuple(reversed(blocks))
+        self._outcome = group.submit(self._run)
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        for block in self._blocks:
+            if failure is None:
+                try:
+                    block.reduce(self._group)
+                except BaseException as error:
+                    failure = error
+            if failure is not None:
+                block.cancel(failure)
+
+    def settle(self) -> None:
+        """Wait until nothing reads or writes gradients for this step any more."""
+        self._outcome.wait()
+        for block in self._blocks:
+            block.settle()
+
+
+def _nothing() -> None:
+    pass

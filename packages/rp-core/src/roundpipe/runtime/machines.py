@@ -1,0 +1,196 @@
+"""`MachineGroup`: the machines that train together, one process each, and what they tell each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from rp_dist import Disagreement, DistError, Machines, Work
+from rp_optim.jobs import Outcome, Worker
+
+from roundpipe.errors import MachineFailed, RoundPipeError, in_words
+
+_LOG = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class Talk:
+    """What machines tell each other on one thread: all say the same kind of thing at the same time.
+
+    `channel`: its number; each channel is used by one thread.
+    """
+
+    def __init__(self, machines: Machines, channel: int) -> None:
+        self._machines = machines
+        self._channel = channel
+
+    def say(self, kind: str, value: Any = None, *, error: BaseException | str | None = None) -> list[Any]:
+        """Tell a value that JSON can hold, or that an error happened here; return what each machine told.
+
+        Raises `MachineFailed` if any machine told an error, this one too; `rp_dist.Disagreement` if they do not do
+        the same; `rp_dist.MachineLost` if one is gone.
+        """
+        words = _told(error) if isinstance(error, BaseException) else error
+        found: list[Any] = self._machines.exchange(
+            {"kind": kind, "value": value, "error": words}, channel=self._channel
+        )
+        failed = [rank for rank, told in enumerate(found) if told["error"] is not None]
+        if failed:
+            raise MachineFailed(failed[0], self._failures(failed, found))
+        if len({told["kind"] for told in found}) > 1:
+            each = ", ".join(f"machine {rank}: {told['kind']}" for rank, told in enumerate(found))
+            raise Disagreement(
+                f"the machines do not do the same ({each}); every process must make the same calls of the model "
+                "in the same order, also those that only one of them needs"
+            )
+        return [told["value"] for told in found]
+
+    def _failures(self, failed: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:
+        words = "; ".join(f"machine {rank} failed: {found[rank]['error']}" for rank in failed)
+        return f"in {found[failed[0]]['kind']}, {words}"
+
+    def tell(self, kind: str, error: BaseException) -> None:
+        """Tell the others that an error happened here, which the caller raises."""
+        # Whoever is gone cannot be told.
+        with suppress(Exception):
+            self.say(kind, error=error)
+
+    def same(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Check that these facts are the same on all machines.
+
+        Raises `rp_dist.Disagreement`, on all machines, that names what differs; otherwise as `say` does.
+        """
+        check_same(kind, self.say(kind, dict(facts)))
+
+
+def check_same(kind: str, told: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `rp_dist.Disagreement` if the machines told different facts.
+
+    >>> check_same("step", [{"M": 4}, {"M": 2}])
+    Traceback (most recent call last):
+    rp_dist.errors.Disagreement: in step, M differs: machine 0 has 4, machine 1 has 2; ...
+    """
+    for name in told[0]:
+        values = [facts.get(name) for facts in told]
+        if any(value != values[0] for value in values):
+            each = ", ".join(f"machine {rank} has {value!r}" for rank, value in enumerate(values))
+            raise Disagreement(
+                f"in {kind}, {name} differs: {each}; every process must be given the same model, settings, "
+                "random seed and batches"
+            )
+
+
+class MachineGroup:
+    """The machines of a runtime, `size` of them; this one is number `rank`.
+
+    `calls`, `steps`, `blocks`: the talks of the launcher, of the optimizer's thread, and of the thread that
+    reduces gradients.
+    """
+
+    def __init__(self, machines: Machines, *, is_own: bool) -> None:
+        self.machines = machines
+        self.rank: int = machines.rank
+        self.size: int = machines.size
+        self._is_own = is_own
+        self.calls = Talk(machines, 0)
+        self.steps = Talk(machines, 1)
+        self.blocks = Talk(machines, 2)
+        self._failure: BaseException | None = None
+        self._worker = Worker("roundpipe-machines", _nothing)
+        # The numbers of transfers, which are the same on all machines.
+        self._num_reduced = 0
+        self._num_talks = 3
+        self._num_gathered = 0
+
+    def new_talk(self) -> Talk:
+        """A talk of its own for work that goes on beside calls; all machines begin such work in the same order."""
+        self._num_talks += 1
+        return Talk(self.machines, self._num_talks)
+
+    def submit(self, job: Callable[[], _Result]) -> Outcome[_Result]:
+        """Queue a job for the thread that reduces gradients."""
+        return self._worker.submit(job)
+
+    def reduce(self, block: torch.Tensor, owner: int, out: torch.Tensor | None) -> Work:
+        """Begin to sum a block (numel,) over the machines, into the owner's `out`; on the reducing thread."""
+        self._num_reduced += 1
+        return self.machines.reduce(block, owner, tag=self._num_reduced, out=out)
+
+    def gather(self, block: torch.Tensor, owner: int) -> Work:
+        """Begin to copy the owner's block (numel,) into everybody's; on the optimizer's thread."""
+        self._num_gathered += 1
+        return self.machines.gather(block, owner, tag=self._num_gathered)
+
+    def share(self, count: int) -> range:
+        """This machine's microbatches of so many.
+
+        Raises `ValueError` if there are fewer microbatches than machines.
+        """
+        if count < self.size:
+            raise ValueError(
+                f"the batch is split into {count} microbatches, which {self.size} machines cannot divide; take "
+                f"num_microbatch={self.size} or more, and batches of that many samples at least"
+            )
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other machines that this one ends with an error, so that none waits for it."""
+        self._failure = error
+        self.machines.fail(in_words(error))
+
+    def close(self) -> None:
+        """End the thread, and leave the group if it was opened here, once all others do so, too."""
+        self._worker.close()
+        if not self._is_own:
+            return
+        try:
+            if self._failure is None:
+                self.machines.close()
+            else:
+                self.machines.__exit__(type(self._failure), self._failure, None)
+        except DistError as lost:
+            # The calls that it made fail have raised it.
+            _LOG.info("the machines did not end together: %s", lost)
+
+
+def open_group(machines: Machines | bool | None) -> MachineGroup | None:
+    """The group of a runtime; None if it works alone.
+
+    Args:
+        machines: an open group; True opens that of torchrun's environment; False none; None opens one if torchrun
+            has started several processes.
+
+    Raises `RoundPipeError` if True is given outside of torchrun.
+    """
+    if machines is None:
+        machines = _is_started()
+    if machines is True and not {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not _has_process_group():
+        raise RoundPipeError(
+            "machines=True needs torchrun, which says who takes part; start the program with torchrun, or leave "
+            "machines out"
+        )
+    if isinstance(machines, bool):
+        return MachineGroup(Machines.open(), is_own=True) if machines else None
+    return MachineGroup(machines, is_own=False)
+
+
+def _is_started() -> bool:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in names) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def _has_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _told(error: BaseException) -> str:
+    """The error, and where it happened."""
+    return "; ".join([in_words(error), *getattr(error, "__notes__", ())])
+
+
+def _nothing() -> None:
+    pass

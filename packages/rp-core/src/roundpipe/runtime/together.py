@@ -1,0 +1,78 @@
+"""A checkpoint that several machines write together, each the tensors that it owns, into one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundpipe.errors import CheckpointError
+from roundpipe.runtime.machines import MachineGroup, Talk
+
+
+@dataclass(slots=True)
+class Together:
+    """One checkpoint of the machines: what they tell each other, one thing after another, while it is written.
+
+    Once a machine has told an error, or nothing is left to tell, the machines go their own ways.
+    """
+
+    rank: int
+    talk: Talk
+    path: Path
+    is_over: bool = False
+
+    @classmethod
+    def of(cls, group: MachineGroup, path: Path) -> Together:
+        """A checkpoint that every machine begins now."""
+        return cls(group.rank, group.new_talk(), path)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this machine makes the folder, and gives it its name when it is whole."""
+        return self.rank == 0
+
+    def say(self, what: str, value: Any = None) -> list[Any]:
+        """See `Talk.say`."""
+        try:
+            return self.talk.say(f"{what} of a checkpoint", value)
+        except BaseException:
+            self.is_over = True
+            raise
+
+    def tell(self, what: str, error: BaseException) -> None:
+        """Tell that this machine could not do it."""
+        if not self.is_over:
+            self.is_over = True
+            self.talk.tell(f"{what} of a checkpoint", error)
+
+    def agree_on_folder(self, made: Path | None, path: Path) -> tuple[Path, Path]:
+        """The folder that the first machine made, and its final name.
+
+        Raises `CheckpointError` if this machine does not see the folder.
+        """
+        own = None if made is None else [str(made), str(path)]
+        shown, final = map(Path, self.say("the folder", own)[0])
+        is_here = shown.is_dir()
+        missing = [rank for rank, sees in enumerate(self.say("the place", is_here)) if not sees]
+        if missing:
+            self.is_over = True
+            raise CheckpointError(
+                f"machines {', '.join(map(str, missing))} do not see {shown}, which machine 0 made; give a folder "
+                "that all machines share"
+            )
+        return shown, final
+
+    def agree_on_contents(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each machine writes: names and places of the tensors that it owns."""
+        return self.say("the contents", dict(own))
+
+
+def numbered(shards: Sequence[int], rank: int) -> tuple[int, int]:
+    """How many shards the machines before this one have, and how many all have.
+
+    >>> numbered([2, 3, 1], rank=1)
+    (2, 6)
+    """
+    return sum(shards[:rank]), sum(shards)

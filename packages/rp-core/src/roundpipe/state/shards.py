@@ -1,0 +1,108 @@
+"""Which machine owns which parameter: whole parameters, balanced by size, neighbours kept together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rp_transfer import Layout
+
+# A parameter smaller than this part of a machine's share is owned by the owner of its neighbour: of a model's many
+# small tensors none is a message of its own.
+_SMALL_PART = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring parameters of a block with one owner: their indices, and their elements in the block.
+
+    >>> Segment(0, range(1), 2, 5).of(torch.arange(8))
+    tensor([2, 3, 4])
+    """
+
+    owner: int
+    indices: range
+    start: int
+    stop: int
+
+    def of(self, block: torch.Tensor) -> torch.Tensor:
+        """View its part of a block: (numel,)."""
+        return block[self.start : self.stop]
+
+
+class Shards:
+    """The owner of each trainable parameter of a model, the same on all machines. An owner stays for good.
+
+    `rank`: this machine's number, of `size`.
+
+    >>> big, small = torch.zeros(64, 64), torch.zeros(8)
+    >>> shards = Shards(rank=0, size=2)
+    >>> shards.assign([[big, small], [torch.zeros(60, 60)]])
+    >>> shards.owner(big), shards.owner(small), shards.numel
+    (0, 0, 4104)
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        # Elements that this machine owns.
+        self.numel = 0
+        self._owners: dict[torch.Tensor, int] = {}
+
+    def assign(self, blocks: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Give every tensor of these blocks that has no owner to the machine that has least, largest first."""
+        loads = [0] * self.size
+        for tensor in (tensor for block in blocks for tensor in block):
+            if tensor in self._owners:
+                loads[self._owners[tensor]] += tensor.numel()
+        small = sum(tensor.numel() for block in blocks for tensor in block) // (self.size * _SMALL_PART)
+        units = [unit for block in blocks for unit in self._units(block, small)]
+        for unit in sorted(units, key=_numel, reverse=True):
+            owner = loads.index(min(loads))
+            loads[owner] += _numel(unit)
+            self._owners.update(dict.fromkeys(unit, owner))
+        self.numel = loads[self.rank]
+
+    def _units(self, block: Sequence[torch.Tensor], small: int) -> list[list[torch.Tensor]]:
+        """The tensors without an owner, small ones together with a neighbour."""
+        units: list[list[torch.Tensor]] = []
+        is_next = False
+        for tensor in block:
+            if tensor in self._owners:
+                is_next = False
+            elif is_next and min(tensor.numel(), _numel(units[-1])) <= small:
+                units[-1].append(tensor)
+            else:
+                units.append([tensor])
+                is_next = True
+        return units
+
+    def owner(self, tensor: torch.Tensor) -> int:
+        """The machine that updates this parameter."""
+        return self._owners[tensor]
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether this machine updates it."""
+        return self._owners[tensor] == self.rank
+
+    def replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """A parameter was replaced by another one, which has the same owner."""
+        if old in self._owners:
+            self._owners[new] = self._owners.pop(old)
+
+    def segments(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
+        """The parts of a block that one machine owns each, in order, without the gaps between them."""
+        owners = [self._owners[tensor] for tensor in tensors]
+        starts = [index for index in range(len(owners)) if index == 0 or owners[index] != owners[index - 1]]
+        runs = [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(owners)], strict=True)]
+        return tuple(_segment(owners[run.start], run, layout) for run in runs)
+
+
+def _segment(owner: int, indices: range, layout: Layout) -> Segment:
+    last = layout.spans[indices[-1]]
+    return Segment(owner, indices, layout.spans[indices.start].offset, last.offset + last.numel)
+
+
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)

@@ -1,0 +1,97 @@
+"""Two machines in one process, each a thread with a runtime of its own; what moves between them takes its time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from roundpipe import Runtime
+from rp_dist import Work
+
+LIMIT_S = 60.0
+
+
+def _nothing() -> None:
+    pass
+
+
+class Meeting:
+    """What both machines have said and posted. `delay_s`: how long a transfer takes, by its kind and tag."""
+
+    def __init__(self, delay_s: Callable[[str, int], float]) -> None:
+        self.delay_s = delay_s
+        self.changed = threading.Condition()
+        self.said: dict[tuple[int, int], dict[int, Any]] = {}
+        self.posted: dict[tuple[str, int], dict[int, tuple[torch.Tensor, torch.Tensor, Work]]] = {}
+
+    def meet(self, key: tuple[int, int], rank: int, value: Any) -> list[Any]:
+        """Wait for what both say."""
+        with self.changed:
+            found = self.said.setdefault(key, {})
+            found[rank] = json.loads(json.dumps(value))
+            self.changed.notify_all()
+            if not self.changed.wait_for(lambda: len(found) == 2, LIMIT_S):
+                raise RuntimeError(f"machine {rank} is alone")
+        return [found[0], found[1]]
+
+    def post(self, kind: str, tag: int, rank: int, owner: int, block: torch.Tensor, out: Any) -> Work:
+        """Begin a transfer once both have posted it."""
+        work = Work(_nothing)
+        with self.changed:
+            found = self.posted.setdefault((kind, tag), {})
+            # As if it left at once, and arrived late.
+            found[rank] = block.clone(), block if out is None else out, work
+            if len(found) == 2:
+                threading.Timer(self.delay_s(kind, tag), self._move, (kind, owner, found)).start()
+        return work
+
+    def _move(self, kind: str, owner: int, found: dict[int, tuple[torch.Tensor, torch.Tensor, Work]]) -> None:
+        if kind == "reduce":
+            found[owner][1].copy_(found[0][0] + found[1][0])
+        else:
+            found[1 - owner][1].copy_(found[owner][0])
+        for _, _, work in found.values():
+            work.finish()
+
+
+class Paired:
+    """One of two machines; has what the engine uses of `rp_dist.Machines`."""
+
+    size = 2
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self._meeting = meeting
+        self._counts: Counter[int] = Counter()
+
+    def exchange(self, value: object, *, channel: int = 0) -> list[Any]:
+        """See `rp_dist.Machines.exchange`."""
+        self._counts[channel] += 1
+        return self._meeting.meet((channel, self._counts[channel]), self.rank, value)
+
+    def reduce(self, block: torch.Tensor, owner: int, *, tag: int, out: torch.Tensor | None = None) -> Work:
+        """See `rp_dist.Machines.reduce`."""
+        return self._meeting.post("reduce", tag, self.rank, owner, block, out)
+
+    def gather(self, block: torch.Tensor, owner: int, *, tag: int) -> Work:
+        """See `rp_dist.Machines.gather`."""
+        return self._meeting.post("gather", tag, self.rank, owner, block, None)
+
+
+def on_both(body: Callable[[Runtime], Any], delay_s: Callable[[str, int], float]) -> list[Any]:
+    """Run on both machines; what each returned."""
+    meeting = Meeting(delay_s)
+
+    def run(rank: int) -> Any:
+        # A stand-in, not a subclass: it opens no connection.
+        machines: Any = Paired(rank, meeting)
+        with Runtime("cpu:1", machines=machines) as runtime:
+            return body(runtime)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))

@@ -1,0 +1,327 @@
+"""What goes wrong on one machine, or cannot be done on several; each returns the errors that it raised here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+import torch
+from machine_trainings import adamw, batch, row, square_error, weights, wrapped
+from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.optim import clip_grad_norm_
+from torch import nn
+
+Found = list[str]
+
+
+def _error(do: Callable[[], object]) -> str:
+    """The class of the error and its words; none is a mistake of the test."""
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _rank(runtime: Runtime) -> int:
+    return 0 if runtime.group is None else runtime.group.rank
+
+
+def _call(model: RoundPipe, number: int = 0, microbatches: int = 5) -> torch.Tensor:
+    x, y = batch(number)
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
+    return model.forward_backward((x,), label=y, loss_fn=square_error, run_config=config)
+
+
+class Fails(nn.Module):
+    """Fails in forward or in backward, where it is told to; `at`: its microbatch starts with this number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.at, self.backward = 7.0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input, scaled."""
+        is_here = bool(x[0, 0] == self.at)
+        if is_here and not self.backward:
+            raise ZeroDivisionError("in a layer")
+        out = x * self.weight
+        if is_here:
+            out.register_hook(_raise)
+        return out
+
+
+# Set when the call whose backward fails has returned.
+_RETURNED = Event()
+
+
+def _raise(grad: torch.Tensor) -> None:  # noqa: ARG001 - a hook
+    assert _RETURNED.wait(30)
+    raise ZeroDivisionError("in backward")
+
+
+def _with_failing_layer(runtime: Runtime, *, backward: bool) -> tuple[RoundPipe, nn.Sequential]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4), nn.Linear(4, 3))
+    layers[1].backward = backward
+    return wrapped(runtime, layers), layers
+
+
+def _failing_batch(model: RoundPipe, layers: nn.Sequential) -> None:
+    x, y = batch(0)
+    with torch.no_grad():
+        # The last microbatch, which the last machine has.
+        layers[1].at = float((x[-1] @ layers[0].weight.T + layers[0].bias)[0])
+    config = RoundPipeRunConfig(num_microbatch=9)
+    model.forward_backward((x,), label=y, loss_fn=square_error, run_config=config)
+
+
+def layer(runtime: Runtime) -> Found:
+    """A layer fails on the last machine; after `zero_grad` all train on."""
+    model, layers = _with_failing_layer(runtime, backward=False)
+    optimizer = adamw(model.optim_parameters())
+
+    first = _error(lambda: _failing_batch(model, layers))
+    layers[1].at = 7.0
+    again = _error(lambda: _call(model))
+    model.zero_grad()
+    _call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    return [first, again, str(float(sum(value.double().sum() for value in weights(layers).values())))]
+
+
+def backward(runtime: Runtime) -> Found:
+    """Backward fails on the last machine after the call has returned: no machine publishes the step."""
+    model, layers = _with_failing_layer(runtime, backward=True)
+    optimizer = adamw(model.optim_parameters())
+    before = weights(layers)
+
+    def attempt() -> None:
+        _failing_batch(model, layers)
+        _RETURNED.set()
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        model.synchronize()
+        raise AssertionError("the step was taken")
+
+    first = _error(attempt)
+    layers[1].at = 7.0
+    again = _error(lambda: _call(model))
+    model.reset()
+    same = all(torch.equal(before[name], value) for name, value in weights(layers).items())
+    _call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    return [first, again, str(same)]
+
+
+def step_function(runtime: Runtime) -> Found:
+    """A step function fails on machine 1 alone, before, between and after what the machines do together."""
+    found: Found = []
+    for place in range(3):
+        layers = row()
+        model = wrapped(runtime, layers)
+        optimizer = adamw(model.optim_parameters())
+        before = weights(layers)
+
+        def step(model: RoundPipe = model, optimizer: Any = optimizer, place: int = place) -> None:
+            for number in range(3):
+                if number == place and _rank(runtime) == 1:
+                    raise ZeroDivisionError(f"in the step function, {place}")
+                if number == 0:
+                    clip_grad_norm_(model.optim_parameters(), 1.0)
+                if number == 1:
+                    optimizer.step()
+
+        _call(model)
+        found.append(_error(lambda model=model, step=step: model.step(step, is_async=False)))
+        found.append(_error(lambda model=model: _call(model)))
+        model.reset()
+        assert all(torch.equal(before[name], value) for name, value in weights(layers).items())
+        _call(model)
+        model.step(lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    return found
+
+
+def other_microbatches(runtime: Runtime) -> Found:
+    """Machine 1 has another number of microbatches."""
+    model = wrapped(runtime, row())
+    return [_error(lambda: _call(model, microbatches=5 + _rank(runtime)))]
+
+
+def other_batch(runtime: Runtime) -> Found:
+    """Machine 1 has another batch."""
+    model = wrapped(runtime, row())
+    return [_error(lambda: _call(model, number=_rank(runtime)))]
+
+
+def other_seed(runtime: Runtime) -> Found:
+    """Machine 1 draws other random numbers."""
+    model = wrapped(runtime, row())
+    torch.manual_seed(_rank(runtime))
+    return [_error(lambda: _call(model))]
+
+
+def other_weights(runtime: Runtime) -> Found:
+    """Machine 1 has other weights."""
+    layers = row()
+    with torch.no_grad():
+        layers[0].weight[0, 0] += 1e-7 * _rank(runtime)
+    return [_error(lambda: wrapped(runtime, layers))]
+
+
+def other_model(runtime: Runtime) -> Found:
+    """Machine 1 trains fewer parameters."""
+    layers = row()
+    layers[0].weight.requires_grad_(_rank(runtime) == 0)
+    return [_error(lambda: wrapped(runtime, layers))]
+
+
+def other_step(runtime: Runtime) -> Found:
+    """Machine 1 takes a synchronous step."""
+    model = wrapped(runtime, row())
+    _call(model)
+    return [_error(lambda: model.step(lambda: None, is_async=_rank(runtime) == 0))]
+
+
+def other_calls(runtime: Runtime) -> Found:
+    """Machine 0 reads a state dict while a result is not published, and the others train on."""
+    model = wrapped(runtime, row())
+    optimizer = adamw(model.optim_parameters())
+    _call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    return [_error(model.state_dict if _rank(runtime) == 0 else lambda: _call(model))]
+
+
+def other_norms(runtime: Runtime) -> Found:
+    """Machine 1 does not clip."""
+    model = wrapped(runtime, row())
+    optimizer = adamw(model.optim_parameters())
+
+    def step() -> None:
+        if _rank(runtime) != 1:
+            clip_grad_norm_(model.optim_parameters(), 1.0)
+        optimizer.step()
+
+    _call(model)
+    return [_error(lambda: model.step(step, is_async=False))]
+
+
+def masters_changed_late(runtime: Runtime) -> Found:
+    """A master is changed after its step, when the others have its result."""
+    model = wrapped(runtime, row(), double_buffer=True)
+    optimizer = adamw(model.optim_parameters())
+    _call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    runtime.optimizer.wait()
+    with torch.no_grad():
+        for master in model.optim_parameters():
+            master.mul_(2)
+    return [_error(model.synchronize)]
+
+
+# What works on one machine alone
+
+
+def gradients_read(runtime: Runtime) -> Found:
+    """A step function reads gradients, which are divided between the machines."""
+    found: Found = []
+    for read in (
+        lambda model: next(model.optim_parameters()).grad,
+        lambda model: nn.utils.clip_grad_norm_(model.optim_parameters(), 1.0),
+    ):
+        model = wrapped(runtime, row())
+        _call(model)
+        found.append(_error(lambda model=model, read=read: model.step(lambda: read(model), is_async=False)))
+    return found
+
+
+def forward_with_gradients(runtime: Runtime) -> Found:
+    """Forward and backward in two calls."""
+    model = wrapped(runtime, row())
+    with torch.no_grad():
+        assert model(batch(0)[0]).shape == (9, 3)
+    return [_error(lambda: model(batch(0)[0]))]
+
+
+def outputs(runtime: Runtime) -> Found:
+    """Outputs of the whole batch."""
+    model = wrapped(runtime, row())
+    x, y = batch(0)
+    return [_error(lambda: model.forward_backward((x,), label=y, loss_fn=square_error, return_outputs=True))]
+
+
+def inputs_with_gradients(runtime: Runtime) -> Found:
+    """Gradients of inputs."""
+    model = wrapped(runtime, row())
+    x, y = batch(0)
+    return [_error(lambda: model.forward_backward((x.requires_grad_(),), label=y, loss_fn=square_error))]
+
+
+def written_buffers(runtime: Runtime) -> Found:
+    """Batch norm's averages go from one microbatch to the next."""
+    model = wrapped(runtime, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), microbatches=4)
+    return [_error(lambda: _call(model, microbatches=4))]
+
+
+def gradients_from_outside(runtime: Runtime) -> Found:
+    """A penalty on the weights, outside of the loss function."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    layers[0].weight.square().sum().backward()
+    return [_error(lambda: _call(model))]
+
+
+def too_few_microbatches(runtime: Runtime) -> Found:
+    """Fewer microbatches than machines."""
+    model = wrapped(runtime, row())
+    return [_error(lambda: _call(model, microbatches=1))]
+
+
+def taken_apart(runtime: Runtime) -> Found:
+    """A module that is not a row."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+    net = Net()
+    net.inner = RoundPipe(net.inner, runtime=runtime, name="part")
+    return [_error(lambda: AutoRoundPipe(net))]
+
+
+MISTAKES: dict[str, Callable[[Runtime], Found]] = {
+    mistake.__name__: mistake
+    for mistake in (
+        layer,
+        backward,
+        step_function,
+        other_microbatches,
+        other_batch,
+        other_seed,
+        other_weights,
+        other_model,
+        other_step,
+        other_calls,
+        other_norms,
+        masters_changed_late,
+        gradients_read,
+        forward_with_gradients,
+        outputs,
+        inputs_with_gradients,
+        written_buffers,
+        gradients_from_outside,
+        too_few_microbatches,
+        taken_apart,
+    )
+}
+
+
+def make_all(runtime: Runtime) -> dict[str, Found]:
+    """The errors of each mistake, one after another in the same processes: every one leaves the group whole."""
+    found: dict[str, Found] = {}
+    for name, mistake in MISTAKES.items():
+        torch.manual_seed(0)
+        found[name] = mistake(runtime)
+    return found

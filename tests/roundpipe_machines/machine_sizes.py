@@ -1,0 +1,35 @@
+"""What each machine holds and sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from machine_trainings import adamw, square_error, wrapped
+from roundpipe import Runtime
+from torch import nn
+
+
+def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
+    """Memory by kind, and bytes that a step sends and receives, of a model of equal layers."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))).bfloat16()
+    model = wrapped(
+        runtime, layers, microbatches=12, optim_dtype=torch.float32, double_buffer=double_buffer, pin_model="alloc"
+    )
+    optimizer = adamw(model.optim_parameters())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 64, generator=generator).bfloat16()
+    foreseen = model.memory_forecast(optimizer).whole
+    sent: list[int] = []
+    for _ in range(3):
+        before = _moved(runtime)
+        model.forward_backward((x,), label=x, loss_fn=square_error)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        sent.append(_moved(runtime) - before)
+    report = model.memory_report(optimizer)
+    return {"host": report.host, "foreseen": foreseen, "sent": sent, "numel": 12 * 64 * 64}
+
+
+def _moved(runtime: Runtime) -> int:
+    return 0 if runtime.group is None else runtime.group.machines.sent_bytes

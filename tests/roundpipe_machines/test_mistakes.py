@@ -1,0 +1,80 @@
+"""What fails on one machine is a named error on all; what several machines cannot do is refused on each."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from machine_mistakes import MISTAKES
+from on_machines import on_machines
+
+# What the errors begin with and have in them: on machine 0, and on machine 1 if that differs.
+SAID = {
+    "layer": [("MachineFailed", "ZeroDivisionError('in a layer')", "ZeroDivisionError: in a layer")],
+    "backward": [("MachineFailed", "ZeroDivisionError('in backward')", "ZeroDivisionError: in backward")],
+    "step_function": [
+        found
+        for place in range(3)
+        for found in (
+            (
+                "MachineFailed",
+                f"in the step function, {place}",
+                f"ZeroDivisionError: in the step function, {place}",
+            ),
+            ("StepFailed", "reset()", None),
+        )
+    ],
+    "other_microbatches": [("Disagreement", "machine 0 has 5, machine 1 has 6", None)],
+    "other_batch": [("Disagreement", "batch differs", None)],
+    "other_seed": [("Disagreement", "random seed differs", None)],
+    "other_weights": [("Disagreement", "weights differs", None)],
+    "other_model": [("Disagreement", "trained parameters differs", None)],
+    "other_step": [("Disagreement", "is_async differs: machine 0 has True, machine 1 has False", None)],
+    "other_calls": [("Disagreement", "machine 0: publishing the weights", None)],
+    "other_norms": [("Disagreement", "machine 0: a norm or a check of gradients, machine 1: ending a step", None)],
+    "masters_changed_late": [("AloneOnly", "were changed after their step", None)],
+    "gradients_read": [("AloneOnly", "roundpipe.optim.clip_grad_norm_", None)] * 2,
+    "forward_with_gradients": [("AloneOnly", "train by forward_backward", None)],
+    "outputs": [("AloneOnly", "return_outputs=True", None)],
+    "inputs_with_gradients": [("AloneOnly", "an input requires grad", None)],
+    "written_buffers": [("AloneOnly", "layer 1 (BatchNorm1d) writes a buffer", None)],
+    "gradients_from_outside": [("AloneOnly", "a parameter of layer 0 has a .grad", None)],
+    "too_few_microbatches": [("ValueError", "num_microbatch=2", None)],
+    "taken_apart": [("AloneOnly", "the model is taken apart", None)],
+}
+
+
+@cache
+def _found() -> list[dict[str, list[str]]]:
+    return on_machines(2, "machine_mistakes", "make_all")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_machine_has_a_named_error(name: str) -> None:
+    for rank, machine in enumerate(_found()):
+        for found, (begins, has, at_fault) in zip(machine[name], SAID[name], strict=False):
+            if rank == 1 and at_fault is not None:
+                assert found.startswith(at_fault)
+            else:
+                assert found.startswith(begins)
+                assert has in found
+
+
+def test_another_machines_error_says_where_it_happened() -> None:
+    said = _found()[0]["layer"][0]
+    assert "machine 1 failed: ZeroDivisionError('in a layer')" in said
+    assert "in layer 1 (Fails), forward, microbatch 8, on cpu:" in said
+
+
+def test_gradients_of_a_failed_call_are_not_used_until_they_are_dropped() -> None:
+    for machine in _found():
+        assert machine["layer"][1].startswith("GradientsIncomplete")
+        assert machine["backward"][1].startswith(("GradientsIncomplete", "StepFailed"))
+
+
+def test_a_failed_step_leaves_the_weights_whole_on_every_machine() -> None:
+    assert [machine["backward"][2] for machine in _found()] == ["True", "True"]
+
+
+def test_after_an_error_the_machines_train_on_together() -> None:
+    assert len({machine["layer"][2] for machine in _found()}) == 1
