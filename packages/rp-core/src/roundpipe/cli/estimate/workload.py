@@ -45,6 +45,7 @@ class Workload:
     optimizer: str
     utilisation: float
     is_adapted: bool = False
+    optimizer_state: str = "fp32"
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class Workload:
         optimizer: str = "adamw",
         utilisation: float | None = None,
         is_adapted: bool = False,
+        optimizer_state: str = "fp32",
     ) -> Workload:
         """Of a model on the meta device."""
         observed = observe(model, sequence)
@@ -67,6 +69,7 @@ class Workload:
             optimizer,
             utilisation or usual,
             is_adapted,
+            optimizer_state,
         )
 
     @cached_property
@@ -83,7 +86,7 @@ class Workload:
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state."""
         shapes = [tensor.shape for found in self._trainable for tensor in found.tensors]
-        return state_of(self.optimizer, shapes, OPTIM_DTYPE) if shapes else 0
+        return state_of(self.optimizer, shapes, OPTIM_DTYPE, self.optimizer_state) if shapes else 0
 
     @property
     def step_bytes(self) -> float:
