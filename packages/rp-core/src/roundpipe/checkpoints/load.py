@@ -323,12 +323,11 @@ class _Matched:
 
     def _refuse_codes(self) -> None:
         """Raise `CheckpointMismatch` if the state is in 8 bits, which only the optimizers of rp_optim convert."""
-        states = (one for one in self._states.values() if isinstance(one, dict))
+        states = (cast("dict[str, Any]", one) for one in self._states.values() if isinstance(one, dict))
         if not isinstance(self._optimizer, HostOptimizer) and any(map(has_codes, states)):
             raise CheckpointMismatch(
-                f"{self._opened.path} has state in 8 bits, which {type(self._optimizer).__module__}.{self._is} does "
-                "not know; load it into the same optimizer of roundpipe.optim, whose state_dict() is torch's unless "
-                "it has state='8bit'"
+                f"{self._opened.path} has state in 8 bits, which the {type(self._optimizer).__module__}."
+                f"{self._is} given does not know; load it into an optimizer of roundpipe.optim, which converts it"
             )
 
     def _refuse_other_settings(self) -> None:

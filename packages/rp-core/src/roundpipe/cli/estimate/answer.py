@@ -25,7 +25,7 @@ _BOUNDS: Mapping[Resource, str] = {
 }
 _KINDS = {"F": "forward", "FB": "both", "B": "backward"}
 _MOST_STAGES = 16
-_MOST_CHANGES = 3
+_MOST_CHANGES = 4
 # Kinds that are a smaller part of host memory are left out.
 _SMALL = 0.001
 
