@@ -232,12 +232,9 @@ def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: py
     states = [answer["host_bytes"]["optimizer_state"] / trained for answer in (whole, half, byte)]
     assert states == pytest.approx([8, 4, 2.125], rel=1e-4)
     assert byte["model"]["optimizer_state"] == "8bit"
-    # A step moves less.
-    assert (
-        byte["plan"]["busy_s"]["optimizer"]
-        < half["plan"]["busy_s"]["optimizer"]
-        < whole["plan"]["busy_s"]["optimizer"]
-    )
+    # A step with bf16 moves less. One with 8 bits does, too, but then computes for as long.
+    busy = [answer["plan"]["busy_s"]["optimizer"] for answer in (whole, half, byte)]
+    assert busy[1] < busy[0] == pytest.approx(busy[2])
     assert "adamw with 8bit state, fp32 masters" in told(
         capsys, *machine, "--ram", "1TB", "--optimizer-state", "8bit"
     )
