@@ -221,23 +221,19 @@ def test_what_would_fit_does_fit(config: Write, capsys: pytest.CaptureFixture[st
 
 
 def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(QWEN3_32B)
-    machine = ("--gpu", "RTX 4090", "--devices", "8", "--batch", "8", "--model", path)
-    changes = found(capsys, *machine, "--ram", "512GB")["changes"]
-    assert "--optimizer-state bf16" in [change["option"] for change in changes]
-    whole, half, byte = (
-        found(capsys, *machine, "--ram", "1TB", "--optimizer-state", kind) for kind in ("fp32", "bf16", "8bit")
-    )
+    machine = (*SMALL, "--num-microbatch", "2", "--model", config(TINY))
+    changes = found(capsys, *machine, "--ram", "2.5MB")["changes"]
+    assert any(change["option"].startswith("--optimizer-state ") for change in changes)
+    whole, half, byte = (found(capsys, *machine, "--optimizer-state", kind) for kind in ("fp32", "bf16", "8bit"))
+    # Beside the moments a counter for each tensor.
+    states = [answer["host_bytes"]["optimizer_state"] for answer in (whole, half, byte)]
     trained = whole["model"]["trained_parameters"]
-    states = [answer["host_bytes"]["optimizer_state"] / trained for answer in (whole, half, byte)]
-    assert states == pytest.approx([8, 4, 2.125], rel=1e-4)
+    assert states == pytest.approx([8 * trained, 4 * trained, 2.125 * trained], rel=0.01)
     assert byte["model"]["optimizer_state"] == "8bit"
     # A step with bf16 moves less. One with 8 bits does, too, but then computes for as long.
     busy = [answer["plan"]["busy_s"]["optimizer"] for answer in (whole, half, byte)]
-    assert busy[1] < busy[0] == pytest.approx(busy[2])
-    assert "adamw with 8bit state, fp32 masters" in told(
-        capsys, *machine, "--ram", "1TB", "--optimizer-state", "8bit"
-    )
+    assert busy[1] < busy[0] == pytest.approx(busy[2], rel=0.01)
+    assert "adamw with 8bit state, fp32 masters" in told(capsys, *machine, "--optimizer-state", "8bit")
 
 
 def test_less_ram_than_is_proposed_does_not_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
