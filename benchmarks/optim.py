@@ -20,6 +20,9 @@ With `--additions`, what it costs that a second task adds to each gradient, and 
     third     one more task's fp32 gradients added to an fp32 block
     to pair   one more task's bf16 gradients added to those of two, by rp_optim.add_to_pair
 
+With `--states`, a step of optimizers whose state is kept in fp32, in bf16 and in 8 bits, beside torch's own step
+and `traffic`: nanoseconds a parameter, and the bytes a parameter that a step moves.
+
 All ways share one set of arrays, so 400 million parameters need about 8.5 GB. `--memory` measures the bytes a
 parameter instead: what the process grows by when weights, gradients, masters and Adam's state are made and
 stepped. `--check` ends with an error where a figure misses its aim; the others are there to be read.
@@ -196,6 +199,42 @@ def missed(figures: dict[str, float], threads: int) -> list[str]:
     ]
 
 
+# State that is kept small
+
+
+def measure_states(parameters: int, tensors: int, rounds: int) -> dict[str, float]:
+    arrays = make_arrays(parameters, tensors)
+    optimizer, _ = ours(arrays)
+    ways = {"torch": baseline(arrays, optimizer), **floors(arrays, optimizer)}
+    ways.pop("rewrite", None)
+    for make in (rp_optim.AdamW, rp_optim.Lion):
+        for kind in ("fp32", "bf16", "8bit"):
+            ways[f"{make.__name__} {kind}"] = one_state(arrays, make([each.master for each in arrays], state=kind))
+    return side_by_side(ways, rounds=rounds)
+
+
+def one_state(arrays: list[Arrays], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        link(arrays)
+        optimizer.step()
+        for each in arrays:
+            rp_optim.unlink(each.master)
+
+    step()
+    return step
+
+
+def report_states(parameters: int, seconds: dict[str, float]) -> None:
+    # Gradient 2, weight 2 and master 8, and each byte of state twice.
+    moved = {"traffic": STEP_BYTES, "AdamW fp32": 28, "AdamW bf16": 20, "AdamW 8bit": 12 + 4 * 1.0625}
+    moved |= {"Lion fp32": 20, "Lion bf16": 16, "Lion 8bit": 12 + 2 * 1.0625}
+    print(f"{'':12} {'ns a parameter':>15} {'bytes':>6} {'GB/s':>7}")
+    for name, each in seconds.items():
+        size = moved.get(name)
+        told = f"{size:6.1f} {size * parameters / each / 1e9:7.1f}" if size else ""
+        print(f"{name:12} {each / parameters * 1e9:15.3f} {told}")
+
+
 # Gradients that several tasks add to
 
 
@@ -322,6 +361,7 @@ def main() -> None:
     parser.add_argument("--kernel", help="one of rp_optim.available_kernels(); default: the fastest")
     parser.add_argument("--memory", action="store_true", help="measure bytes a parameter instead")
     parser.add_argument("--additions", action="store_true", help="measure gradients of several tasks instead")
+    parser.add_argument("--states", action="store_true", help="measure state in 16 and 8 bits instead")
     parser.add_argument("--check", action="store_true", help="end with an error where a figure misses its aim")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -334,6 +374,9 @@ def main() -> None:
     )
     if options.memory:
         measure_memory(parameters, options.tensors)
+        return
+    if options.states:
+        report_states(parameters, measure_states(parameters, options.tensors, options.rounds))
         return
     if options.additions:
         report_additions(parameters, measure_additions(parameters, options.tensors, options.rounds))

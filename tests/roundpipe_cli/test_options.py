@@ -52,6 +52,7 @@ WRONG = {
     "a learning rate in words": ["train", "--lr", "high"],
     "an unknown dtype": ["train", "--dtype", "int8"],
     "an unknown optimizer dtype": ["train", "--optim-dtype", "double"],
+    "an unknown kind of optimizer state": ["train", "--optimizer-state", "4bit"],
     "a negative seed": ["train", "--seed", "-1"],
     "a seed too large for torch": ["train", "--seed", str(2**63)],
     "a missing path": ["train", "--data", "nowhere/at/all.txt"],

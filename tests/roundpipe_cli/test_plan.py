@@ -142,7 +142,14 @@ def test_switches_are_a_bound_of_their_own(config: Write, capsys: pytest.Capture
 SCHEMA: dict[str, Any] = {
     "fits": bool,
     "short": dict,
-    "model": {"name": str, "parameters": int, "trained_parameters": int, "layers": int, "optimizer": str},
+    "model": {
+        "name": str,
+        "parameters": int,
+        "trained_parameters": int,
+        "layers": int,
+        "optimizer": str,
+        "optimizer_state": str,
+    },
     "machine": {
         "gpu": str,
         "devices": int,
@@ -213,6 +220,22 @@ def test_what_would_fit_does_fit(config: Write, capsys: pytest.CaptureFixture[st
         assert again["fits"], option
 
 
+def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = (*SMALL, "--num-microbatch", "2", "--model", config(TINY))
+    changes = found(capsys, *machine, "--ram", "2.5MB")["changes"]
+    assert any(change["option"].startswith("--optimizer-state ") for change in changes)
+    whole, half, byte = (found(capsys, *machine, "--optimizer-state", kind) for kind in ("fp32", "bf16", "8bit"))
+    # Beside the moments a counter for each tensor.
+    states = [answer["host_bytes"]["optimizer_state"] for answer in (whole, half, byte)]
+    trained = whole["model"]["trained_parameters"]
+    assert states == pytest.approx([8 * trained, 4 * trained, 2.125 * trained], rel=0.01)
+    assert byte["model"]["optimizer_state"] == "8bit"
+    # A step with bf16 moves less. One with 8 bits does, too, but then computes for as long.
+    busy = [answer["plan"]["busy_s"]["optimizer"] for answer in (whole, half, byte)]
+    assert busy[1] < busy[0] == pytest.approx(busy[2], rel=0.01)
+    assert "adamw with 8bit state, fp32 masters" in told(capsys, *machine, "--optimizer-state", "8bit")
+
+
 def test_less_ram_than_is_proposed_does_not_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(TINY | {"hidden_size": 4096, "intermediate_size": 16384})
     machine = ("--gpu", "RTX 4090", "--batch", "2", "--sequence", "64")
@@ -269,6 +292,7 @@ WRONG = {
     "a sequence without end": ["--sequence", "9" * 4000],
     "adapters of rank 0": ["--lora", "0"],
     "an unknown optimizer": ["--optimizer", "adamww"],
+    "an unknown kind of state": ["--optimizer-state", "4bit"],
     "no microbatch": ["--num-microbatch", "0"],
     "more microbatches than sequences": ["--batch", "4", "--num-microbatch", "5"],
     "microbatches in words": ["--num-microbatch", "some"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,7 +10,17 @@ import torch
 
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.gradients import gradient_of
-from rp_optim.kernels.updates import Spot
+from rp_optim.kernels.kept import (
+    check_can_be_small,
+    check_kept,
+    check_kind,
+    convert,
+    has_codes,
+    kept,
+    nbytes_of,
+)
+from rp_optim.kernels.packed import Noise, StateKind
+from rp_optim.kernels.updates import Small, Spot
 from rp_optim.masters import by_arrival, is_elsewhere, link_of
 from rp_optim.worker import wait_for_steps
 
@@ -37,8 +46,21 @@ class Taken:
 class HostOptimizer(torch.optim.Optimizer):
     """An optimizer whose step updates parameters in batches, as their gradients arrive."""
 
-    # Whether the state has a "step" tensor, which `count_steps` increments.
+    # Whether the state has a "step" tensor, which `count_steps` increments; small state always has one.
     _counts_steps = False
+    # How state tensors are kept.
+    _kind: StateKind = "fp32"
+    # The place of each parameter in the optimizer, by identity, while a step with small state runs.
+    _places: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
+
+    @property
+    def state_kind(self) -> StateKind:
+        """How state tensors are kept: "fp32" (in the parameter's dtype), "bf16" or "8bit"."""
+        return self._kind
+
+    def _keep_state_as(self, kind: str) -> None:
+        """To be called before torch's constructor."""
+        self._kind = check_kind(type(self).__name__, kind)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, as in torch.
@@ -56,6 +78,10 @@ class HostOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        # For pickling and copying, which go past the constructor.
+        return {**super().__getstate__(), "_kind": self._kind}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called when the optimizer is loaded, unpickled or copied.
         for group in state["param_groups"]:
@@ -71,15 +97,36 @@ class HostOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]  # torch disables dynamo
-        """As in torch, after waiting for the steps that were launched."""
+        """As in torch, after waiting for the steps that were launched.
+
+        State that was kept otherwise, such as torch's, is converted: rounded to nearest, or made whole.
+        """
         wait_for_steps()
-        super().load_state_dict(state_dict)
+        states: list[State] = [value for value in state_dict["state"].values() if isinstance(value, dict)]
+        if self._kind == "fp32" and not any(map(has_codes, states)):
+            super().load_state_dict(state_dict)
+            self._forget_steps()
+            return
+        # Torch casts what it sees to the parameter's dtype.
+        super().load_state_dict({**state_dict, "state": _hidden(state_dict["state"])})
+        for group, parameter in self._members():
+            state = self.state.get(parameter, {})
+            state.update({name: value.tensor for name, value in state.items() if isinstance(value, _Hidden)})
+            convert(state, self._state_shapes(group, parameter), self._kind, parameter.dtype)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        """Drop what only small state counts, if this one is whole."""
+        if self._kind == "fp32" and not self._counts_steps:
+            for _, parameter in self._members():
+                self.state.get(parameter, {}).pop("step", None)
 
     def _check_group(self, group: Group) -> None:
         check_option_flags(type(self).__name__, group)
 
     def _check_parameter(self, parameter: torch.Tensor) -> None:
         check_memory("a parameter", parameter)
+        check_can_be_small(self._kind, parameter)
 
     def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
         """Names and shapes of the state tensors that a step of this parameter reads, except "step"."""
@@ -99,6 +146,8 @@ class HostOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         members = list(self._members())
+        if self._kind != "fp32":
+            self._places = {id(parameter): place for place, (_, parameter) in enumerate(members)}
         for member in members:
             self._check_member(*member)
         for here in by_arrival(members, lambda member: member[1]):
@@ -117,16 +166,43 @@ class HostOptimizer(torch.optim.Optimizer):
         if self._counts_steps:
             check_counter(state.get("step"))
         for name, shape in self._state_shapes(group, parameter).items():
-            if (tensor := state.get(name)) is not None:
+            if self._kind != "fp32":
+                check_kept(state, name, shape, self._kind)
+            elif (tensor := state.get(name)) is not None:
                 check_state(name, tensor, shape, parameter)
 
     def state_bytes(self) -> int:
         """Bytes of the state once every parameter has been stepped."""
-        counter = _counter_dtype().itemsize if self._counts_steps else 0
-        return sum(
-            counter + sum(map(math.prod, self._state_shapes(*member).values())) * member[1].element_size()
-            for member in self._members()
-            if not is_elsewhere(member[1])
+        return sum(self._bytes_of(*member) for member in self._members() if not is_elsewhere(member[1]))
+
+    def _bytes_of(self, group: Group, parameter: torch.Tensor) -> int:
+        shapes = self._state_shapes(group, parameter)
+        counts = self._counts_steps or (self._kind != "fp32" and bool(shapes))
+        own = sum(nbytes_of(self._kind, shape, parameter.dtype) for shape in shapes.values())
+        return own + (_counter_dtype().itemsize if counts else 0)
+
+    def _count_small_steps(self, taken: Sequence[Taken]) -> list[int]:
+        """Numbers of steps for the noise, of an optimizer that does not count steps otherwise."""
+        if self._kind == "fp32":
+            return [0] * len(taken)
+        counted = [bool(self._state_shapes(each.group, each.parameter)) for each in taken]
+        numbers = iter(
+            count_steps([self.state[each.parameter] for each, one in zip(taken, counted, strict=True) if one])
+        )
+        return [next(numbers) if one else 0 for one in counted]
+
+    def _noise(self, parameter: torch.Tensor, step: int) -> Noise:
+        return Noise.of(step, self._places[id(parameter)])
+
+    def _kept_state(self, taken: Taken, step: int) -> tuple[dict[str, torch.Tensor], Small | None]:
+        """The tensors of an update's state by name, made if they are missing. `step`: for the noise."""
+        state, shapes = self.state[taken.parameter], self._state_shapes(taken.group, taken.parameter)
+        if self._kind == "fp32":
+            return {name: state_tensor(state, name, taken.parameter) for name in shapes}, None
+        found = {name: kept(state, name, shape, self._kind) for name, shape in shapes.items()}
+        scales = tuple(each.scales for each in found.values() if each.scales is not None)
+        return {name: each.tensor for name, each in found.items()}, Small(
+            self._noise(taken.parameter, step), scales
         )
 
     def _members(self) -> Iterator[Member]:
@@ -151,6 +227,28 @@ class HostOptimizer(torch.optim.Optimizer):
             return
         for _, parameter in self._members():
             parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A tensor that torch is not to cast."""
+
+    tensor: torch.Tensor
+
+
+def _hidden(states: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: _hide_moments(cast("State", state)) if isinstance(state, dict) else state
+        for key, state in states.items()
+    }
+
+
+def _hide_moments(state: State) -> State:
+    return {name: _Hidden(value) if _is_moment(name, value) else value for name, value in state.items()}
+
+
+def _is_moment(name: str, value: object) -> bool:
+    return name != "step" and isinstance(value, torch.Tensor)
 
 
 def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:
@@ -209,6 +307,8 @@ def count_steps(states: Sequence[State]) -> list[int]:
         if state.get("step") is None:
             state["step"] = torch.zeros((), dtype=_counter_dtype(), device="cpu")
     steps: list[torch.Tensor] = [state["step"] for state in states]
+    if not steps:
+        return []
     if len(set(map(id, steps))) < len(steps):
         # Several states loaded with one shared tensor: each increments it.
         return [int(step.add_(1)) for step in steps]

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rp_optim.host import HostOptimizer
+from rp_optim.kernels.kept import has_codes
 from rp_sched import Plan
 
 from roundpipe.checkpoints.layout import Layout, layout_of
@@ -26,6 +28,9 @@ from roundpipe.models.base import RoundPipeBase
 from roundpipe.runtime.runtime import lasting
 
 _LOG = logging.getLogger(__name__)
+
+# Of optimizer state in 8 bits.
+_CODES = (torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +320,16 @@ class _Matched:
             )
         self._was, self._is = str(saved["class"]).rpartition(".")[2], type(optimizer).__name__
         self._refuse_other_settings()
+        self._refuse_codes()
+
+    def _refuse_codes(self) -> None:
+        """Raise `CheckpointMismatch` if the state is in 8 bits, which only the optimizers of rp_optim convert."""
+        states = (cast("dict[str, Any]", one) for one in self._states.values() if isinstance(one, dict))
+        if not isinstance(self._optimizer, HostOptimizer) and any(map(has_codes, states)):
+            raise CheckpointMismatch(
+                f"{self._opened.path} has state in 8 bits, which the {type(self._optimizer).__module__}."
+                f"{self._is} given does not know; load it into an optimizer of roundpipe.optim, which converts it"
+            )
 
     def _refuse_other_settings(self) -> None:
         """Raise `CheckpointMismatch` if this is an optimizer of another class, which needs settings of its own."""
@@ -349,12 +364,20 @@ class _Matched:
             notes.add(f"the optimizer was {self._was} and is {self._is} now", self._names[0])
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
+    def _kept_as(self, master: torch.Tensor) -> str:
+        kind = self._optimizer.state_kind if isinstance(self._optimizer, HostOptimizer) else "fp32"
+        return {"fp32": str(master.dtype), "bf16": "torch.bfloat16", "8bit": "8 bits"}[kind]
+
     def _note_dtypes(self, state: Mapping[int, Any], notes: _Notes) -> None:
         for at, values in state.items():
             master = self._parameters[at]
+            now = self._kept_as(master)
             for value in cast("dict[str, Any]", values).values() if isinstance(values, dict) else ():
-                if isinstance(value, torch.Tensor) and value.shape == master.shape and value.dtype != master.dtype:
-                    told = f"the optimizer's state was {value.dtype} and is {master.dtype} now"
+                if isinstance(value, torch.Tensor) and value.shape == master.shape:
+                    was = "8 bits" if value.dtype in _CODES else str(value.dtype)
+                    if was == now:
+                        continue
+                    told = f"the optimizer's state was {was} and is {now} now"
                     notes.add(told, self._names[at])
 
 

@@ -158,6 +158,11 @@ _VALUES = (
     ("--lr", "RATE", f"highest learning rate ({options.Given.lr}; with --model 2e-5, with --lora 2e-4)"),
     ("--dtype", _DTYPES, "numbers of the model (bfloat16 on GPUs, float32 on CPU devices)"),
     ("--optim-dtype", _DTYPES, f"numbers of the optimizer ({options.Given.optim_dtype})"),
+    (
+        "--optimizer-state",
+        "|".join(options.OPTIMIZER_STATES),
+        f"how the optimizer's moments are kept; bf16 and 8bit are rounded ({options.Given.optimizer_state})",
+    ),
     ("--seed", "N", f"seed of the weights and of the order of the data ({options.Given.seed})"),
     ("--devices", "DEVICES", "such as cuda, cuda:0,2, cpu or cpu:4 (all GPUs, else cpu:2)"),
     ("--output", "FOLDER", "where to write the model, the metrics and the options used (nowhere)"),
@@ -212,5 +217,10 @@ _PLAN_VALUES = (
     ("--sequence", "N", f"tokens in a sequence ({options.Given.sequence})"),
     ("--lora", "RANK", "train adapters of this rank on all linear layers inside layers (all weights are trained)"),
     ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({options.Given.optimizer})"),
+    (
+        "--optimizer-state",
+        "|".join(options.OPTIMIZER_STATES),
+        f"how the optimizer's moments are kept ({options.Given.optimizer_state})",
+    ),
     ("--utilisation", "PART", "of the GPU's TFLOP/s that layers reach (0.5; adapters 0.38)"),
 )

@@ -17,6 +17,7 @@ MOST_BATCH_BYTES = 2**22
 MOST_MICROBATCHES = 2**14
 
 DTYPES = ("float32", "bfloat16", "float16")
+OPTIMIZER_STATES = ("fp32", "bf16", "8bit")
 # Options that the built-in job does not have.
 NEED_A_MODEL = frozenset(
     [
@@ -80,6 +81,7 @@ class Given(argparse.Namespace):
     sequence: str = "2048"
     lora: str | None = None
     optimizer: str = "adamw"
+    optimizer_state: str = "fp32"
     utilisation: str | None = None
     tokenizer: str | None = None
     eval_data: list[str] | None = None
@@ -127,6 +129,7 @@ class Options:
     output: Path | None
     profile: Path | None
     overwrite: bool = False
+    optimizer_state: str = "fp32"
 
     @property
     def batch_tokens(self) -> int:
@@ -159,6 +162,7 @@ def read_options(given: Given) -> Options:
         output=None if given.output is None else utf8_path("--output", given.output),
         profile=None if given.profile is None else utf8_path("--profile", given.profile),
         overwrite=given.overwrite,
+        optimizer_state=optimizer_state(given.optimizer_state),
     )
     _check_batch(options)
     return options
@@ -217,6 +221,13 @@ def positive(flag: str, text: str) -> float:
 def _dtype(flag: str, text: str) -> str:
     if text not in DTYPES:
         raise Refused(f"{flag} must be one of {', '.join(DTYPES)}, but is {text!r}")
+    return text
+
+
+def optimizer_state(text: str) -> str:
+    """How the optimizer's state is kept."""
+    if text not in OPTIMIZER_STATES:
+        raise Refused(f"--optimizer-state must be one of {', '.join(OPTIMIZER_STATES)}, but is {text!r}")
     return text
 
 

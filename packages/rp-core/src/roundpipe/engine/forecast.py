@@ -123,6 +123,8 @@ class MemoryForecast:
                 f"{readable_bytes(trained)}; frozen parameters have none. For inference call requires_grad_(False)"
             )
         if whole.optimizer_state:
+            if whole.optimizer_state >= whole.masters:
+                yield 'state="bf16" or "8bit" of roundpipe.optim: a half or a little over a quarter of fp32 state'
             yield "an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none"
         if whole.masters > whole.gradients:
             yield "optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from rp_optim.kernels.updates import (
     Move,
     SGDNumbers,
     SGDUpdate,
+    Small,
     Spot,
 )
 
@@ -26,6 +28,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.complex64
 NATIVE_DTYPES = frozenset(_TYPES)
 
 _AMSGRAD, _MOMENTUM, _FIRST, _NESTEROV, _STREAM = 1, 2, 4, 8, 16
+_BF16_STATE, _8BIT_STATE = 1, 2
 
 # Elements from which on weights are written around the cache. Fewer may still be cached when they are read next.
 _STREAM_FROM = 1 << 16
@@ -59,6 +62,9 @@ class _Job(ctypes.Structure):
         ("gain2", _double),
         ("root", _double),
         ("eps", _double),
+        ("packing", ctypes.c_int32),
+        ("key", ctypes.c_uint32 * 2),
+        ("scales", _pointer * 3),
         ("batch", _int64),
         ("rows", _int64),
         ("cols", _int64),
@@ -84,6 +90,7 @@ def _job(
     state: Sequence[torch.Tensor | None] = (),
     flags: int = 0,
     numbers: dict[str, float] | None = None,
+    small: Small | None = None,
 ) -> _Job:
     count = spot.count
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in state]
@@ -98,7 +105,17 @@ def _job(
         state=(_pointer * 3)(*pointers, *[None] * (3 - len(pointers))),
         factor=spot.factor,
         **(numbers or {}),
+        **({} if small is None else _packing(small)),
     )
+
+
+def _packing(small: Small) -> dict[str, Any]:
+    pointers = [scales.data_ptr() for scales in small.scales]
+    return {
+        "packing": _8BIT_STATE if pointers else _BF16_STATE,
+        "key": (ctypes.c_uint32 * 2)(*small.noise.key),
+        "scales": (_pointer * 3)(*pointers, *[None] * (3 - len(pointers))),
+    }
 
 
 def _matrix_job(spot: Spot, shape: Matrices, factors: Factors, numbers: dict[str, float] | None = None) -> _Job:
@@ -112,7 +129,7 @@ def _matrix_job(spot: Spot, shape: Matrices, factors: Factors, numbers: dict[str
 def _adam_job(update: AdamUpdate) -> _Job:
     numbers, state = update.numbers, (update.exp_avg, update.exp_avg_sq, update.max_exp_avg_sq)
     flags = 0 if update.max_exp_avg_sq is None else _AMSGRAD
-    return _job(update.spot, state, flags, _fields_of(numbers) | _gains(numbers))
+    return _job(update.spot, state, flags, _fields_of(numbers) | _gains(numbers), update.small)
 
 
 def _sgd_job(update: SGDUpdate) -> _Job:
@@ -120,11 +137,12 @@ def _sgd_job(update: SGDUpdate) -> _Job:
     flags = 0 if update.buffer is None else _MOMENTUM
     flags |= (_FIRST if numbers.first else 0) | (_NESTEROV if numbers.nesterov else 0)
     found = {"l2": numbers.l2, "rate": numbers.rate, "beta1": numbers.keep, "gain1": numbers.gain}
-    return _job(update.spot, (update.buffer,), flags, found)
+    return _job(update.spot, (update.buffer,), flags, found, update.small)
 
 
 def _lion_job(update: LionUpdate) -> _Job:
-    return _job(update.spot, (update.exp_avg,), numbers=_fields_of(update.numbers) | _gains(update.numbers))
+    numbers = _fields_of(update.numbers) | _gains(update.numbers)
+    return _job(update.spot, (update.exp_avg,), numbers=numbers, small=update.small)
 
 
 def _gains(numbers: AdamNumbers | LionNumbers) -> dict[str, float]:

@@ -9,6 +9,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from rp_optim.kernels.packed import (
+    exact_sqrt,
+    num_groups,
+    pack_roots,
+    pack_signed,
+    to_bfloat16,
+    unpack_roots,
+    unpack_signed,
+)
 from rp_optim.kernels.updates import (
     AdamNumbers,
     AdamUpdate,
@@ -19,6 +28,7 @@ from rp_optim.kernels.updates import (
     Move,
     SGDNumbers,
     SGDUpdate,
+    Small,
     Spot,
     flat,
 )
@@ -77,44 +87,114 @@ def _squares(values: torch.Tensor) -> float:
     return _total(values.double().square()).item()
 
 
-def _adam(
-    spot: Spot,
-    numbers: AdamNumbers,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    largest: torch.Tensor | None,
-) -> None:
+class _State:
+    """An update's state tensors, flat, as they are kept; reads and writes pieces in the arithmetic's dtype."""
+
+    def __init__(self, small: Small | None, *tensors: torch.Tensor) -> None:
+        self._small = small
+        self._tensors = tensors
+
+    def read(self, array: int, place: slice, like: torch.Tensor) -> torch.Tensor:
+        """Numbers with a sign, or any numbers that are not in 8 bits."""
+        if self._small is None or not self._small.scales:
+            return _wide(self._tensors[array][place], like)
+        return unpack_signed(self._tensors[array][place], self._scales(array, place))
+
+    def write(self, array: int, place: slice, values: torch.Tensor) -> None:
+        """The same the other way."""
+        if self._small is None:
+            self._tensors[array][place] = values
+        elif self._small.scales:
+            self._put(array, place, pack_signed(values, self._draws(array, place)))
+        else:
+            self._tensors[array][place] = to_bfloat16(values, self._draws(array, place))
+
+    def read_roots(self, array: int, place: slice) -> torch.Tensor:
+        """Square roots in 8 bits."""
+        return unpack_roots(self._tensors[array][place], self._scales(array, place))
+
+    def write_roots(self, array: int, place: slice, squares: torch.Tensor) -> torch.Tensor:
+        """The same the other way; returns the roots as they are kept."""
+        self._put(array, place, pack_roots(squares, self._draws(array, place)))
+        return self.read_roots(array, place)
+
+    def _put(self, array: int, place: slice, packed: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._tensors[array][place] = packed[0]
+        self._scales(array, place).copy_(packed[1])
+
+    def _scales(self, array: int, place: slice) -> torch.Tensor:
+        assert self._small is not None
+        return self._small.scales[array][num_groups(place.start) : num_groups(place.stop)]
+
+    def _draws(self, array: int, place: slice) -> torch.Tensor:
+        assert self._small is not None
+        return self._small.noise.draws(place.start, place.stop - place.start, array)
+
+
+class _AdamState:
+    """Adam's moments, as `_State` keeps them; in 8 bits the first one is in units of the second one's root."""
+
+    def __init__(self, small: Small | None, *tensors: torch.Tensor) -> None:
+        self._state = _State(small, *tensors)
+        self._is_8bit = small is not None and bool(small.scales)
+
+    def read(self, place: slice, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._is_8bit:
+            return self._state.read(0, place, like), self._state.read(1, place, like)
+        roots = self._state.read_roots(1, place)
+        return self._state.read(0, place, like) * roots, roots * roots
+
+    def read_largest(self, place: slice, like: torch.Tensor) -> torch.Tensor:
+        return self._state.read_roots(2, place).square() if self._is_8bit else self._state.read(2, place, like)
+
+    def write(self, place: slice, mean: torch.Tensor, square: torch.Tensor) -> None:
+        if self._is_8bit:
+            roots = self._state.write_roots(1, place, square)
+            self._state.write(0, place, torch.where(roots > 0, mean / roots, 0))
+        else:
+            self._state.write(0, place, mean)
+            self._state.write(1, place, square)
+
+    def write_largest(self, place: slice, square: torch.Tensor) -> None:
+        if self._is_8bit:
+            self._state.write_roots(2, place, square)
+        else:
+            self._state.write(2, place, square)
+
+
+def _adam(spot: Spot, numbers: AdamNumbers, state: _AdamState, *, amsgrad: bool) -> None:
     gain = 1 - numbers.beta2
     for place, param, grad in _pieces(spot):
         if numbers.l2:
             grad += param * numbers.l2
-        mean = _lerp(_wide(exp_avg[place], param), grad, 1 - numbers.beta1)
-        square = _wide(exp_avg_sq[place], param) * numbers.beta2 + (grad * gain) * grad
-        exp_avg[place] = mean
-        exp_avg_sq[place] = square
-        if largest is not None:
-            square = torch.maximum(_wide(largest[place], param), square)
-            largest[place] = square
-        moves = (mean * numbers.rate) / (square.sqrt() * numbers.root + numbers.eps)
+        old_mean, old_square = state.read(place, param)
+        mean = _lerp(old_mean, grad, 1 - numbers.beta1)
+        square = old_square * numbers.beta2 + (grad * gain) * grad
+        state.write(place, mean, square)
+        if amsgrad:
+            square = torch.maximum(state.read_largest(place, param), square)
+            state.write_largest(place, square)
+        moves = (mean * numbers.rate) / (exact_sqrt(square) * numbers.root + numbers.eps)
         _write(spot, place, param * numbers.shrink - moves)
 
 
-def _sgd(spot: Spot, numbers: SGDNumbers, buffer: torch.Tensor | None) -> None:
+def _sgd(spot: Spot, numbers: SGDNumbers, state: _State | None) -> None:
     for place, param, grad in _pieces(spot):
         if numbers.l2:
             grad += param * numbers.l2
-        if buffer is not None:
-            moved = grad if numbers.first else _wide(buffer[place], param) * numbers.keep + grad * numbers.gain
-            buffer[place] = moved
+        if state is not None:
+            first = numbers.first
+            moved = grad if first else state.read(0, place, param) * numbers.keep + grad * numbers.gain
+            state.write(0, place, moved)
             grad = grad + moved * numbers.keep if numbers.nesterov else moved
         _write(spot, place, param - grad * numbers.rate)
 
 
-def _lion(spot: Spot, numbers: LionNumbers, exp_avg: torch.Tensor) -> None:
+def _lion(spot: Spot, numbers: LionNumbers, state: _State) -> None:
     for place, param, grad in _pieces(spot):
-        old = _wide(exp_avg[place], param)
+        old = state.read(0, place, param)
         direction = (old * numbers.beta1 + grad * (1 - numbers.beta1)).sign()
-        exp_avg[place] = old * numbers.beta2 + grad * (1 - numbers.beta2)
+        state.write(0, place, old * numbers.beta2 + grad * (1 - numbers.beta2))
         _write(spot, place, param * numbers.shrink - direction * numbers.rate)
 
 
@@ -134,18 +214,21 @@ class TorchKernel:
     def adam(self, updates: Sequence[AdamUpdate]) -> None:
         """See `Kernel.adam`."""
         for update in updates:
-            moments = flat(update.exp_avg), flat(update.exp_avg_sq)
-            _adam(update.spot.flat(), update.numbers, *moments, _flat(update.max_exp_avg_sq))
+            largest = update.max_exp_avg_sq
+            kept = (update.exp_avg, update.exp_avg_sq, *(() if largest is None else (largest,)))
+            state = _AdamState(update.small, *map(flat, kept))
+            _adam(update.spot.flat(), update.numbers, state, amsgrad=largest is not None)
 
     def sgd(self, updates: Sequence[SGDUpdate]) -> None:
         """See `Kernel.sgd`."""
         for update in updates:
-            _sgd(update.spot.flat(), update.numbers, _flat(update.buffer))
+            state = None if update.buffer is None else _State(update.small, flat(update.buffer))
+            _sgd(update.spot.flat(), update.numbers, state)
 
     def lion(self, updates: Sequence[LionUpdate]) -> None:
         """See `Kernel.lion`."""
         for update in updates:
-            _lion(update.spot.flat(), update.numbers, flat(update.exp_avg))
+            _lion(update.spot.flat(), update.numbers, _State(update.small, flat(update.exp_avg)))
 
     def to_weight(self, spots: Sequence[Spot]) -> None:
         """See `Kernel.to_weight`."""
@@ -215,10 +298,6 @@ class TorchKernel:
         for place, param, grad in _pieces(spot):
             moves = grad / _wide(variance[place], param).clamp(min=least).sqrt()
             _write(spot, place, param * move.shrink - moves * move.rate)
-
-
-def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else flat(tensor)
 
 
 def _view(tensor: torch.Tensor, shape: Matrices) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from rp_optim.kernels.packed import Noise
 from rp_optim.masters import own_data
 
 
@@ -50,6 +51,17 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True)
+class Small:
+    """How an update's state is kept small: in bf16 or, if there are `scales`, in 8 bits; see `kernels.packed`.
+
+    scales: one tensor for each of the update's state tensors, in their order, (groups,) bf16.
+    """
+
+    noise: Noise
+    scales: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class AdamNumbers:
     """The numbers of an Adam step: ``grad += l2 * param``, then ``param = param * shrink - rate * direction``.
 
@@ -74,6 +86,7 @@ class AdamUpdate:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     max_exp_avg_sq: torch.Tensor | None = None
+    small: Small | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +112,7 @@ class SGDUpdate:
     spot: Spot
     numbers: SGDNumbers
     buffer: torch.Tensor | None = None
+    small: Small | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,7 @@ class LionUpdate:
     spot: Spot
     numbers: LionNumbers
     exp_avg: torch.Tensor
+    small: Small | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +168,9 @@ class Move:
 
 
 class Kernel(Protocol):
-    """Updates parameters in place, several in one call. State tensors have the parameter's dtype.
+    """Updates parameters in place, several in one call.
+
+    State tensors have the parameter's dtype, unless the update has a `Small`.
 
     Sums are in fp64; the order of summation depends only on the size, not on the number of threads.
     """

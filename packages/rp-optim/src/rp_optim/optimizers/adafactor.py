@@ -10,7 +10,9 @@ from torch.optim.optimizer import ParamsT
 
 from rp_optim.errors import InvalidParameter
 from rp_optim.host import Group, HostOptimizer, State, Taken, count_steps, state_tensor
+from rp_optim.kernels.kept import as_whole, keep
 from rp_optim.kernels.kernel import kernel_for
+from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import Factors, Matrices, Move, Spot
 
 Scalar = float | torch.Tensor
@@ -26,7 +28,8 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
     ``state_dict`` and torch's load each other. The update is clipped by its own norm, so a step reads the gradient
     three times (that of a vector twice) and the parameter twice. It copies neither, but for a matrix it allocates
     sums in fp64: one for each row, and up to 64 for each column. For stacks of tiny matrices, such as the kernels
-    of a convolution, these take as much memory as the parameter.
+    of a convolution, these take as much memory as the parameter. `state`: as for `rp_optim.Adam`, but there is
+    little to save.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> optimizer = Adafactor([weight], lr=0.5)
@@ -52,7 +55,9 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
+        state: StateKind = "fp32",
     ) -> None:
+        self._keep_state_as(state)
         del foreach
         super().__init__(params, lr, beta2_decay, eps, d, weight_decay, maximize=maximize)
 
@@ -80,7 +85,19 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         if spot.grad.numel() == 0:
             return
         update = _update_vector if parameter.dim() < 2 else _update_matrix
-        update(group, state, parameter, spot, number)
+        if self._kind == "fp32":
+            update(group, state, parameter, spot, number)
+            return
+        # One element for each row and column: little beside the parameter, so it is made whole meanwhile.
+        noise, names = self._noise(parameter, number), self._state_shapes(group, parameter)
+        whole: State = {name: _wide(as_whole(state, name)) for name in names}
+        update(group, whole, parameter, spot, number)
+        for array, name in enumerate(names):
+            keep(state, name, whole[name], self._kind, noise.draws, array)
+
+
+def _wide(stored: torch.Tensor | None) -> torch.Tensor | None:
+    return None if stored is None else stored.to(torch.float32, copy=True)
 
 
 def _update_vector(group: Group, state: State, parameter: torch.Tensor, spot: Spot, number: int) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import check_option_flags
-from rp_optim.host import Group, HostOptimizer, Taken, count_steps, state_tensor
+from rp_optim.host import Group, HostOptimizer, Taken, count_steps
 from rp_optim.kernels.kernel import by_kernel
+from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import AdamNumbers, AdamUpdate
 
 Scalar = float | torch.Tensor
@@ -21,7 +22,9 @@ class Adam(HostOptimizer, torch.optim.Adam):
     """Adam (Kingma and Ba, 2015) in one pass over host memory.
 
     Takes the arguments of ``torch.optim.Adam``; `foreach` and `fused` are accepted and change nothing. Its
-    ``state_dict`` and torch's load each other.
+    ``state_dict`` and torch's load each other. `state`: how moments are kept: "fp32"
+    (in the parameter's dtype, exact), or rounded, "bf16" or "8bit" (a byte and a 16th); docs/memory.md has
+    what that costs.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = Adam([weight], lr=0.5)
@@ -51,7 +54,9 @@ class Adam(HostOptimizer, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        state: StateKind = "fp32",
     ) -> None:
+        self._keep_state_as(state)
         check_option_flags(type(self).__name__, {"capturable": capturable, "differentiable": differentiable})
         del foreach, fused
         options: dict[str, Any] = {"decoupled_weight_decay": decoupled_weight_decay}
@@ -69,14 +74,15 @@ class Adam(HostOptimizer, torch.optim.Adam):
         # Nearly all parameters share a group and a step count, so numbers are computed once for each pair.
         alike = {(id(each.group), step): each.group for each, step in zip(taken, steps, strict=True)}
         numbers = {key: _numbers(group, key[1]) for key, group in alike.items()}
-        updates = [self._one(each, numbers[id(each.group), step]) for each, step in zip(taken, steps, strict=True)]
+        updates = [
+            self._one(each, numbers[id(each.group), step], step) for each, step in zip(taken, steps, strict=True)
+        ]
         for kernel, some in by_kernel(updates):
             kernel.adam(some)
 
-    def _one(self, taken: Taken, numbers: AdamNumbers) -> AdamUpdate:
-        group, parameter, state = taken.group, taken.parameter, self.state[taken.parameter]
-        found = {name: state_tensor(state, name, parameter) for name in self._state_shapes(group, parameter)}
-        return AdamUpdate(taken.spot, numbers, **found)
+    def _one(self, taken: Taken, numbers: AdamNumbers, step: int) -> AdamUpdate:
+        found, small = self._kept_state(taken, step)
+        return AdamUpdate(taken.spot, numbers, **found, small=small)
 
 
 def _numbers(group: Group, step: int) -> AdamNumbers:
@@ -114,6 +120,7 @@ class AdamW(Adam, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state: StateKind = "fp32",
     ) -> None:
         Adam.__init__(
             self,
@@ -129,4 +136,5 @@ class AdamW(Adam, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
+            state=state,
         )

@@ -9,8 +9,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import at_least, check_betas, check_option_flags
-from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
+from rp_optim.host import Group, HostOptimizer, Taken
 from rp_optim.kernels.kernel import by_kernel
+from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import LionNumbers, LionUpdate
 
 Scalar = float | torch.Tensor
@@ -21,7 +22,7 @@ class Lion(HostOptimizer):
 
     Torch has no Lion; the signature and the state (``exp_avg``) are the authors'. `foreach` and `fused` are
     accepted and change nothing. Use a learning rate some 3 to 10 times smaller than AdamW's, and a weight decay as
-    many times larger.
+    many times larger. `state`: as for `rp_optim.Adam`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = Lion([weight], lr=0.5)
@@ -45,7 +46,9 @@ class Lion(HostOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state: StateKind = "fp32",
     ) -> None:
+        self._keep_state_as(state)
         check_option_flags("Lion", {"capturable": capturable, "differentiable": differentiable})
         del foreach, fused
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
@@ -62,12 +65,13 @@ class Lion(HostOptimizer):
         return {"exp_avg": parameter.shape}
 
     def _update(self, taken: Sequence[Taken]) -> None:
-        for kernel, updates in by_kernel(map(self._one, taken)):
+        steps = self._count_small_steps(taken)
+        for kernel, updates in by_kernel(map(self._one, taken, steps)):
             kernel.lion(updates)
 
-    def _one(self, taken: Taken) -> LionUpdate:
-        exp_avg = state_tensor(self.state[taken.parameter], "exp_avg", taken.parameter)
-        return LionUpdate(taken.spot, _numbers(taken.group), exp_avg)
+    def _one(self, taken: Taken, step: int) -> LionUpdate:
+        found, small = self._kept_state(taken, step)
+        return LionUpdate(taken.spot, _numbers(taken.group), **found, small=small)
 
 
 def _numbers(group: Group) -> LionNumbers:

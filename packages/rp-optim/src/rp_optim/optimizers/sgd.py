@@ -8,8 +8,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from rp_optim.checks import check_option_flags
-from rp_optim.host import Group, HostOptimizer, Taken, state_tensor
+from rp_optim.host import Group, HostOptimizer, Taken
+from rp_optim.kernels.kept import is_missing
 from rp_optim.kernels.kernel import by_kernel
+from rp_optim.kernels.packed import StateKind
 from rp_optim.kernels.updates import SGDNumbers, SGDUpdate
 
 Scalar = float | torch.Tensor
@@ -19,7 +21,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
     """Stochastic gradient descent, with momentum (Sutskever et al., 2013), in one pass over host memory.
 
     Takes the arguments of ``torch.optim.SGD``; `foreach` and `fused` are accepted and change nothing. Its
-    ``state_dict`` and torch's load each other.
+    ``state_dict`` and torch's load each other. `state`: as for `rp_optim.Adam`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = SGD([weight], lr=0.5, momentum=0.9)
@@ -44,7 +46,9 @@ class SGD(HostOptimizer, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        state: StateKind = "fp32",
     ) -> None:
+        self._keep_state_as(state)
         check_option_flags(type(self).__name__, {"differentiable": differentiable})
         del foreach, fused
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
@@ -53,22 +57,23 @@ class SGD(HostOptimizer, torch.optim.SGD):
         return {"momentum_buffer": parameter.shape} if float(group["momentum"]) != 0 else {}
 
     def _update(self, taken: Sequence[Taken]) -> None:
-        for kernel, updates in by_kernel(map(self._one, taken)):
+        steps = self._count_small_steps(taken)
+        for kernel, updates in by_kernel(map(self._one, taken, steps)):
             kernel.sgd(updates)
 
-    def _one(self, taken: Taken) -> SGDUpdate:
+    def _one(self, taken: Taken, step: int) -> SGDUpdate:
         group, parameter = taken.group, taken.parameter
-        first, buffer = False, None
-        if float(group["momentum"]) != 0:
-            state = self.state[parameter]
-            first = state.get("momentum_buffer") is None
-            if first:
-                # The first step writes it before reading it, so it needs no zeros.
-                state["momentum_buffer"] = torch.empty_like(
-                    parameter, memory_format=torch.contiguous_format, requires_grad=False
-                )
-            buffer = state_tensor(state, "momentum_buffer", parameter)
-        return SGDUpdate(taken.spot, _numbers(group, first=first), buffer)
+        if float(group["momentum"]) == 0:
+            return SGDUpdate(taken.spot, _numbers(group, first=False))
+        state = self.state[parameter]
+        first = is_missing(state, "momentum_buffer")
+        if first and self._kind == "fp32":
+            # The first step writes it before reading it, so it needs no zeros.
+            state["momentum_buffer"] = torch.empty_like(
+                parameter, memory_format=torch.contiguous_format, requires_grad=False
+            )
+        found, small = self._kept_state(taken, step)
+        return SGDUpdate(taken.spot, _numbers(group, first=first), found["momentum_buffer"], small)
 
 
 def _numbers(group: Group, *, first: bool) -> SGDNumbers:

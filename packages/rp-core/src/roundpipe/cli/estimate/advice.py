@@ -18,6 +18,8 @@ RANK = 16
 _PAYS = 1.05
 _SHORTEST = 128
 _GB = 10**9
+# Ways to keep the same state, the more exact first, and optimizers with less of it.
+_SMALLER_KINDS = ("bf16", "8bit")
 _SMALLER_STATES = ("lion", "adafactor")
 # Amounts of RAM to try, each larger by what was short.
 _MOST_TRIED = 8
@@ -69,6 +71,12 @@ def _for_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
 def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     """The microbatches stay as they are: what the host holds hardly depends on them."""
     count = None if now.planned is None else now.planned.microbatches
+    for kind in _SMALLER_KINDS if options.optimizer_state == "fp32" else ():
+        workload = replace(now.case.workload, optimizer_state=kind)
+        change = _change(f"--optimizer-state {kind}", now, workload=workload, microbatches=count)
+        if change.then.fits:
+            yield change
+            break
     is_adam = options.optimizer in ("adam", "adamw")
     for name in _SMALLER_STATES if is_adam else ():
         workload = replace(now.case.workload, optimizer=name)
@@ -116,6 +124,7 @@ def workload_of(options: PlanOptions) -> Workload:
         model_of(options.model, options.lora),
         sequence=options.sequence,
         optimizer=options.optimizer,
+        optimizer_state=options.optimizer_state,
         utilisation=options.utilisation,
         is_adapted=options.lora is not None,
     )

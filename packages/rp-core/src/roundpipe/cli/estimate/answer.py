@@ -25,7 +25,7 @@ _BOUNDS: Mapping[Resource, str] = {
 }
 _KINDS = {"F": "forward", "FB": "both", "B": "backward"}
 _MOST_STAGES = 16
-_MOST_CHANGES = 3
+_MOST_CHANGES = 4
 # Kinds that are a smaller part of host memory are left out.
 _SMALL = 0.001
 
@@ -84,6 +84,7 @@ def _model(found: Foretold) -> dict[str, Any]:
         "trained_parameters": workload.trained,
         "layers": len(workload.observed.facts) - 2,
         "optimizer": workload.optimizer,
+        "optimizer_state": workload.optimizer_state,
     }
 
 
@@ -157,7 +158,7 @@ def _headings(found: Foretold) -> Iterator[str]:
     what = f"adapters of {_billion(workload.trained)}" if workload.is_adapted else "full fine-tuning"
     yield (
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
-        f"{workload.optimizer}, fp32 masters"
+        f"{workload.optimizer}{_state(workload.optimizer_state)}, fp32 masters"
     )
     card = machine.card
     ram = "RAM not given" if machine.ram is None else f"RAM {_gb(machine.ram.total_bytes)}"
@@ -167,6 +168,11 @@ def _headings(found: Foretold) -> Iterator[str]:
         f"{card.tflops:.3g} TFLOP/s{source}; {_switches(found)}{ram}, {machine.ram_gb_s:.3g} GB/s"
     )
     yield f"a step: {found.case.batch} sequences of {workload.sequence} tokens"
+
+
+def _state(kind: str) -> str:
+    """How the state is kept, where that is not the usual way."""
+    return "" if kind == "fp32" else f" with {kind} state"
 
 
 def _switches(found: Foretold) -> str:

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from rp_optim import SGD, Adafactor, Adam, AdamW, Lion, state_bytes
 from torch import nn
 
-OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+# Any: options that differ by optimizer.
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": AdamW,
     "adam": Adam,
     "adafactor": Adafactor,
     "lion": Lion,
     "sgd": SGD,
-    "sgd-momentum": lambda parameters: SGD(parameters, momentum=0.9),
+    "sgd-momentum": partial(SGD, momentum=0.9),
 }
 
 
-def state_of(name: str, shapes: Sequence[torch.Size], dtype: torch.dtype) -> int:
-    """Bytes of an optimizer's state for masters of these shapes.
+def state_of(name: str, shapes: Sequence[torch.Size], dtype: torch.dtype, kind: str = "fp32") -> int:
+    """Bytes of an optimizer's state for masters of these shapes; `kind`: how it is kept.
 
     >>> state_of("adamw", [torch.Size((10, 10))], torch.float32)
     804
+    >>> state_of("adamw", [torch.Size((10, 10))], torch.float32, "8bit")
+    220
     """
-    optimizer = OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, dtype=dtype))])
+    optimizer: torch.optim.Optimizer = OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, dtype=dtype))], state=kind)
     # Host optimizers take no parameters without memory, but only shapes count here.
     masters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
     optimizer.param_groups[0]["params"] = masters

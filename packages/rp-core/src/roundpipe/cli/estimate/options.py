@@ -10,7 +10,7 @@ from pathlib import Path
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.cards import CARDS, Card, card_named
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
-from roundpipe.cli.options import MOST_MICROBATCHES, Given
+from roundpipe.cli.options import MOST_MICROBATCHES, Given, optimizer_state
 from roundpipe.runtime.host_limit import parse_bytes
 
 THIS = "this"
@@ -41,6 +41,7 @@ class PlanOptions:
     sequence: int
     lora: int | None
     optimizer: str
+    optimizer_state: str
     num_microbatch: int | None
     utilisation: float | None
     json: bool = False
@@ -71,6 +72,7 @@ def read_plan_options(given: Given) -> PlanOptions:
         sequence=_whole("--sequence", given.sequence, MOST_SEQUENCE),
         lora=None if given.lora is None else _whole("--lora", given.lora, MOST_RANK),
         optimizer=_optimizer(given.optimizer),
+        optimizer_state=optimizer_state(given.optimizer_state),
         num_microbatch=_microbatches(given.num_microbatch, batch),
         utilisation=None if given.utilisation is None else _part("--utilisation", given.utilisation),
         json=given.json,

@@ -45,6 +45,7 @@ class Workload:
     optimizer: str
     utilisation: float
     is_adapted: bool = False
+    optimizer_state: str = "fp32"
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class Workload:
         optimizer: str = "adamw",
         utilisation: float | None = None,
         is_adapted: bool = False,
+        optimizer_state: str = "fp32",
     ) -> Workload:
         """Of a model on the meta device."""
         observed = observe(model, sequence)
@@ -67,6 +69,7 @@ class Workload:
             optimizer,
             utilisation or usual,
             is_adapted,
+            optimizer_state,
         )
 
     @cached_property
@@ -82,14 +85,19 @@ class Workload:
     @cached_property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state."""
+        return self._state_bytes(self.optimizer_state)
+
+    def _state_bytes(self, kind: str) -> int:
         shapes = [tensor.shape for found in self._trainable for tensor in found.tensors]
-        return state_of(self.optimizer, shapes, OPTIM_DTYPE) if shapes else 0
+        return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind) if shapes else 0
 
     @property
     def step_bytes(self) -> float:
-        """Host memory that a step moves, for every two bytes of trained weights: as the scheduler counts."""
+        """Host memory that a step moves, or could in its time, for every two bytes of trained weights."""
         nbytes = sum(found.layout.nbytes for found in self._trainable)
-        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * self.optimizer_bytes
+        # In 8 bits a step moves less, but packing takes as long as that saves on some tens of cores.
+        state = self._state_bytes("fp32") if self.optimizer_state == "8bit" else self.optimizer_bytes
+        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * state
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
 
     @property

@@ -33,7 +33,11 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
     _check_vocabulary(model, largest_token)
     _check_positions(model, options.sequence)
     workload = Workload.of(
-        model, sequence=options.sequence, optimizer=options.optimizer, is_adapted=options.lora is not None
+        model,
+        sequence=options.sequence,
+        optimizer=options.optimizer,
+        optimizer_state=options.optimizer_state,
+        is_adapted=options.lora is not None,
     )
     return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch))
 
@@ -68,7 +72,7 @@ def summary(found: Foretold) -> str:
         hint = "lower --sequence, or raise --num-microbatch up to --batch"
     elif not found.forecast.fits:
         short, what = found.forecast.short_bytes, "host"
-        hint = "take --lora, or --optimizer lion or adafactor"
+        hint = "take --lora, --optimizer-state 8bit, or --optimizer lion or adafactor"
     else:
         return told
     raise Refused(

@@ -55,6 +55,7 @@ class FineTuning:
     weight_decay: float
     clip: float
     optimizer: str
+    optimizer_state: str
     betas: tuple[float, float] | None
     epochs: int | None
     steps: int | None
@@ -128,6 +129,7 @@ def read_fine_tuning(given: Given) -> FineTuning:
         weight_decay=_within("--weight-decay", given.weight_decay, 0, 1),
         clip=_within("--clip", given.clip, 0, math.inf),
         optimizer=_one_of("--optimizer", given.optimizer, OPTIMIZERS),
+        optimizer_state=checks.optimizer_state(given.optimizer_state),
         betas=_betas(given.betas, given.optimizer, sync=given.sync),
         epochs=_epochs(given),
         steps=_whole("--steps", given.steps, MOST_STEPS) if "steps" in vars(given) else None,

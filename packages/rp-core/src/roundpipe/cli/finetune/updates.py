@@ -33,7 +33,9 @@ class Updates:
         self._options, self._steps = options, steps
         settings = {} if options.betas is None else {"betas": options.betas}
         groups = decay_groups(model, options.weight_decay)
-        self.optimizer: torch.optim.Optimizer = _CLASSES[options.optimizer](groups, lr=options.lr, **settings)
+        self.optimizer: torch.optim.Optimizer = _CLASSES[options.optimizer](
+            groups, lr=options.lr, state=options.optimizer_state, **settings
+        )
         self._parameters = [parameter for group in groups for parameter in group["params"]]
 
     def rate(self, step: int) -> float:

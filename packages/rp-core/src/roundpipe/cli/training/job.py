@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rp_presets import causal_lm_loss
@@ -50,7 +50,11 @@ class Job:
             runtime=runtime,
         )
         self.optimizer = optim.AdamW(
-            self.model.optim_parameters(), lr=options.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+            self.model.optim_parameters(),
+            lr=options.lr,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            state=cast("Any", options.optimizer_state),  # Any: one of three, as the options have checked
         )
 
     def step(self, step: int) -> StepFigures:

@@ -157,6 +157,188 @@ static void write_weights(const rpo_job *job, int64_t i, int64_t n, const float 
         memcpy(to, from, (size_t)n * size);
 }
 
+/* Small state (kernels/packed.py has the same in torch operations, bit for bit, and says where it is from).
+ *
+ * Rounding is stochastic: the random bits are a hash of the job's key and the element's index. */
+
+/* The hash for element `start + j`, by the mixing of Wellons' lowbias32, with half of the key before and half within. */
+INLINE uint32_t noise_of(uint32_t start, int64_t j, uint32_t key) {
+    uint32_t x = start + (uint32_t)j;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= (x >> 15) ^ key;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+/* 16 random bits for each of an element's three state arrays. */
+INLINE uint32_t noise_for(uint32_t noise, const int array) {
+    return array == 0 ? noise & 0xffffu : (array == 1 ? noise >> 16 : (noise * 0x9e3779b1u) >> 16);
+}
+
+INLINE uint32_t noise_start(const rpo_job *job, int64_t i) {
+    return job->key[0] + (uint32_t)i + (uint32_t)((uint64_t)i >> 32) * 0x9e3779b1u;
+}
+
+/* A NaN becomes a quiet NaN, and a number never becomes infinite. */
+INLINE uint16_t round_randomly(float x, uint32_t noise) {
+    uint32_t bits = bits_of(x), size = bits & 0x7fffffffu;
+    uint32_t rounded = (bits + noise) >> 16;
+    uint32_t most = ((bits >> 16) & 0x8000u) | 0x7f7fu;
+    rounded = (size < 0x7f800000u) & ((rounded & 0x7fffu) >= 0x7f80u) ? most : rounded;
+    return (uint16_t)(size > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+}
+
+INLINE void put_bfloat16(const rpo_job *job, const int array, int64_t i, int64_t n, const float *restrict from) {
+    uint16_t *restrict to = (uint16_t *)job->state[array] + i;
+    const uint32_t start = noise_start(job, i), key = job->key[1];
+    for (int64_t j = 0; j < n; j++) to[j] = round_randomly(from[j], noise_for(noise_of(start, j, key), array));
+}
+
+/* The scale of a group whose largest element has these bits: rounded up to bf16, a normal number, 0 or NaN. */
+INLINE uint16_t scale_for(uint32_t top) {
+    uint32_t up = (top + 0xffffu) >> 16;
+    up = up > 0x7f7fu ? 0x7f7fu : (up < 0x80u ? 0x80u : up);
+    return (uint16_t)(top >= 0x7f800000u ? 0x7fc0u : (top == 0 ? 0 : up));
+}
+
+/* Bits of the largest size in a group; a NaN counts as the largest. */
+INLINE uint32_t largest_of(const float *restrict values) {
+    int32_t top = 0;
+    for (int j = 0; j < RPO_GROUP; j++) {
+        int32_t size = (int32_t)(bits_of(values[j]) & 0x7fffffffu);
+        top = size > top ? size : top;
+    }
+    return (uint32_t)top;
+}
+
+/* Fills up the last group of a block. */
+INLINE int64_t whole_groups(float *values, int64_t n) {
+    const int64_t whole = (n + RPO_GROUP - 1) / RPO_GROUP * RPO_GROUP;
+    for (int64_t j = n; j < whole; j++) values[j] = 0;
+    return whole;
+}
+
+INLINE float unit_root(float scale) { return scale * (1.0f / 255); }
+
+/* Square roots: code times scale / 255. */
+INLINE void get_roots(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict roots) {
+    uint8_t codes[BLOCK] = {0};
+    const uint8_t *from = (const uint8_t *)job->state[array] + i;
+    ask_for(from + AHEAD, (size_t)n);
+    memcpy(codes, from, (size_t)n);
+    for (int64_t first = 0; first < n; first += RPO_GROUP) {
+        const float unit = unit_root(widen_bfloat16(job->scales[array][(i + first) / RPO_GROUP]));
+        for (int j = 0; j < RPO_GROUP; j++) roots[first + j] = (float)(int32_t)codes[first + j] * unit;
+    }
+}
+
+/* Keeps the square roots of `squares`, so that the kept squares are unbiased; only 0 becomes 0. `roots`: those kept. */
+INLINE void put_roots(const rpo_job *job, const int array, int64_t i, int64_t n, const float *restrict squares,
+                      float *restrict roots) {
+    uint8_t codes[BLOCK];
+    const uint32_t start = noise_start(job, i), key = job->key[1];
+    for (int64_t j = 0; j < n; j++) roots[j] = sqrtf(squares[j]);
+    const int64_t whole = whole_groups(roots, n);
+    for (int64_t first = 0; first < whole; first += RPO_GROUP) {
+        const uint16_t scale = scale_for(largest_of(roots + first));
+        const float wide = widen_bfloat16(scale), unit = unit_root(wide), steps = scale == 0 ? 0 : 255.0f / wide;
+        job->scales[array][(i + first) / RPO_GROUP] = scale;
+        for (int j = 0; j < RPO_GROUP; j++) {
+            float x = roots[first + j];
+            int32_t size = (int32_t)(bits_of(x * steps) & 0x7fffffffu);
+            float at = float_of((uint32_t)(size < 0x437f0000 ? size : 0x437f0000)); /* at most 255, also for a NaN */
+            float below = (float)(int32_t)at;
+            float draw = (float)(int32_t)noise_for(noise_of(start, first + j, key), array) * 0x1p-16f;
+            int goes_up = (at - below) * (at + below) > draw * (below + below + 1.0f);
+            float least = (float)(x != 0);
+            float code = below + (float)goes_up;
+            code = code > least ? code : least;
+            codes[first + j] = (uint8_t)(int32_t)code;
+            roots[first + j] = code * unit;
+        }
+    }
+    memcpy((uint8_t *)job->state[array] + i, codes, (size_t)n);
+}
+
+/* Numbers with a sign, companded: z = code / 127 stands for z / (2 - |z|) of the scale. */
+INLINE void get_signed(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict values) {
+    int8_t codes[BLOCK] = {0};
+    const int8_t *from = (const int8_t *)job->state[array] + i;
+    ask_for(from + AHEAD, (size_t)n);
+    memcpy(codes, from, (size_t)n);
+    for (int64_t first = 0; first < n; first += RPO_GROUP) {
+        const float scale = widen_bfloat16(job->scales[array][(i + first) / RPO_GROUP]);
+        for (int j = 0; j < RPO_GROUP; j++) {
+            float code = (float)(int32_t)codes[first + j];
+            values[first + j] = code / (254.0f - fabsf(code)) * scale;
+        }
+    }
+}
+
+INLINE void put_signed(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict values) {
+    int8_t codes[BLOCK];
+    const uint32_t start = noise_start(job, i), key = job->key[1];
+    const int64_t whole = whole_groups(values, n);
+    for (int64_t first = 0; first < whole; first += RPO_GROUP) {
+        const uint16_t scale = scale_for(largest_of(values + first));
+        const float per_scale = scale == 0 ? 0 : 1.0f / widen_bfloat16(scale);
+        job->scales[array][(i + first) / RPO_GROUP] = scale;
+        for (int j = 0; j < RPO_GROUP; j++) {
+            float part = values[first + j] * per_scale;
+            float at = 254.0f * part / (1.0f + fabsf(part));
+            float draw = (float)(int32_t)noise_for(noise_of(start, first + j, key), array) * 0x1p-16f;
+            at = at >= -127.0f ? at : -127.0f; /* also a NaN */
+            /* From 1 to 256, so that truncating rounds down. */
+            float code = (at + 128.0f) + draw;
+            code = code < 255.0f ? code : 255.0f;
+            codes[first + j] = (int8_t)((int32_t)code - 128);
+        }
+    }
+    memcpy((int8_t *)job->state[array] + i, codes, (size_t)n);
+}
+
+/* State of one array, with a sign, in any packing. */
+INLINE float *fetch_state(const rpo_job *job, const int array, int64_t i, int64_t n, float *room) {
+    if (job->packing == RPO_8BIT_STATE) {
+        get_signed(job, array, i, n, room);
+        return room;
+    }
+    return fetch(job->state[array], job->packing ? RPO_BFLOAT16 : job->param.type, i, n, room);
+}
+
+INLINE void put_state(const rpo_job *job, const int array, int64_t i, int64_t n, float *values) {
+    if (job->packing == RPO_8BIT_STATE)
+        put_signed(job, array, i, n, values);
+    else if (job->packing == RPO_BF16_STATE)
+        put_bfloat16(job, array, i, n, values);
+    else
+        put_back(job->state[array], job->param.type, i, n, values);
+}
+
+/* Adam's 8-bit state: `v` and `most` are kept as square roots, and `m` in units of the kept root of `v`, since that is
+ * what a step divides it by. */
+INLINE void get_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad, float *restrict m,
+                     float *restrict v, float *restrict most) {
+    float roots[BLOCK];
+    get_roots(job, 1, i, n, roots);
+    get_signed(job, 0, i, n, m);
+    for (int64_t j = 0; j < n; j++) m[j] = m[j] * roots[j];
+    for (int64_t j = 0; j < n; j++) v[j] = roots[j] * roots[j];
+    if (!amsgrad) return;
+    get_roots(job, 2, i, n, roots);
+    for (int64_t j = 0; j < n; j++) most[j] = roots[j] * roots[j];
+}
+
+INLINE void put_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad, float *restrict m,
+                     const float *restrict v, const float *restrict most) {
+    float roots[BLOCK];
+    put_roots(job, 1, i, n, v, roots);
+    for (int64_t j = 0; j < n; j++) m[j] = roots[j] > 0 ? m[j] / roots[j] : 0;
+    put_signed(job, 0, i, n, m);
+    if (amsgrad) put_roots(job, 2, i, n, most, roots);
+}
+
 /* Adam (Kingma and Ba, 2015; amsgrad: Reddi et al., 2018), in the order of operations of torch.optim.Adam */
 
 typedef enum { NO_DECAY = 0, COUPLED = 1, DECOUPLED = 2 } decay_kind;
@@ -192,13 +374,19 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
     const decay_kind decay = job->l2 != 0 ? COUPLED : (job->shrink != 1 ? DECOUPLED : NO_DECAY);
     const int amsgrad = (job->flags & RPO_AMSGRAD) != 0;
     const int near = job->gain1 < 0.5; /* torch's lerp starts from the nearer end */
+    const int is_8bit = job->packing == RPO_8BIT_STATE;
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         float *g = fetch_gradient(job, i, n, rooms[0]);
         float *p = fetch(job->param.at, type, i, n, rooms[1]);
-        float *m = fetch(job->state[0], type, i, n, rooms[2]);
-        float *v = fetch(job->state[1], type, i, n, rooms[3]);
-        float *most = amsgrad ? fetch(job->state[2], type, i, n, rooms[4]) : rooms[4];
+        float *m = rooms[2], *v = rooms[3], *most = rooms[4];
+        if (is_8bit) {
+            get_adam(job, i, n, amsgrad, m, v, most);
+        } else {
+            m = fetch_state(job, 0, i, n, m);
+            v = fetch_state(job, 1, i, n, v);
+            if (amsgrad) most = fetch_state(job, 2, i, n, most);
+        }
         switch (decay * 4 + near * 2 + amsgrad) {
         case 0: adam_block(job, n, p, g, m, v, most, NO_DECAY, 0, 0); break;
         case 1: adam_block(job, n, p, g, m, v, most, NO_DECAY, 0, 1); break;
@@ -214,9 +402,13 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
         case 11: adam_block(job, n, p, g, m, v, most, DECOUPLED, 1, 1); break;
         }
         put_back(job->param.at, type, i, n, p);
-        put_back(job->state[0], type, i, n, m);
-        put_back(job->state[1], type, i, n, v);
-        if (amsgrad) put_back(job->state[2], type, i, n, most);
+        if (is_8bit) {
+            put_adam(job, i, n, amsgrad, m, v, most);
+        } else {
+            put_state(job, 0, i, n, m);
+            put_state(job, 1, i, n, v);
+            if (amsgrad) put_state(job, 2, i, n, most);
+        }
         write_weights(job, i, n, p);
     }
 }
@@ -249,7 +441,9 @@ static void sgd(const rpo_job *job, int64_t begin, int64_t end) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         float *g = fetch_gradient(job, i, n, rooms[0]);
         float *p = fetch(job->param.at, type, i, n, rooms[1]);
-        float *buffer = momentum ? fetch(job->state[0], type, i, n, rooms[2]) : rooms[2];
+        /* The first step writes the buffer before it reads it. */
+        const int reads = momentum && !(first && job->packing);
+        float *buffer = reads ? fetch_state(job, 0, i, n, rooms[2]) : rooms[2];
         switch (momentum ? 1 + first * 2 + nesterov : 0) {
         case 0: sgd_block(job, n, p, g, buffer, 0, 0, 0); break;
         case 1: sgd_block(job, n, p, g, buffer, 1, 0, 0); break;
@@ -258,7 +452,7 @@ static void sgd(const rpo_job *job, int64_t begin, int64_t end) {
         case 4: sgd_block(job, n, p, g, buffer, 1, 1, 1); break;
         }
         put_back(job->param.at, type, i, n, p);
-        if (momentum) put_back(job->state[0], type, i, n, buffer);
+        if (momentum) put_state(job, 0, i, n, buffer);
         write_weights(job, i, n, p);
     }
 }
@@ -287,10 +481,10 @@ static void lion(const rpo_job *job, int64_t begin, int64_t end) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         float *g = fetch_gradient(job, i, n, rooms[0]);
         float *p = fetch(job->param.at, type, i, n, rooms[1]);
-        float *m = fetch(job->state[0], type, i, n, rooms[2]);
+        float *m = fetch_state(job, 0, i, n, rooms[2]);
         lion_block(job, n, p, g, m);
         put_back(job->param.at, type, i, n, p);
-        put_back(job->state[0], type, i, n, m);
+        put_state(job, 0, i, n, m);
         write_weights(job, i, n, p);
     }
 }

@@ -18,7 +18,7 @@ typedef struct {
 /* One parameter's update. `more` is added to `grad`, in fp32, wherever `grad` is read. The sum is multiplied by
  * `factor` (unscaling, clipping; negative to maximize), then `l2` times the parameter is added. The parameter is multiplied by `shrink`, and `rate` times the direction is
  * subtracted. The other numbers belong to one optimizer each. Unused arrays are null. `state` has the parameter's
- * type. */
+ * type unless `packing` says otherwise. */
 typedef struct {
     int64_t count;
     int32_t threads;
@@ -30,6 +30,10 @@ typedef struct {
     double root;                       /* Adam: 1 / sqrt(bias correction 2) */
     double eps;                        /* Adam: added to the denominator; Adafactor: minimum of the variance */
     /* Adafactor: `count` = batch * rows * cols, and the variance of an element is row * col. */
+    /* Small state: how `state` is kept (an rpo_packing), the scales of 8-bit state, and the key of the noise. */
+    int32_t packing;
+    uint32_t key[2];
+    uint16_t *scales[3];
     int64_t batch, rows, cols;
     const float *row, *col;
     double *row_sums, *col_sums;
@@ -43,6 +47,14 @@ enum {
     RPO_NESTEROV = 8,
     RPO_STREAM = 16, /* write weights around the cache: they are too many to stay in it */
 };
+
+typedef enum {
+    RPO_LIKE_PARAM = 0,
+    RPO_BF16_STATE = 1, /* bf16, rounded stochastically */
+    RPO_8BIT_STATE = 2, /* a byte for each element, a bf16 scale for each RPO_GROUP elements */
+} rpo_packing;
+
+#define RPO_GROUP 32
 
 /* An elementwise update of the elements [begin, end). */
 typedef void rpo_range(const rpo_job *job, int64_t begin, int64_t end);

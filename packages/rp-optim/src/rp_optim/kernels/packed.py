@@ -1,0 +1,188 @@
+"""Small state in torch operations: bf16 with stochastic rounding, and 8 bits with a scale for each 32 elements.
+
+The 8-bit format follows FlashOptim (Gonzalez Ortiz et al., 2026, arXiv 2602.23349): second moments as square
+roots, numbers with a sign companded by ``2x / (1 + |x|)``, each group divided by its largest element. Four things
+differ. Rounding is stochastic, so that an average over many steps does not stall. Scales are bf16, rounded up.
+Only zero becomes zero, so that no step divides by a second moment that was lost. Adam's first moment is kept in
+units of the root of its second, which a step divides it by: small elements beside large ones keep their precision.
+
+The compiled kernels do the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+StateKind = Literal["fp32", "bf16", "8bit"]
+KINDS: tuple[StateKind, ...] = ("fp32", "bf16", "8bit")
+
+GROUP = 32
+"""Elements that share a scale."""
+
+_MASK = 0xFFFFFFFF
+_ROOTS, _SIGNED = 255.0, 127.0
+# The bits of the smallest normal and the largest bf16 number, and of a NaN.
+_LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0
+_INFINITE = 0x7F800000
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Random numbers that depend on a key and an element's index alone, never on the process's generators.
+
+    >>> noise = Noise.of(step=3, parameter=0)
+    >>> noise.draws(2, 2, 0).equal(noise.draws(0, 4, 0)[2:])
+    True
+    """
+
+    key: tuple[int, int]
+
+    @classmethod
+    def of(cls, step: int, parameter: int) -> Noise:
+        """The noise of a parameter, by its place in the optimizer, in a step."""
+        # SplitMix64 (Steele et al., 2014) mixes both into 64 bits.
+        x = ((step << 32) + parameter + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        x ^= x >> 31
+        return cls((x & _MASK, x >> 32))
+
+    def draws(self, first: int, count: int, array: int) -> torch.Tensor:
+        """Numbers in [0, 65536) for the elements from `first` on, int64; `array`: which of three state tensors."""
+        index = torch.arange(first, first + count, dtype=torch.int64, device="cpu")
+        x = (self.key[0] + (index & _MASK) + (index >> 32) * 0x9E3779B1) & _MASK
+        x = x ^ (x >> 16)
+        x = (x * 0x7FEB352D) & _MASK
+        x = x ^ (x >> 15) ^ self.key[1]
+        x = (x * 0x846CA68B) & _MASK
+        x = x ^ (x >> 16)
+        if array == 0:
+            return x & 0xFFFF
+        return (x if array == 1 else (x * 0x9E3779B1) & _MASK) >> 16
+
+
+# Numbers in [0, 65536) for `count` elements from `first` on, and for one of three arrays.
+Draw = Callable[[int, int, int], torch.Tensor]
+
+
+def nearest(first: int, count: int, array: int) -> torch.Tensor:
+    """In place of `Noise.draws`: rounds to nearest, for conversions."""
+    del first, array
+    return torch.full((count,), 1 << 15, dtype=torch.int64, device="cpu")
+
+
+def num_groups(count: int) -> int:
+    """The number of scales of so many elements.
+
+    >>> num_groups(33)
+    2
+    """
+    return -(-count // GROUP)
+
+
+def exact_sqrt(values: torch.Tensor) -> torch.Tensor:
+    """Square roots, correctly rounded: those of torch may come from a library that is off by a last bit."""
+    return values.double().sqrt().to(values.dtype)
+
+
+# bf16
+
+
+def to_bfloat16(values: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Round fp32 numbers to bf16, up or down as `draws` say, on average exactly; finite ones stay finite.
+
+    >>> halfway = torch.full((2,), 1 + 2**-8)
+    >>> to_bfloat16(halfway, torch.tensor([0, 65535]))
+    tensor([1.0000, 1.0078], dtype=torch.bfloat16)
+    """
+    bits = values.view(torch.int32).to(torch.int64) & _MASK
+    size = bits & 0x7FFFFFFF
+    rounded = ((bits + draws) & _MASK) >> 16
+    most = ((bits >> 16) & 0x8000) | _MOST
+    rounded = torch.where((size < _INFINITE) & ((rounded & 0x7FFF) > _MOST), most, rounded)
+    return _bfloat16(torch.where(size > _INFINITE, (bits >> 16) | 0x40, rounded))
+
+
+def _bfloat16(bits: torch.Tensor) -> torch.Tensor:
+    """From the bits in int64."""
+    return (bits - ((bits >> 15) << 16)).to(torch.int16).view(torch.bfloat16)
+
+
+# 8 bits
+
+
+def _grouped(values: torch.Tensor) -> torch.Tensor:
+    """(n,) to (groups, GROUP), filled up with zeros."""
+    fill = num_groups(values.numel()) * GROUP - values.numel()
+    return torch.nn.functional.pad(values, (0, fill)).view(-1, GROUP)
+
+
+def _scales(groups: torch.Tensor) -> torch.Tensor:
+    """Each group's largest element, rounded up to a normal bf16 number; 0 if all are 0, else NaN if not finite."""
+    sizes = groups.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
+    top = sizes.amax(-1)
+    up = ((top + 0xFFFF) >> 16).clamp(_LEAST, _MOST)
+    return _bfloat16(torch.where(top >= _INFINITE, _NAN, torch.where(top == 0, 0, up)))
+
+
+def _per_scale(number: float, scales: torch.Tensor) -> torch.Tensor:
+    wide = scales.float()
+    # A number divided by a tensor would be a product with the reciprocal, rounded twice.
+    return torch.where(wide == 0, wide, torch.tensor(number).div(wide))[:, None]
+
+
+def pack_roots(squares: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep square roots: (n,) fp32 to codes (n,) uint8 and scales (groups,) bf16.
+
+    Rounds so that the kept squares are right on average. Only 0 becomes 0. A group with a number that is negative
+    or not finite becomes NaN.
+
+    >>> codes, scales = pack_roots(torch.tensor([4.0, 1.0, 0.0]), nearest(0, 3, 0))
+    >>> codes.tolist(), scales.tolist(), unpack_roots(codes, scales).square()
+    ([255, 127, 0], [2.0], tensor([4.0000, 0.9922, 0.0000]))
+    """
+    groups = _grouped(exact_sqrt(squares))
+    scales = _scales(groups)
+    at = groups * _per_scale(_ROOTS, scales)
+    at = torch.where(at <= _ROOTS, at, _ROOTS)
+    below = at.floor()
+    draw = _grouped(draws.float() * 2.0**-16)
+    code = below + ((at - below) * (at + below) > draw * (below + below + 1.0))
+    code = torch.where(groups == 0, 0.0, code.clamp(min=1.0))
+    return code.view(-1)[: squares.numel()].to(torch.uint8), scales
+
+
+def unpack_roots(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The square roots that `pack_roots` kept, (n,) fp32."""
+    # As compiled code divides: in fp32.
+    unit = scales.float() * torch.tensor(1.0).div(_ROOTS)
+    return (_grouped(codes.float()) * unit[:, None]).view(-1)[: codes.numel()]
+
+
+def pack_signed(values: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep numbers with a sign: (n,) fp32 to codes (n,) int8 and scales (groups,) bf16.
+
+    A group with a number that is not finite becomes NaN.
+
+    >>> codes, scales = pack_signed(torch.tensor([2.0, -1.0, 0.0]), nearest(0, 3, 0))
+    >>> codes.tolist(), scales.tolist(), unpack_signed(codes, scales)
+    ([127, -85, 0], [2.0], tensor([ 2.0000, -1.0059,  0.0000]))
+    """
+    groups = _grouped(values)
+    scales = _scales(groups)
+    part = groups * _per_scale(1.0, scales)
+    at = (part * (2 * _SIGNED)) / (1.0 + part.abs())
+    at = torch.where(at >= -_SIGNED, at, -_SIGNED)
+    code = (at + 128.0) + _grouped(draws.float() * 2.0**-16)
+    code = torch.where(code < 255.0, code, 255.0).to(torch.int16) - 128
+    return code.view(-1)[: values.numel()].to(torch.int8), scales
+
+
+def unpack_signed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The numbers that `pack_signed` kept, (n,) fp32."""
+    code = _grouped(codes.float())
+    return (code / (2 * _SIGNED - code.abs()) * scales.float()[:, None]).view(-1)[: codes.numel()]
