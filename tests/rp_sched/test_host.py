@@ -274,12 +274,24 @@ RESOURCES = (
 
 def priced_ms(course: Course, devices: int, calls: int = 4) -> float:
     """Until the last of several calls has ended."""
-    clock, passed = Clock.idle(devices), 0.0
+    clock, launched, ended = Clock.idle(devices), 0.0, 0.0
     for _ in range(calls):
         course.play(clock)
-        over = clock.over_ms
-        passed += clock.next_call()
-    return max(passed + over, calls * course.load_bound_ms(devices))
+        ended = launched + clock.over_ms
+        launched += clock.next_call()
+    return max(ended, calls * course.load_bound_ms(devices))
+
+
+def test_a_faster_link_of_one_device_makes_no_plan_dearer():
+    costs = [LayerCost(0.0, backward_ms=0.0, boundary_bytes=nbytes) for nbytes in (0, 0, 1, 0)]
+    shared = Switch(devices=(0, 2), upload_gb_s=SLOW, download_gb_s=SLOW)
+    limits = Limits(download_gb_s=3 * SLOW, switches=(shared,))
+    chosen = Plan((range(3),), range(3, 4), (range(3),), in_turn=True)
+    found = [
+        priced_ms(Course(chosen, costs, limits=each, mode="fused", microbatches=1), 2)
+        for each in (limits, more(limits, "download_gb_s"))
+    ]
+    assert found[1] <= found[0] * ALMOST
 
 
 @patient
