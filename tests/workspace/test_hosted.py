@@ -103,7 +103,7 @@ def test_the_draft_of_a_release_has_the_tags_lines(tmp_path: Path) -> None:
     git(origin, "tag", "--annotate", "--message", "what has changed", tag)
     commit = git(origin, "rev-parse", "HEAD")
     git(checkout, "remote", "add", "origin", f"file://{origin}")
-    git(checkout, "fetch", "--quiet", "--depth", "1", "origin", f"+{commit}:refs/tags/{tag}")
+    git(checkout, "fetch", "--quiet", "--no-tags", "--depth", "1", "origin", f"+{commit}:refs/tags/{tag}")
     git(checkout, "checkout", "--quiet", f"refs/tags/{tag}")
     # When the steps before the draft have run
     commands = [step.get("run", "") for step in steps(ROOT / ".github/workflows/release.yml")]
