@@ -265,6 +265,21 @@ def test_after_an_exception_training_goes_on(tmp_path, options):
     assert_same(run(strategy(options)), run("auto"))
 
 
+def test_after_an_exception_parameters_have_the_result_of_the_last_step(tmp_path, two):
+    class Interrupted(Seen):
+        def training_step(self, batch: Any, index: int) -> Any:
+            if index == 2:
+                raise KeyError("mine")
+            return super().training_step(batch, index)
+
+    module = Interrupted()
+    with pytest.raises(KeyError, match="mine"):
+        trainer(tmp_path, strategy(RoundPipeOptions(runtime=two, asynchronous=True))).fit(module, numbers())
+    before = {name: value.detach().clone() for name, value in module.net.named_parameters()}
+    for name, value in module.net.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 def test_with_asynchronous_steps_hooks_see_gradients_and_drop_them(tmp_path, two):
     options = RoundPipeOptions(runtime=two, asynchronous=True)
     found: list[float] = []

@@ -207,6 +207,15 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """At the end the model's own parameters have the result of the last step."""
         self._settle()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """After Ctrl-C or an error the model's own parameters have the result of the last step, too."""
+        super().on_exception(exception)
+        if self._on_devices is not None:
+            try:
+                self._settle()
+            except Exception as error:
+                exception.add_note(f"RoundPipe: {error}")
+
     def teardown(self) -> None:
         """Everything is on the host already."""
         assert self.accelerator is not None
