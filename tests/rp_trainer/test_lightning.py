@@ -95,6 +95,7 @@ def test_losses_rates_metrics_and_weights_are_the_same(tmp_path, options, settin
     assert not torch.equal(module.model.lm_head.weight, causal_lm().lm_head.weight)
 
 
+@pytest.mark.nightly
 def test_a_row_of_layers_with_a_loss_of_ones_own_trains_the_same(tmp_path, options):
     wanted = trained(Rows, tmp_path, numbers(), **CLIPPED)
     assert_same_weights(trained(Rows, tmp_path, numbers(), strategy(options), **CLIPPED), wanted)
