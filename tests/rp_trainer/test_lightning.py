@@ -11,6 +11,7 @@ import lightning
 import pytest
 import roundpipe
 import torch
+from in_lightning import QUIET, Rows, assert_same_weights, numbers, strategy, trainer
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import Precision
@@ -23,16 +24,7 @@ from tiny import causal_lm, padded, rows
 from torch import nn
 from torch.utils.data import DataLoader
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*parts were requested"),
-    pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated, use:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),
-]
+pytestmark = QUIET
 
 
 class Tuned(lightning.LightningModule):
@@ -60,56 +52,8 @@ class Tuned(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Rows(lightning.LightningModule):
-    """A plain row of layers, and a loss of the user's own."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(*layers or (nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        del index
-        (inputs,) = batch
-        return nn.functional.cross_entropy(self.net(inputs), inputs.argmax(1) % 3)
-
-    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
-        del index
-        return self.net(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return roundpipe.optim.SGD(self.parameters(), lr=0.1)
-
-
-def numbers(count: int = 12) -> DataLoader[Any]:
-    found = torch.randn(count, 4, generator=torch.Generator().manual_seed(3))
-    return DataLoader(torch.utils.data.TensorDataset(found), batch_size=3)
-
-
 def batches(count: int = 14, size: int = 3) -> DataLoader[Any]:
     return DataLoader(rows(count), batch_size=size, collate_fn=padded)  # type: ignore[arg-type]
-
-
-def trainer(path: Path, strategy: Any = "auto", **settings: Any) -> lightning.Trainer:
-    where = {"accelerator": "cpu"} if strategy == "auto" else {}
-    quiet: dict[str, Any] = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    quiet |= {"logger": False, "max_epochs": 2}
-    return lightning.Trainer(default_root_dir=path, strategy=strategy, **{**quiet, **where, **settings})
-
-
-def strategy(options: RoundPipeOptions, name: str | None = None) -> RoundPipeStrategy:
-    return RoundPipeStrategy(name, options)
-
-
-def assert_same_weights(found: nn.Module, wanted: nn.Module, atol: float = 2e-5) -> None:
-    before = wanted.state_dict()
-    assert list(found.state_dict()) == list(before)
-    for name, value in found.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=1e-4, atol=atol, msg=name)
 
 
 def trained(kind: Any, path: Path, data: Any, strategy: Any = "auto", **settings: Any) -> Any:
@@ -151,6 +95,7 @@ def test_losses_rates_metrics_and_weights_are_the_same(tmp_path, options, settin
     assert not torch.equal(module.model.lm_head.weight, causal_lm().lm_head.weight)
 
 
+@pytest.mark.nightly
 def test_a_row_of_layers_with_a_loss_of_ones_own_trains_the_same(tmp_path, options):
     wanted = trained(Rows, tmp_path, numbers(), **CLIPPED)
     assert_same_weights(trained(Rows, tmp_path, numbers(), strategy(options), **CLIPPED), wanted)
@@ -421,7 +366,7 @@ def test_layers_that_are_called_past_the_attribute_train_on_the_host(tmp_path, o
 
 
 def test_what_is_overridden_is_lightnings():
-    own = {"grad_norm", "on_devices", "parallel_devices", "num_nodes"}
+    own = {"grad_norm", "show_gradients", "on_devices", "parallel_devices", "num_nodes"}
     for kind, base in ((RoundPipeStrategy, Strategy), (HostPrecision, Precision)):
         names = {name for name in vars(kind) if not name.startswith("_")} - own
         assert names

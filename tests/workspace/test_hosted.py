@@ -86,3 +86,29 @@ def test_files_of_another_version_do_not_get_into_a_release(tmp_path: Path) -> N
     assert sorted(path.name for path in (tmp_path / "release").iterdir()) == names
     (made / "rp_optim-0.1.0-py3-none-any.whl").touch()
     assert subprocess.run(command, check=False, capture_output=True).returncode == 1
+
+
+def test_the_draft_of_a_release_has_the_tags_lines(tmp_path: Path) -> None:
+    # Given what actions/checkout leaves: the commit, under the name of the annotated tag.
+    def git(folder: Path, *arguments: str) -> str:
+        identity = ["-c", "user.name=tester", "-c", "user.email=tester@example.org"]
+        command = ["git", *identity, "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    tag, origin, checkout = "rp-optim-v0.2.0", tmp_path / "origin", tmp_path / "checkout"
+    for folder in (origin, checkout):
+        folder.mkdir()
+        git(folder, "init", "--quiet")
+    git(origin, "commit", "--quiet", "--allow-empty", "--message", "a commit")
+    git(origin, "tag", "--annotate", "--message", "what has changed", tag)
+    commit = git(origin, "rev-parse", "HEAD")
+    git(checkout, "remote", "add", "origin", f"file://{origin}")
+    git(checkout, "fetch", "--quiet", "--no-tags", "--depth", "1", "origin", f"+{commit}:refs/tags/{tag}")
+    git(checkout, "checkout", "--quiet", f"refs/tags/{tag}")
+    # When the steps before the draft have run
+    commands = [step.get("run", "") for step in steps(ROOT / ".github/workflows/release.yml")]
+    for command in commands[: next(at for at, one in enumerate(commands) if "--notes-from-tag" in one)]:
+        if command.startswith("git "):
+            environment = {**os.environ, "GITHUB_REF_NAME": tag}
+            subprocess.run(["bash", "-ec", command], cwd=checkout, env=environment, check=True)
+    assert git(checkout, "tag", "--list", tag, "--format=%(contents)") == "what has changed"

@@ -1,10 +1,11 @@
-"""`scripts/release` on a clone: what a release changes, and when there is none."""
+"""`scripts/release` on a clone: what a release changes, when there is none, and which packages are tried."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,14 +15,16 @@ ROOT = Path(__file__).parents[2]
 IDENTITY = ["-c", "user.name=tester", "-c", "user.email=tester@example.org"]
 
 
-def script() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts/release"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("release", loader))
+def script(name: str) -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    # Dataclasses look their module up.
+    sys.modules[name] = module
     loader.exec_module(module)
     return module
 
 
-RELEASE = script()
+RELEASE = script("release")
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -75,20 +78,22 @@ def test_those_who_need_it_ask_for_it(clone):
 def test_a_package_is_released_after_what_it_needs(clone):
     with pytest.raises(RELEASE.Refused, match=r"rp-core needs rp-batch, .* release rp-batch first"):
         RELEASE.release(clone, "rp-core", "0.2.0")
-    for name in (
-        "rp-batch",
-        "rp-dist",
-        "rp-optim",
-        "rp-presets",
-        "rp-sched",
-        "rp-transfer",
-        "rp-core",
-        "rp-trainer",
-    ):
+    leaves = [name for name in RELEASE.members(clone) if name not in ("rp-core", "rp-trainer")]
+    for name in (*leaves, "rp-core", "rp-trainer"):
         RELEASE.release(clone, name, "0.2.0")
     project = RELEASE.members(clone)["rp-trainer"].project.read_text()
     assert '"rp-core>=0.2.0,<0.3"' in project
-    assert len(git(clone, "tag", "--list", "*-v0.2.0").splitlines()) == 8
+    assert len(git(clone, "tag", "--list", "*-v0.2.0").splitlines()) == len(leaves) + 2
+
+
+def test_wheels_of_all_packages_are_tried_alone():
+    tried, found = script("try-wheels"), RELEASE.members(ROOT)
+    assert set(tried.PACKAGES) == set(found)
+    for name, member in found.items():
+        needed = {name, *(other for other in found if member.requirement(other) is not None)}
+        assert needed <= tried.NEEDS.get(name, {name})
+        # What it needs comes first, as in a release.
+        assert tried.PACKAGES.index(name) == max(map(tried.PACKAGES.index, needed))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class SteppedByEngine(torch.optim.Optimizer):
         _train_masters(engine, optimizer, keeps_frozen=self._keeps_frozen)
         # What schedulers see, and what steps: settings of the latter change in steps only.
         self.shown = optimizer
-        self._stepping = _with_own_groups(optimizer)
+        self._stepping = with_own_groups(optimizer)
         self._clipping = _Clipping()
         self._last: Future[float] | None = None
 
@@ -130,7 +130,7 @@ class SteppedByEngine(torch.optim.Optimizer):
         """The optimizer that steps, with the settings of the next step: for `roundpipe.save_checkpoint`."""
         self.finish()
         # A new one: settings of one that has stepped must change in steps only.
-        self._stepping = _with_own_groups(self._stepping)
+        self._stepping = with_own_groups(self._stepping)
         _set(self._stepping.param_groups, _settings(self.shown.param_groups))
         return self._stepping
 
@@ -186,17 +186,28 @@ def _train_masters(
     engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer, *, keeps_frozen: bool
 ) -> None:
     """Put the master weights in the place of the model's own parameters."""
+    masters = masters_of(engine, optimizer.param_groups, keeps_frozen=keeps_frozen)
+    for group in optimizer.param_groups:
+        group["params"] = [masters[one] for one in group["params"]]
+    for one in [one for one in optimizer.state if one in masters]:
+        optimizer.state[masters[one]] = optimizer.state.pop(one)
+
+
+def masters_of(
+    engine: RoundPipe | AutoRoundPipe, groups: Iterable[Mapping[str, Any]], *, keeps_frozen: bool
+) -> dict[torch.Tensor, torch.Tensor]:
+    """The master weight of each parameter in groups; with `keeps_frozen` a frozen one stands for itself.
+
+    Raises `ValueError` for a parameter that is not a trained one of the model.
+    """
     masters = dict(engine.optim_named_parameters())
     found: dict[torch.Tensor, torch.Tensor] = {master: master for master in masters.values()}
     own = engine.named_model.named_parameters()
     found.update((one, masters[name]) for name, one in own if name in masters)
+    listed: list[torch.Tensor] = [one for group in groups for one in group["params"]]
     if keeps_frozen:
-        frozen = [one for group in optimizer.param_groups for one in group["params"] if not one.requires_grad]
-        found.update((one, one) for one in frozen)
-    for group in optimizer.param_groups:
-        group["params"] = [_master(one, found) for one in group["params"]]
-    for one in [one for one in optimizer.state if one in found]:
-        optimizer.state[found[one]] = optimizer.state.pop(one)
+        found.update((one, one) for one in listed if not one.requires_grad)
+    return {one: _master(one, found) for one in listed}
 
 
 def _master(one: torch.Tensor, masters: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -208,7 +219,7 @@ def _master(one: torch.Tensor, masters: Mapping[torch.Tensor, torch.Tensor]) -> 
     )
 
 
-def _with_own_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def with_own_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A copy with the same state, whose groups have settings of their own."""
     found = copy.copy(optimizer)
     found.param_groups = [dict(group) for group in optimizer.param_groups]

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from rp_trainer.lightning.optimizer import named_like
 from rp_trainer.lightning.precision import HostPrecision, on_host
 from rp_trainer.lightning.refusals import chosen, only_optimizer, refuse_processes, refuse_several
-from rp_trainer.on_devices import OnDevices
+from rp_trainer.lightning.within_steps import WithinSteps
 from rp_trainer.options import RoundPipeOptions
 
 # What a checkpoint has beside Lightning's own entries.
@@ -52,7 +52,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         super().__init__(device="cpu", accelerator=CPUAccelerator())
         self._name = model
         self._options = options or RoundPipeOptions()
-        self._on_devices: OnDevices | None = None
+        self._on_devices: WithinSteps | None = None
 
     # What a trainer tells a strategy that has these attributes
 
@@ -98,7 +98,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     # The model
 
     @property
-    def on_devices(self) -> OnDevices:
+    def on_devices(self) -> WithinSteps:
         """What stands for the submodule within steps; its attribute `engine` is the wrapped model.
 
         Raises `RuntimeError` before a trainer has set it up.
@@ -123,7 +123,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             engine = self._options.wrap(model, f"{type(module).__name__}.{name}")
         # Gradients of an earlier training that was broken off.
         engine.zero_grad()
-        self._on_devices = OnDevices(engine, dtype)
+        self._on_devices = WithinSteps(engine, dtype)
 
     @contextmanager
     def _in_place(self) -> Generator[None]:
@@ -132,6 +132,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         assert self._name is not None
         parent, _, child = self._name.rpartition(".")
         holder, model = self.lightning_module.get_submodule(parent), self.on_devices.engine.named_model
+        self.on_devices.training = model.training
         with self.on_devices.in_place_of_model():
             setattr(holder, child, self.on_devices)
             try:
@@ -169,9 +170,21 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             engine, is_async = self.on_devices.engine, self._options.asynchronous
             stepped = named_like(optimizer)(engine, optimizer, asynchronous=is_async)
             self.optimizers = [stepped]
+            self.on_devices.optimizer = stepped
             for config in self.lr_scheduler_configs:
                 # By it callbacks find the scheduler of an optimizer.
                 config.scheduler.optimizer = stepped
+
+    # Gradients
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Remember that there are gradients."""
+        super().post_backward(closure_loss)
+        self.on_devices.note_gradients()
+
+    def show_gradients(self) -> None:
+        """Wait for the gradients so far and set ``.grad`` of the parameters; what is changed there counts."""
+        self.on_devices.engine.synchronize()
 
     # Results of the last step
 
@@ -193,6 +206,15 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         """At the end the model's own parameters have the result of the last step."""
         self._settle()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """After Ctrl-C or an error the model's own parameters have the result of the last step, too."""
+        super().on_exception(exception)
+        if self._on_devices is not None:
+            try:
+                self._settle()
+            except Exception as error:
+                exception.add_note(f"RoundPipe: {error}")
 
     def teardown(self) -> None:
         """Everything is on the host already."""
