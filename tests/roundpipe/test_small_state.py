@@ -53,6 +53,28 @@ def test_a_checkpoint_is_loaded_as_another_kind_and_says_so(tmp_path: Path, was:
         other.train(2, 4)
 
 
+class Scaled(torch.nn.Module):
+    """Multiplies by one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.numbers = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.number * self.numbers
+
+
+@pytest.mark.parametrize("kind", ["fp32", *KINDS])
+def test_nothing_is_said_of_counters_and_scales_in_a_parameters_shape(tmp_path: Path, kind: str) -> None:
+    how = {"optimizer": partial(roundpipe.optim.AdamW, state=kind), "optim_dtype": torch.bfloat16}
+    with Runtime("cpu:1") as runtime:
+        own = job(runtime, layers=torch.nn.Sequential(Scaled(), *mlp()[:3], torch.nn.Linear(6, 3)), **how)
+        own.train(0, 2)
+        save_checkpoint(tmp_path / "c", own.model, own.optimizer, step=2, **own.parts).wait()
+        other = job(runtime, layers=torch.nn.Sequential(Scaled(), *mlp()[:3], torch.nn.Linear(6, 3)), **how)
+        assert load_checkpoint(tmp_path / "c", other.model, other.optimizer, **other.parts).notes == ()
+
+
 def test_state_in_8_bits_is_refused_by_torchs_optimizer(tmp_path: Path) -> None:
     with Runtime("cpu:1") as runtime:
         own = job(runtime, optimizer=partial(roundpipe.optim.AdamW, state="8bit"))

@@ -18,6 +18,7 @@ from roundpipe.cli import main
 from roundpipe.cli.arguments import known_options, parse
 from roundpipe.cli.config_file import with_config
 from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.earlier import check_same
 from roundpipe.cli.finetune.options import FineTuning, read_fine_tuning
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.training.rates import learning_rate
@@ -75,6 +76,16 @@ def test_of_two_options_that_do_not_go_together_the_command_lines_counts(tmp_pat
     path.write_text("epochs: 3\nsteps: 7\n")
     with pytest.raises(Refused, match="--epochs and --steps do not go together"):
         options("--config", str(path))
+
+
+def test_a_run_from_before_there_were_kinds_of_state_goes_on_as_fp32(tmp_path: Path) -> None:
+    flags = ("--model", "m", "--data", "d.txt", "--output", str(tmp_path))
+    earlier = {**options(*flags).jsonable(), "data_digest": "d"}
+    del earlier["optimizer_state"]
+    (tmp_path / "options.json").write_text(json.dumps(earlier))
+    check_same(options(*flags), "d")
+    with pytest.raises(Refused, match="--optimizer-state was fp32 and is 8bit"):
+        check_same(options(*flags, "--optimizer-state", "8bit"), "d")
 
 
 def test_a_config_file_may_have_everything(inputs: list[str], tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import roundpipe_command
 from programs import COMMAND_LINE, Program
 from roundpipe.cli import main
 from roundpipe.cli.interrupt import Interruption
@@ -151,3 +153,24 @@ def test_a_profile_that_cannot_be_written_is_refused(
         shown = capsys.readouterr().err
         assert shown.startswith(f"roundpipe: --profile {path} cannot be written")
         assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.default_int_handler])
+def test_while_it_imports_ctrl_c_is_handled_unless_it_was_ignored(monkeypatch: Any, before: Any) -> None:
+    found: list[Any] = []
+
+    class Imported(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name == "main":
+                found.append(signal.getsignal(signal.SIGINT))
+            return lambda: found.append(signal.getsignal(signal.SIGINT)) or 0
+
+    monkeypatch.setitem(sys.modules, "roundpipe.cli", Imported("roundpipe.cli"))
+    usual = signal.signal(signal.SIGINT, before)
+    try:
+        assert roundpipe_command.main() == 0
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    importing, running = found[0], found[-1]
+    assert running == before
+    assert importing == signal.SIG_IGN if before == signal.SIG_IGN else importing.__module__ == "roundpipe_command"

@@ -11,10 +11,14 @@ _INTERRUPTED = 130
 
 def main() -> int:
     """Run the command and return its exit status; Ctrl-C while modules are imported ends it with one line."""
-    before = signal.signal(signal.SIGINT, _end)
+    before = signal.getsignal(signal.SIGINT)
+    # Shells let what a script starts in the background ignore Ctrl-C.
+    if callable(before):
+        signal.signal(signal.SIGINT, _end)
     from roundpipe.cli import main as run
 
-    signal.signal(signal.SIGINT, before)
+    if callable(before):
+        signal.signal(signal.SIGINT, before)
     return run()
 
 

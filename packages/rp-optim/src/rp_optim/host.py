@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -28,6 +28,9 @@ from rp_optim.worker import wait_for_steps
 Group = dict[str, Any]
 State = dict[str, Any]
 Member = tuple[Group, torch.Tensor]
+
+# In fp32, this and one more are the same number.
+_MOST_IN_FP32 = 1 << 24
 
 # Elements that one kernel call updates. With a call for each parameter, waking the threads took a third of a step
 # on sixteen cores. Much larger pieces would delay the first weights of a step.
@@ -244,10 +247,11 @@ def _hidden(states: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _hide_moments(state: State) -> State:
-    return {name: _Hidden(value) if _is_moment(name, value) else value for name, value in state.items()}
+    # On the host, as torch would move them: they may have been saved on a device.
+    return {name: _Hidden(value.cpu()) if _is_moment(name, value) else value for name, value in state.items()}
 
 
-def _is_moment(name: str, value: object) -> bool:
+def _is_moment(name: str, value: object) -> TypeGuard[torch.Tensor]:
     return name != "step" and isinstance(value, torch.Tensor)
 
 
@@ -302,13 +306,24 @@ def _counter_dtype() -> torch.dtype:
 
 
 def count_steps(states: Sequence[State]) -> list[int]:
-    """Increment "step" in each state, a tensor as in torch; returns the new numbers, from 1 on."""
+    """Increment "step" in each state, a tensor as in torch; returns the new numbers, from 1 on.
+
+    From 2^24 on it is fp64. In fp32 it would stay there, and with it the noise that rounds small state.
+    """
     for state in states:
         if state.get("step") is None:
             state["step"] = torch.zeros((), dtype=_counter_dtype(), device="cpu")
     steps: list[torch.Tensor] = [state["step"] for state in states]
     if not steps:
         return []
+    numbers = _incremented(steps)
+    for state, number in zip(states, numbers, strict=True):
+        if number >= _MOST_IN_FP32 and state["step"].dtype == torch.float32:
+            state["step"] = state["step"].double()
+    return numbers
+
+
+def _incremented(steps: list[torch.Tensor]) -> list[int]:
     if len(set(map(id, steps))) < len(steps):
         # Several states loaded with one shared tensor: each increments it.
         return [int(step.add_(1)) for step in steps]

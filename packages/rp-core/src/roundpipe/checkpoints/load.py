@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from rp_optim.host import HostOptimizer
-from rp_optim.kernels.kept import has_codes
+from rp_optim.kernels.kept import SCALES, has_codes
 from rp_sched import Plan
 
 from roundpipe.checkpoints.layout import Layout, layout_of
@@ -372,7 +372,10 @@ class _Matched:
         for at, values in state.items():
             master = self._parameters[at]
             now = self._kept_as(master)
-            for value in cast("dict[str, Any]", values).values() if isinstance(values, dict) else ():
+            for name, value in cast("dict[str, Any]", values).items() if isinstance(values, dict) else ():
+                # Counters and scales have dtypes of their own, also where a parameter has the same shape.
+                if name == "step" or name.endswith(SCALES):
+                    continue
                 if isinstance(value, torch.Tensor) and value.shape == master.shape:
                     was = "8 bits" if value.dtype in _CODES else str(value.dtype)
                     if was == now:

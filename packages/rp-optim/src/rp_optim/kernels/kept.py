@@ -1,7 +1,7 @@
 """An optimizer's state tensors as they are kept: whole, in bf16 or in 8 bits; how they are made and converted.
 
 A tensor in 8 bits is two in the state: ``exp_avg_codes``, of the parameter's shape, and ``exp_avg_scales``. So an
-optimizer that does not know the format misses ``exp_avg`` and says so.
+optimizer that does not know the format misses ``exp_avg`` and says so; torch's SGD alone begins anew.
 """
 
 from __future__ import annotations
@@ -162,12 +162,16 @@ def check_kept(state: Mapping[str, Any], name: str, shape: Sequence[int], kind: 
         return
     for key, (own, dtype) in _tensors(name, shape, kind).items():
         found = state.get(key)
-        if found is None or found.dtype != dtype or tuple(found.shape) != tuple(own) or not is_plain(found):
-            told = "missing" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+        if found is None or not _fits(found, own, dtype):
+            told = "missing" if found is None else f"{found.dtype} of shape {tuple(found.shape)} on {found.device}"
             raise InvalidParameter(
-                f"the state {key!r} must be a contiguous {dtype} tensor of shape {tuple(own)}, but is {told} "
-                "instead; load the state of the same model with load_state_dict, which converts it"
+                f"the state {key!r} must be a contiguous {dtype} tensor of shape {tuple(own)} on the CPU, but is "
+                f"{told} instead; load the state of the same model with load_state_dict, which converts it"
             )
+
+
+def _fits(found: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    return found.is_cpu and found.dtype == dtype and tuple(found.shape) == tuple(shape) and is_plain(found)
 
 
 def _tensors(name: str, shape: Sequence[int], kind: StateKind) -> dict[str, tuple[Sequence[int], torch.dtype]]:

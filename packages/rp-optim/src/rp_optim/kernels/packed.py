@@ -25,6 +25,8 @@ GROUP = 32
 
 _MASK = 0xFFFFFFFF
 _ROOTS, _SIGNED = 255.0, 127.0
+# The fp32 number below 1 / 255: no kept root is larger than the scale, which would grow if it is kept again.
+_UNIT = float.fromhex("0x1.0101p-8")
 # The bits of the smallest normal and the largest bf16 number, and of a NaN.
 _LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0
 _INFINITE = 0x7F800000
@@ -158,8 +160,7 @@ def pack_roots(squares: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor
 
 def unpack_roots(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The square roots that `pack_roots` kept, (n,) fp32."""
-    # As compiled code divides: in fp32.
-    unit = scales.float() * torch.tensor(1.0).div(_ROOTS)
+    unit = scales.float() * _UNIT
     return (_grouped(codes.float()) * unit[:, None]).view(-1)[: codes.numel()]
 
 

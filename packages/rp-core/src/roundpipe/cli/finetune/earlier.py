@@ -32,6 +32,9 @@ FREE = frozenset(
     ]
 )
 
+# What runs did before there was the option.
+_BEFORE_IT = {"optimizer_state": "fp32"}
+
 
 def check_same(options: FineTuning, digest: str) -> None:
     """Raise `Refused` unless the run in the output folder had the same options and the same data.
@@ -42,10 +45,11 @@ def check_same(options: FineTuning, digest: str) -> None:
     if "data_digest" not in earlier:
         raise Refused(f"--resume: {options.output} has a run of the built-in job, which does not go on")
     for name, value in options.jsonable().items():
-        if name not in FREE and earlier.get(name) != value:
+        was = earlier.get(name, _BEFORE_IT.get(name))
+        if name not in FREE and was != value:
             flag = _flag(name)
             raise Refused(
-                f"--resume goes on with the same options, but {flag} was {_words(earlier.get(name))} and is "
+                f"--resume goes on with the same options, but {flag} was {_words(was)} and is "
                 f"{_words(value)}; give it as it was, or name another --output"
             )
     if earlier["data_digest"] != digest:

@@ -219,7 +219,8 @@ INLINE int64_t whole_groups(float *values, int64_t n) {
     return whole;
 }
 
-INLINE float unit_root(float scale) { return scale * (1.0f / 255); }
+/* The fp32 number below 1 / 255: no kept root is larger than the scale, which would grow if kept again. */
+INLINE float unit_root(float scale) { return scale * 0x1.0101p-8f; }
 
 /* Square roots: code times scale / 255. */
 INLINE void get_roots(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict roots) {
