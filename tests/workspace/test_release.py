@@ -75,11 +75,20 @@ def test_those_who_need_it_ask_for_it(clone):
 def test_a_package_is_released_after_what_it_needs(clone):
     with pytest.raises(RELEASE.Refused, match=r"rp-core needs rp-batch, .* release rp-batch first"):
         RELEASE.release(clone, "rp-core", "0.2.0")
-    for name in ("rp-batch", "rp-optim", "rp-presets", "rp-sched", "rp-transfer", "rp-core", "rp-trainer"):
+    for name in (
+        "rp-batch",
+        "rp-dist",
+        "rp-optim",
+        "rp-presets",
+        "rp-sched",
+        "rp-transfer",
+        "rp-core",
+        "rp-trainer",
+    ):
         RELEASE.release(clone, name, "0.2.0")
     project = RELEASE.members(clone)["rp-trainer"].project.read_text()
     assert '"rp-core>=0.2.0,<0.3"' in project
-    assert len(git(clone, "tag", "--list", "*-v0.2.0").splitlines()) == 7
+    assert len(git(clone, "tag", "--list", "*-v0.2.0").splitlines()) == 8
 
 
 @pytest.mark.parametrize(
