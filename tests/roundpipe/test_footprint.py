@@ -243,13 +243,27 @@ def test_fewer_rows_work_in_what_they_were_seen_to_after_more_rows_were_measured
     assert found.working_at(10) == 0
     for rows, nbytes in ((10, 50), (40, 110)):
         found.note_peak(600 + nbytes, tasks, costs, rows)
-    assert [found.working_at(rows) for rows in (5, 10, 20, 40, 80)] == [50, 50, 70, 110, 220]
-    # More than was thought, between them: as much as that at both ends.
-    found.note_peak(600 + 90, tasks, costs, 20)
-    assert [found.working_at(rows) for rows in (10, 20, 40)] == [90, 96, 110]
+    assert [found.working_at(rows) for rows in (5, 10, 20, 40, 80)] == [50, 50, 110, 110, 220]
+    # More than was thought: for more rows, too.
+    found.note_peak(600 + 120, tasks, costs, 20)
+    assert [found.working_at(rows) for rows in (10, 20, 40)] == [50, 120, 120]
     # More rows have worked in less than fewer did.
     found.note_peak(600 + 100, tasks, costs, 50)
-    assert [found.working_at(rows) for rows in (10, 50, 100)] == [90, 110, 220]
+    assert [found.working_at(rows) for rows in (10, 20, 40, 50, 100)] == [50, 120, 120, 120, 240]
+
+
+def test_however_many_rows_are_measured_none_is_foreseen_to_work_in_less(
+    two: Runtime, layers: nn.Sequential
+) -> None:
+    found = footprint(two, layers)
+    costs = [LayerCost(1, weight_bytes=100)] * 3
+    tasks = [Task("F", range(0, 3), range(2), 0)]
+    measured = {rows: 1000 + 10 * rows for rows in range(1, 40)}
+    for rows, nbytes in measured.items():
+        found.note_peak(600 + nbytes, tasks, costs, rows)
+    assert all(found.working_at(rows) >= nbytes for rows, nbytes in measured.items())
+    assert found.working_at(1) == measured[1]
+    assert found.working_at(39) == measured[39]
 
 
 def plan_for(room: int, kept: int) -> PlanInUse:

@@ -177,6 +177,112 @@ def other_model(runtime: Runtime) -> Found:
     return [_error(lambda: wrapped(runtime, layers))]
 
 
+def other_mode(runtime: Runtime) -> Found:
+    """Machine 1 has evaluated, and not gone back to training."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    layers.train(_rank(runtime) == 0)
+    return [_error(lambda: _call(model))]
+
+
+def other_autocast(runtime: Runtime) -> Found:
+    """Machine 1 computes in bf16."""
+    model = wrapped(runtime, row())
+    with torch.autocast("cpu", torch.bfloat16, enabled=_rank(runtime) == 1):
+        return [_error(lambda: _call(model))]
+
+
+class Scaled(nn.Module):
+    """Has an argument that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        """The layer's output, scaled."""
+        return self.inner(x) * scale
+
+
+def other_numbers(runtime: Runtime) -> Found:
+    """Machine 1 is given another number beside the same tensors."""
+    torch.manual_seed(0)
+    model = wrapped(runtime, nn.Sequential(Scaled()))
+    x, y = batch(0)
+    return [_error(lambda: model.forward_backward((x, 1.0 + _rank(runtime)), label=y, loss_fn=square_error))]
+
+
+def other_frozen(runtime: Runtime) -> Found:
+    """Machine 1 writes to a frozen weight after wrapping."""
+    layers = row()
+    layers[0].requires_grad_(False)
+    model = wrapped(runtime, layers)
+    if _rank(runtime) == 1:
+        with torch.no_grad():
+            layers[0].weight.mul_(2)
+    return [_error(lambda: _call(model))]
+
+
+def other_values(runtime: Runtime) -> Found:
+    """Each machine writes values of its own to a trained weight, or loads them."""
+    found: Found = []
+    for is_loaded in (False, True):
+        layers = row()
+        model = wrapped(runtime, layers)
+        if is_loaded:
+            model.load_state_dict({name: value * (2 + _rank(runtime)) for name, value in weights(layers).items()})
+        else:
+            with torch.no_grad():
+                layers[0].weight.mul_(2 + _rank(runtime))
+        found.append(_error(lambda model=model: _call(model)))
+    return found
+
+
+def other_order(runtime: Runtime) -> Found:
+    """Machine 1 steps two models of one name the other way round."""
+    models = [wrapped(runtime, row()) for _ in range(2)]
+    for model in models:
+        _call(model)
+    first = models[_rank(runtime)]
+    return [_error(lambda: first.step(lambda: None, is_async=False))]
+
+
+def other_settings(runtime: Runtime) -> Found:
+    """Machine 1 steps with another learning rate, then other parameters; nobody publishes that."""
+    found: Found = []
+    for is_rate in (True, False):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+        model = wrapped(runtime, layers)
+        every = list(model.optim_parameters())
+        first = 2 * _rank(runtime)
+        optimizer = adamw(every if is_rate else every[first : first + 2])
+        if is_rate and _rank(runtime) == 1:
+            optimizer.param_groups[0]["lr"] *= 2
+        before = weights(layers)
+        _call(model)
+        found.append(_error(lambda model=model, one=optimizer: model.step(one.step, is_async=False)))
+        model.reset()
+        assert all(torch.equal(before[name], value) for name, value in weights(layers).items())
+        # What was told of the failed step is forgotten.
+        _call(model)
+        optimizer = adamw(model.optim_parameters())
+        model.step(optimizer.step, is_async=False)
+    return found
+
+
+def optimizer_states(runtime: Runtime) -> Found:
+    """An optimizer's state dict has the states of a machine's own parameters only."""
+    found: Found = []
+    for make in (adamw, torch.optim.SGD):
+        model = wrapped(runtime, row())
+        optimizer = make(model.optim_parameters())
+        _call(model)
+        model.step(optimizer.step, is_async=False)
+        found.append(_error(optimizer.state_dict))
+    return found
+
+
 def other_step(runtime: Runtime) -> Found:
     """Machine 1 takes a synchronous step."""
     model = wrapped(runtime, row())
@@ -302,6 +408,14 @@ MISTAKES: dict[str, Callable[[Runtime], Found]] = {
         other_seed,
         other_weights,
         other_model,
+        other_mode,
+        other_autocast,
+        other_numbers,
+        other_frozen,
+        other_values,
+        other_order,
+        other_settings,
+        optimizer_states,
         other_step,
         other_calls,
         other_norms,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,6 +207,17 @@ def by_rows_and_columns(runtime: Runtime) -> Found:
     return train(runtime, row(), lambda parameters: Adafactor(parameters, lr=0.03))
 
 
+def in_few_bits(runtime: Runtime) -> Found:
+    """Moments in bytes and in bf16."""
+    found: Found = {}
+    for kind in ("8bit", "bf16"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 80), nn.Tanh(), nn.Linear(80, 80), nn.Linear(80, 3))
+        make = partial(AdamW, lr=0.03, state=kind)
+        found[kind] = train(runtime, layers, make, is_async=True, double_buffer=True)
+    return found
+
+
 def left_in_place(runtime: Runtime) -> Found:
     """Weights stay in storages of their own."""
     return train(runtime, row(), pin_model="off", is_async=True)
@@ -309,6 +321,7 @@ TRAININGS: dict[str, Callable[[Runtime], Found]] = {
         sixteen_bits,
         of_torch,
         by_rows_and_columns,
+        in_few_bits,
         left_in_place,
         scaled,
         by_tokens,

@@ -29,14 +29,46 @@ with Runtime("cpu:1") as runtime:
 """
 
 
-def test_a_machine_that_ends_with_an_error_tells_the_others() -> None:
+# Nothing is closed: that happens at exit.
+_LEFT_OPEN = """
+import os, torch
+from roundpipe import RoundPipe
+from machine_trainings import adamw, batch, row, square_error
+torch.set_num_threads(1)
+os.environ["ROUNDPIPE_DEVICES"] = "cpu:1"
+model = RoundPipe(row(), name="m")
+optimizer = adamw(model.optim_parameters())
+for number in range(2):
+    x, y = batch(number)
+    if model.runtime.group.rank == 1 and number == int(os.environ["FAILS_AT"]):
+        raise ZeroDivisionError("in the training loop")
+    model.forward_backward((x,), label=y, loss_fn=square_error)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=number == 1)
+"""
+
+
+def _ended(program: str, **environ: str) -> list[tuple[int, str, str]]:
     port = free_port()
     with ExitStack() as stack:
         programs = [
-            stack.enter_context(Program(_PROGRAM, imports=IMPORTS, **environment(rank, 2, port)))
+            stack.enter_context(Program(program, imports=IMPORTS, **environ, **environment(rank, 2, port)))
             for rank in range(2)
         ]
-        (status, said, _), (failed, _, complaints) = (program.end() for program in programs)
+        return [program.end() for program in programs]
+
+
+def test_a_program_may_end_while_its_last_step_is_under_way() -> None:
+    assert _ended(_LEFT_OPEN, FAILS_AT="9") == [(0, "", "")] * 2
+
+
+def test_an_error_that_ends_a_program_is_told_at_exit() -> None:
+    (status, _, complaints), (failed, _, _) = _ended(_LEFT_OPEN, FAILS_AT="1")
+    assert status == failed == 1
+    assert "rank 1 is lost: it failed: ZeroDivisionError('in the training loop')" in complaints
+
+
+def test_a_machine_that_ends_with_an_error_tells_the_others() -> None:
+    (status, said, _), (failed, _, complaints) = _ended(_PROGRAM)
     assert status == 0
     assert said == "MachineLost rank 1 is lost: it failed: ZeroDivisionError('in the training loop')\n"
     assert failed == 1

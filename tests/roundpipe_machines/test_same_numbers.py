@@ -39,8 +39,8 @@ def _tensors(found: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", TRAININGS)
 def test_numbers_do_not_depend_on_the_number_of_machines(name: str, machines: int, devices: str) -> None:
     truth = _tensors(_found(1, TWO)[0][name])
-    # 16-bit gradients are rounded once on each machine.
-    tolerance = 0.05 if name == "sixteen_bits" else 2e-5
+    # 16-bit gradients are rounded once on each machine; moments in few bits may be rounded the other way.
+    tolerance = {"sixteen_bits": 0.05, "in_few_bits": 2e-3}.get(name, 2e-5)
     for found in _found(machines, devices):
         tensors = _tensors(found[name])
         assert tensors.keys() == truth.keys()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
 
 import pytest
 from processes import ranks
+from rp_dist.control import Control
 
 TIMEOUT_S = 2.0
 # Of a machine that is busy with other tests.
@@ -140,6 +142,47 @@ def test_a_machine_that_lives_but_takes_no_part_is_named_when_patience_ends(call
     with ranks(STUCK.replace("CALL", call), 2) as running:
         assert running.hear(0)[0] == 1
         assert running.hear(1)[0] == 1
+
+
+LEAVING = """
+machines = Machines.open(connections=1, timeout_s=1)
+try:
+    if rank == 0:
+        machines.reduce(torch.ones(5), 0, tag=0).wait()
+    machines.close()
+    tell(None)
+except MachineLost as error:
+    tell([error.rank, str(error)])
+"""
+
+
+def test_a_machine_that_has_left_is_not_waited_for() -> None:
+    with ranks(LEAVING, 2) as running:
+        for rank, text in running.hear_all():
+            assert rank == 1
+            assert "it has closed its machines" in text
+
+
+def test_the_end_waits_for_the_thread_that_breaks_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    control = Control(0, 2, 60.0)
+    control.start()
+    telling, may_tell, may_break = (threading.Event() for _ in range(3))
+    order: list[str] = []
+    monkeypatch.setattr(control, "tell", lambda _: (telling.set(), may_tell.wait(30)))
+    control.on_loss = lambda: (may_break.wait(30), order.append("broken"))
+    loses = threading.Thread(target=control.give_up, args=(1, "a test"))
+    ends = threading.Thread(target=lambda: (control.end(), order.append("ended")))
+
+    loses.start()
+    assert telling.wait(30)
+    ends.start()
+    ends.join(0.2)
+    may_tell.set()
+    loses.join()
+    may_break.set()
+    ends.join()
+
+    assert order == ["broken", "ended"]
 
 
 STOPPED = """

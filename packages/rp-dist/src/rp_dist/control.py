@@ -32,13 +32,15 @@ class Control:
     A machine is lost that is silent for `timeout_s` (less two beats, so that the error comes in time), or whose
     socket ends before it took leave; the first to notice tells the others, so that all name the same machine.
 
-    `on_loss`: called once, on a thread of its own, when a machine is lost. `patience_s`: how long a machine that
+    `on_loss`: called once, on a thread of its own, when a machine is lost. `waited_s`: how long a transfer of a
+    machine has been waited for; one that has taken leave brings it no more. `patience_s`: how long a machine that
     lives may keep an exchange waiting; None for ever.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, token: str = "") -> None:
         self.rank, self.size, self.timeout_s, self.token = rank, size, timeout_s, token
         self.on_loss: Callable[[], None] = _nothing
+        self.waited_s: Callable[[int], float] = _not_at_all
         self.patience_s: float | None = None
         self.roster: dict[str, list[Any]] | None = None
         self._beat_s = min(1.0, timeout_s / 10)
@@ -46,7 +48,8 @@ class Control:
         self._links: dict[int, Link] = {}
         self._heard: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self._addresses: dict[int, list[Any]] = {}
-        self._left: set[int] = set()
+        # When they took leave.
+        self._left: dict[int, float] = {}
         self._error: DistError | None = None
         self._has_ended = False
         self._selector = selectors.DefaultSelector()
@@ -187,11 +190,21 @@ class Control:
             if self._error is not None or self._has_ended:
                 return
             self._error = error
+            # Here, so that `end` waits for it: one inside gloo when the interpreter ends aborts the process.
+            told = threading.Event()
+            self._aborting = threading.Thread(target=self._abort, args=(told,), name="rp-dist-abort", daemon=True)
+            self._aborting.start()
             self._changed.notify_all()
-        if tell is not None:
-            self.tell(tell)
-        self._aborting = threading.Thread(target=lambda: self.on_loss(), name="rp-dist-abort", daemon=True)
-        self._aborting.start()
+        try:
+            if tell is not None:
+                self.tell(tell)
+        finally:
+            told.set()
+
+    def _abort(self, told: threading.Event) -> None:
+        # Others hear of the loss before their connections break.
+        told.wait()
+        self.on_loss()
 
     # The thread
 
@@ -228,6 +241,11 @@ class Control:
             self._serve_all(0)
         for rank, seconds in self._silent():
             self.give_up(rank, f"no sign of life for {seconds:.1f} s")
+        now = time.monotonic()
+        for rank, since in list(self._left.items()):
+            # What it had sent has had as long to arrive.
+            if min(now - since, self.waited_s(rank)) > self.timeout_s:
+                self.give_up(rank, LEFT)
 
     def _silent(self) -> list[tuple[int, float]]:
         """The machines that have been silent for too long, and for how many seconds."""
@@ -279,7 +297,7 @@ class Control:
             if kind == "say":
                 self._heard[link.rank, rest[0]].append(rest[1])
             elif kind == "bye":
-                self._left.add(link.rank)
+                self._left[link.rank] = time.monotonic()
             elif kind == "roster":
                 self.roster = rest[0]
             self._changed.notify_all()
@@ -340,6 +358,11 @@ def _refusal(rank: int, size: int, own_rank: int, own_size: int) -> str:
 def _again(error: DistError) -> DistError:
     # One object raised by several threads would collect the traces of all.
     return MachineLost(error.rank, error.why) if isinstance(error, MachineLost) else type(error)(*error.args)
+
+
+def _not_at_all(_: int) -> float:
+    """How long transfers wait while there are none yet."""
+    return 0.0
 
 
 def _nothing() -> None:

@@ -92,7 +92,7 @@ class Machines:
         makes_default = not dist.is_initialized()
         control = opening.meet()
         wire = Wire([], control, patience_s)
-        control.on_loss, control.patience_s = wire.abort, patience_s
+        control.on_loss, control.waited_s, control.patience_s = wire.abort, wire.waited_s, patience_s
         settings: dict[str, Fact] = {
             "connections": connections,
             "timeout_s": timeout_s,

@@ -17,6 +17,7 @@ from roundpipe.checkpoints.writer import Writer
 from roundpipe.engine.capture import Captured, Held
 from roundpipe.errors import CheckpointError
 from roundpipe.runtime.together import Together, numbered
+from roundpipe.state.master import reading
 
 FORMAT = 1
 VALUES = f"{OWN}/values.safetensors"
@@ -104,7 +105,8 @@ class Snapshot:
                     f"parameter {at} of optimizer {index}, of shape {tuple(parameter.shape)}, is not one of the "
                     "model's; make the optimizer of model.optim_parameters()"
                 )
-        state: dict[str, Any] = optimizer.state_dict()
+        with reading():
+            state: dict[str, Any] = optimizer.state_dict()
         named = {names[id(parameter)]: state["state"].get(at) for at, parameter in enumerate(parameters)}
         groups = [
             {**group, "params": [names[id(parameters[at])] for at in group["params"]]}

@@ -21,10 +21,11 @@ from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.engine.shared_call import telling
 from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.optimizer.steps import Part, run_step
-from roundpipe.optimizer.watched import Watched, watch_optimizers
+from roundpipe.optimizer.watched import Watched, described, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
+from roundpipe.state.master import refuse_part
 from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import in_call
 
@@ -46,6 +47,9 @@ class Joint:
         self._step_outcome: Outcome[None] | None = None
         # Torch's optimizers whose state dicts wait for steps.
         self._guarded: WeakSet[Optimizer] = WeakSet()
+        # On several machines: what has stepped in the step function that runs; on the optimizer's thread.
+        self._stepped: list[str] = []
+        self._divided: WeakSet[Optimizer] = WeakSet()
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
         """The master weight of each trainable parameter."""
@@ -65,7 +69,7 @@ class Joint:
             with taking() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self._hosts]
                 is_idle = self._step_outcome is None or self._step_outcome.done()
-                watched = self._watched.launch(step_fn, is_async=is_async, is_idle=is_idle)
+                watched = self._watched.launch(self._counted(step_fn), is_async=is_async, is_idle=is_idle)
                 self._step_outcome = outcome = self._hosts[0].submit_step(
                     partial(run_step, self._name, parts, watched, shared=self._shared(parts))
                 )
@@ -89,7 +93,24 @@ class Joint:
 
     def _shared(self, parts: Sequence[Part]) -> SharedStep | None:
         group = self._runtime.group
-        return None if group is None else SharedStep(group, [each for part in parts for each in part.reduced()])
+        if group is None:
+            return None
+        return SharedStep(group, [each for part in parts for each in part.reduced()], self._take_stepped)
+
+    def _counted(self, step_fn: Callable[[], object]) -> Callable[[], object]:
+        if self._runtime.group is None:
+            return step_fn
+
+        def run() -> None:
+            # Left over from a step that failed.
+            self._take_stepped()
+            step_fn()
+
+        return run
+
+    def _take_stepped(self) -> list[str]:
+        stepped, self._stepped = self._stepped, []
+        return stepped
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Check an optimizer that is about to step; from now on its state dicts are of one step."""
@@ -99,6 +120,18 @@ class Joint:
             self._guarded.add(optimizer)
             optimizer.register_state_dict_pre_hook(_wait_for_steps)
             optimizer.register_load_state_dict_pre_hook(_wait_for_steps)
+        if self._runtime.group is not None:
+            self._note_divided(optimizer)
+
+    def _note_divided(self, optimizer: Optimizer) -> None:
+        places = {
+            id(master): place
+            for place, master in enumerate(master for state in self._states() for master in state.masters.values())
+        }
+        self._stepped.append(described(optimizer, places))
+        if optimizer not in self._divided:
+            self._divided.add(optimizer)
+            optimizer.register_state_dict_pre_hook(refuse_part)
 
     def synchronize(self) -> None:
         """Wait for all work, publish the last step's result, and set ``.grad`` on the parameters."""

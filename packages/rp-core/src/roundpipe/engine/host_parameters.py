@@ -14,7 +14,7 @@ from torch import nn
 
 from roundpipe.engine.capture import Capture
 from roundpipe.engine.foresight import Foresight
-from roundpipe.engine.shared_call import fingerprint, telling
+from roundpipe.engine.shared_call import checksum, fingerprint, telling
 from roundpipe.errors import AloneOnly, GradientsIncomplete, Stale, StepFailed, add_note, in_words
 from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.runtime.runtime import Runtime
@@ -91,6 +91,10 @@ class HostParameters:
         )
         group = runtime.group
         shards = None if group is None else Shards(group.rank, group.size)
+        # Names may be the same: those of models that are wrapped in a loop are.
+        self._number = 0 if group is None else group.new_model()
+        # On several machines: tells the values that code outside has written from others.
+        self._written = 0
         with telling(group, self._wrapping):
             self.state = ModelState(
                 runtime.backend, modules(), pin, optim_dtype, double_buffer, check_wrapping, shards
@@ -111,10 +115,24 @@ class HostParameters:
     def facts(self) -> dict[str, Any]:
         """What must be the same on all machines whenever the model is called or stepped."""
         return {
+            **self._which,
             "trained parameters": self.state.digest,
+            "training mode of the layers": checksum(self.state.flags),
             "version of the weights": self.state.version,
+            "what was written to weights and buffers": self._note_fixed_written(),
             "whether a step's result is not published yet": self.state.unpublished,
         }
+
+    @property
+    def _which(self) -> dict[str, Any]:
+        return {"the model's number in the order of wrapping": self._number}
+
+    def _note_fixed_written(self) -> int:
+        """Note what code outside has written to frozen weights and buffers; return what tells all its writes."""
+        for block in self.state.blocks:
+            if block.kind != "trainable" and (changed := block.changed_outside()):
+                self._written = checksum([changed, [block.tensors[index] for index in changed]], self._written)
+        return self._written
 
     def check_call(self, tasks: Sequence[Task], activations: int, *, is_measured: bool) -> None:
         """Raise `HostMemoryShort` if what these tasks leave on the host does not fit."""
@@ -175,7 +193,7 @@ class HostParameters:
         with telling(group, kind):
             self.get_ready(training=False)
         if group is not None:
-            group.calls.say(kind)
+            group.calls.same(kind, self._which)
         self._updates.publish()
         self._updates.wait()
         self.raise_late_errors()
@@ -206,7 +224,7 @@ class HostParameters:
         self.drain()
         self._late_errors()
         if self._runtime.group is not None:
-            self._runtime.group.calls.say(f"loading a state into model {self.name!r}")
+            self._runtime.group.calls.same(f"loading a state into model {self.name!r}", self._which)
         self._updates.publish()
         self._updates.wait()
 
@@ -349,6 +367,8 @@ class HostParameters:
         if written:
             self._updates.wait()
             self._masters_from_weights(written)
+            if self._runtime.group is not None:
+                self._written = checksum(written, self._written)
         if changed:
             # A parameter that is no longer trained would never receive the last step's result.
             self._updates.publish()

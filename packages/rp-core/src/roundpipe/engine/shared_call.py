@@ -12,6 +12,7 @@ import rp_batch
 import torch
 
 from roundpipe.device.packet import Packet
+from roundpipe.execution.call import Autocast
 from roundpipe.execution.losses import Losses, sum_columns
 from roundpipe.runtime.machines import MachineGroup, check_same
 from roundpipe.state.model_state import ModelState
@@ -57,7 +58,11 @@ class SharedCall:
         Raises `ValueError` if there are fewer microbatches than machines.
         """
         count = len(parts)
-        batch = {"batch sizes": parts.sizes and list(parts.sizes), "batch": _checksum((list(parts), list(labels)))}
+        batch = {
+            "batch sizes": parts.sizes and list(parts.sizes),
+            "batch": checksum((list(parts), list(labels))),
+            "autocast": [f"{each.device_type} {each.enabled} {each.dtype}" for each in Autocast.current()],
+        }
         return cls(group, name, group.share(count), count, batch)
 
     @property
@@ -104,20 +109,22 @@ def fingerprint(state: ModelState, pin: str) -> dict[str, Any]:
     for block in state.blocks:
         if pin == "alloc" or block.kind != "frozen":
             # Frozen weights that stay in files are not read for this.
-            found["weights"] = _checksum([block.kind, *block.values], found["weights"])
+            found["weights"] = checksum([block.kind, *block.values], found["weights"])
     return found
 
 
-def _checksum(tree: Any, found: int = 0) -> int:
-    """A number that tells tensors on the host from others."""
+def checksum(tree: Any, found: int = 0) -> int:
+    """A number that tells tensors and plain values from others; those of devices are copied to the host."""
     for leaf in rp_batch.flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
             found = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), found)
-            if not leaf.is_cuda and leaf.layout == torch.strided and not leaf.is_nested:
+            if leaf.layout == torch.strided and not leaf.is_nested:
                 found = zlib.crc32(_bytes(leaf), found)
+        elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
+            found = zlib.crc32(repr(leaf).encode(), found)
     return found
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
     # Any: a buffer, for which there is no type before Python 3.12.
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,17 +10,20 @@ from rp_dist import Disagreement
 
 from roundpipe.errors import RoundPipeError
 from roundpipe.optimizer.reduction import ReducedBlock, Reduction
-from roundpipe.runtime.machines import MachineGroup
+from roundpipe.runtime.machines import MachineGroup, check_same
 
 
 class SharedStep:
     """What a step needs of the other machines; used on the optimizer's thread.
 
     Gradients are reduced from now on, as they arrive. Once a machine has told that its step has failed, no machine
-    waits for another one in this step.
+    waits for another one in this step. `stepped`: which optimizers have stepped in it, and with what settings.
     """
 
-    def __init__(self, group: MachineGroup, blocks: Sequence[ReducedBlock]) -> None:
+    def __init__(
+        self, group: MachineGroup, blocks: Sequence[ReducedBlock], stepped: Callable[[], list[str]]
+    ) -> None:
+        self._stepped = stepped
         self._group = group
         self._reduction = Reduction(group, blocks)
         self._is_over = False
@@ -47,9 +50,14 @@ class SharedStep:
             raise
 
     def end(self) -> None:
-        """The step function has ended. Raises as `Talk.say` does if it has failed on another machine."""
-        self._say("ending a step")
+        """The step function has ended.
+
+        Raises as `Talk.say` does if it has failed elsewhere, and `rp_dist.Disagreement` if optimizers have
+        stepped otherwise there.
+        """
+        told = self._say("ending a step", {"what optimizers stepped": self._stepped()})
         self._is_over = True
+        check_same("a step", told)
 
     def tell(self, error: BaseException) -> None:
         """The step has failed here."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from rp_optim.masters import link_of, own_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -92,6 +93,27 @@ class Watched:
         if not self._is_told and any(_differ(then, _settings(one)) for one, then in before.items()):
             self._is_told = True
             warnings.warn(_SETTINGS, TrainingWarning, stacklevel=2)
+
+
+def described(optimizer: Optimizer, places: Mapping[int, int]) -> str:
+    """Which parameters an optimizer steps, and with what settings. `places`: by the parameter's id."""
+    groups = [
+        f"parameters {[places.get(id(parameter)) for parameter in group['params']]} with "
+        + ", ".join(f"{name}={_rounded(value)}" for name, value in sorted(group.items()) if name != "params")
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} of {'; '.join(groups)}"
+
+
+def _rounded(value: object) -> str:
+    # The last bits of a schedule may differ from processor to processor.
+    if isinstance(value, torch.Tensor):
+        return _rounded(value.item()) if value.numel() == 1 else str(tuple(value.shape))
+    if isinstance(value, tuple | list):
+        return str([_rounded(each) for each in cast("Sequence[object]", value)])
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value) if isinstance(value, bool | int | str | None) else type(value).__name__
 
 
 def _settings(optimizer: Optimizer) -> _Settings:

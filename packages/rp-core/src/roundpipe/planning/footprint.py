@@ -20,6 +20,8 @@ from roundpipe.state.model_state import LayerState
 _GUESSED_FACTOR = 2
 # Of what did not fit, as much is tried next.
 _RETREAT = 0.75
+# For so many numbers of rows the workspace is kept as it was measured.
+_MOST_POINTS = 8
 # Relative change of a measurement below which plans are not remade.
 _NEWS = 0.05
 
@@ -54,7 +56,7 @@ class Footprint:
         self.version = 0
         self.knows_peak = False
         self.most_rows = 0
-        # The workspace by rows, for the fewest and the most rows measured.
+        # The workspace by rows, where it was measured.
         self._working: dict[int, int] = {}
         # What tasks that ran out of memory were foreseen to take, by the rows of their microbatches.
         self._too_much: dict[int, int] = {}
@@ -75,11 +77,13 @@ class Footprint:
         return 0 if self.is_measured else self._guessed[layer] * rows
 
     def working_at(self, rows: int) -> int:
-        """The workspace for microbatches of so many rows: as measured, and in proportion for more rows."""
+        """The workspace for so many rows: as of the next more that were measured, beyond the most in proportion."""
         if not self._working:
             return 0
-        few, many = min(self._working), max(self._working)
-        return self._working[many] * rows // many if rows > many else _on_line(self._working, max(rows, few))
+        most = self._most_working_rows
+        if rows > most:
+            return self._working[most] * rows // most
+        return self._working[min(measured for measured in self._working if measured >= rows)]
 
     def note_kept(self, kept: Mapping[int, int], rows: int, *, is_whole: bool = True) -> None:
         """Record measured bytes by layer; smaller values count only for more rows than were measured before.
@@ -118,9 +122,13 @@ class Footprint:
 
     def _set_working(self, rows: int, found: int) -> None:
         # More rows never work in less than fewer do.
-        least = self.working_at(min(rows, self._most_working_rows))
-        ends = _joined(self._working, rows, max(found, least))
-        self._working = {end: max(ends[min(ends)], nbytes) for end, nbytes in ends.items()}
+        known = {**self._working, rows: found}
+        self._working = {
+            each: max(nbytes for fewer, nbytes in known.items() if fewer <= each) for each in sorted(known)
+        }
+        if len(self._working) > _MOST_POINTS:
+            # Its rows then count as those of the next point, which are more.
+            del self._working[list(self._working)[len(self._working) // 2]]
 
     def note_shortage(self, task: Task, costs: Sequence[LayerCost], rows: int) -> None:
         """A task of several layers ran out of memory: later ones must be foreseen to take less."""

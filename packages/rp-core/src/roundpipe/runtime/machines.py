@@ -16,6 +16,12 @@ from roundpipe.errors import MachineFailed, RoundPipeError, in_words
 
 _LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+# What else to say of facts that differ.
+_HINTS = {
+    "random seed": "; what only one of them does, such as evaluating, must leave torch's generator as it was "
+    "(a DataLoader draws from it): do it inside torch.random.fork_rng()",
+    "batch": "; each runs its own share of one batch, so leave out DistributedSampler and the like",
+}
 
 
 class Talk:
@@ -80,7 +86,7 @@ def check_same(kind: str, told: Sequence[Mapping[str, Any]]) -> None:
             each = ", ".join(f"machine {rank} has {value!r}" for rank, value in enumerate(values))
             raise Disagreement(
                 f"in {kind}, {name} differs: {each}; every process must be given the same model, settings, "
-                "random seed and batches"
+                f"random seed and batches{_HINTS.get(name, '')}"
             )
 
 
@@ -105,6 +111,12 @@ class MachineGroup:
         self._num_reduced = 0
         self._num_talks = 3
         self._num_gathered = 0
+        self._num_models = 0
+
+    def new_model(self) -> int:
+        """The number of a model that is wrapped now; all machines wrap models in the same order."""
+        self._num_models += 1
+        return self._num_models
 
     def new_talk(self) -> Talk:
         """A talk of its own for work that goes on beside calls; all machines begin such work in the same order."""

@@ -225,8 +225,9 @@ class Runtime:
         # Workers of CPU devices set one intra-op thread; a thread that the user starts must not inherit that.
         torch.set_num_threads(threads)
         quick_switching.hold()
-        _AT_EXIT.close(self)
         self.group = self._open_group(machines)
+        # After the machines' own hook: this one runs before it.
+        _AT_EXIT.close(self)
 
     def _open_group(self, machines: Machines | bool | None) -> MachineGroup | None:
         try:

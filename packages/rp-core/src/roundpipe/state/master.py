@@ -48,6 +48,18 @@ def reading() -> Generator[None]:
         _HERE.is_optimizer = before
 
 
+def refuse_part(_: object) -> None:
+    """A hook of optimizers whose states are divided between machines: their state dicts are a part of a whole.
+
+    Raises `AloneOnly`, but not inside `reading`.
+    """
+    if not _HERE.is_optimizer:
+        raise AloneOnly(
+            "an optimizer's state_dict() has the states of this machine's own parameters only: save by "
+            "roundpipe.save_checkpoint(path, model, optimizer) on all machines, which any number of them loads"
+        )
+
+
 def note_optimizer(*, steps: bool) -> None:
     """An optimizer begins or ends a step on this thread."""
     _HERE.is_optimizer = steps

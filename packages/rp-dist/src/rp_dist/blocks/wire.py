@@ -7,6 +7,7 @@ itself; `abort` breaks all, so that no thread waits on.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class Wire:
         self.received_bytes = 0
         self._counting = threading.Lock()
         self._is_aborted = False
+        # What threads wait for: by thread, the machine and since when.
+        self._waits: dict[int, tuple[int, float]] = {}
 
     def send(self, piece: Tensor, peer: int, slot: int, connection: int) -> Posted:
         """Post a piece, 1-D and contiguous, to be sent; returns before it is received."""
@@ -81,13 +84,23 @@ class Wire:
 
     def wait(self, posted: Posted) -> None:
         """Wait for a piece and count its bytes."""
-        with _named(self, posted.peer):
-            posted.work.wait(timedelta(seconds=self.patience_s))
+        thread = threading.get_ident()
+        self._waits[thread] = (posted.peer, time.monotonic())
+        try:
+            with _named(self, posted.peer):
+                posted.work.wait(timedelta(seconds=self.patience_s))
+        finally:
+            del self._waits[thread]
         with self._counting:
             if posted.is_sent:
                 self.sent_bytes += posted.piece.numel()
             else:
                 self.received_bytes += posted.piece.numel()
+
+    def waited_s(self, rank: int) -> float:
+        """For how many seconds a thread has waited for one piece of this machine; 0 if none does."""
+        now = time.monotonic()
+        return max((now - since for peer, since in list(self._waits.values()) if peer == rank), default=0.0)
 
     def raise_named(self, peer: int, error: BaseException) -> None:
         """Raise the error of the machine because of which a call failed: who that is becomes known in a moment."""
