@@ -77,7 +77,7 @@ class Footprint:
         return 0 if self.is_measured else self._guessed[layer] * rows
 
     def working_at(self, rows: int) -> int:
-        """The workspace for so many rows: as of the next more that were measured, beyond the most in proportion."""
+        """The workspace for so many rows: of the next more that were measured; beyond the most in proportion."""
         if not self._working:
             return 0
         most = self._most_working_rows
