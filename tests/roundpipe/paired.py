@@ -28,6 +28,13 @@ class Meeting:
         self.changed = threading.Condition()
         self.said: dict[tuple[int, int], dict[int, Any]] = {}
         self.posted: dict[tuple[str, int], dict[int, tuple[torch.Tensor, torch.Tensor, Work]]] = {}
+        self.failed = ""
+
+    def fail(self, reason: str) -> None:
+        """Nobody is waited for any more."""
+        with self.changed:
+            self.failed = reason
+            self.changed.notify_all()
 
     def meet(self, key: tuple[int, int], rank: int, value: Any) -> list[Any]:
         """Wait for what both say."""
@@ -35,8 +42,9 @@ class Meeting:
             found = self.said.setdefault(key, {})
             found[rank] = json.loads(json.dumps(value))
             self.changed.notify_all()
-            if not self.changed.wait_for(lambda: len(found) == 2, LIMIT_S):
-                raise RuntimeError(f"machine {rank} is alone")
+            self.changed.wait_for(lambda: len(found) == 2 or self.failed, LIMIT_S)
+            if len(found) < 2:
+                raise RuntimeError(f"machine {rank} is alone; {self.failed}")
         return [found[0], found[1]]
 
     def post(self, kind: str, tag: int, rank: int, owner: int, block: torch.Tensor, out: Any) -> Work:
@@ -81,6 +89,10 @@ class Paired:
     def gather(self, block: torch.Tensor, owner: int, *, tag: int) -> Work:
         """See `rp_dist.Machines.gather`."""
         return self._meeting.post("gather", tag, self.rank, owner, block, None)
+
+    def fail(self, reason: str) -> None:
+        """See `rp_dist.Machines.fail`."""
+        self._meeting.fail(reason)
 
 
 def on_both(body: Callable[[Runtime], Any], delay_s: Callable[[str, int], float]) -> list[Any]:
