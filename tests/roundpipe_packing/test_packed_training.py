@@ -12,13 +12,16 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from roundpipe import (
+    CheckpointMismatch,
     ModelExecutePlan,
     PackedWeight,
     RoundPipe,
     RoundPipeRunConfig,
     Runtime,
+    load_checkpoint,
     pack_frozen,
     profile,
+    save_checkpoint,
     unpack_frozen,
     wrap_model_to_roundpipe,
 )
@@ -331,3 +334,63 @@ def test_embeddings_and_the_head_stay_as_they_are() -> None:
     pack_frozen(model, "nf4")
     plain = [name for name, one in model.named_parameters() if one.ndim > 1 and not isinstance(one, PackedWeight)]
     assert plain == ["model.embed_tokens.weight", "lm_head.weight"]
+
+
+# Checkpoints of a training
+
+
+@pytest.mark.parametrize("how", ["lora", "experts"])
+def test_a_training_of_adapters_goes_on_from_its_checkpoint(how: str, tmp_path: Path) -> None:
+    results: list[dict[str, torch.Tensor]] = []
+    for is_resumed in (False, True):
+        model = packed(how, "nf4")
+        with Runtime("cpu:2") as runtime:
+            wrapped = wrap_model_to_roundpipe(model, runtime=runtime)
+            optimizer = torch.optim.AdamW(wrapped.optim_parameters(), lr=1e-2)
+            if is_resumed:
+                load_checkpoint(tmp_path / "saved", wrapped, optimizer)
+            else:
+                train(wrapped, optimizer)
+                save_checkpoint(tmp_path / "saved", wrapped, optimizer)
+            train(wrapped, optimizer)
+        results.append({name: one.detach() for name, one in model.named_parameters() if "lora" in name})
+    assert_equal(*results)
+
+
+def test_adapters_of_other_packed_weights_are_refused(tmp_path: Path) -> None:
+    with Runtime("cpu:1") as runtime:
+        wrapped = wrap_model_to_roundpipe(packed("lora", "nf4"), runtime=runtime)
+        save_checkpoint(tmp_path / "saved", wrapped)
+        with pytest.raises(CheckpointMismatch, match="codes"):
+            load_checkpoint(tmp_path / "saved", wrap_model_to_roundpipe(packed("lora", "int8"), runtime=runtime))
+
+
+@pytest.mark.parametrize("made", [llama, moe])
+def test_a_model_with_packed_layers_is_saved_expanded_and_resumed_packed(
+    made: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    def half_frozen() -> nn.Module:
+        torch.manual_seed(0)
+        model = made()
+        model.model.layers[0].requires_grad_(False)
+        pack_frozen(model, "nf4")
+        return model
+
+    # given
+    model, other = half_frozen(), half_frozen()
+    with torch.no_grad():
+        for one in other.parameters():
+            if isinstance(one, PackedWeight):
+                one.codes.zero_()
+    # when
+    with Runtime("cpu:2") as runtime:
+        wrapped = wrap_model_to_roundpipe(model, runtime=runtime, use_sequential_preset=True)
+        save_checkpoint(tmp_path / "saved", wrapped)
+        resumed = wrap_model_to_roundpipe(other, runtime=runtime, use_sequential_preset=True)
+        load_checkpoint(tmp_path / "saved", resumed)
+    # then
+    assert torch.equal(other(input_ids=ids()).logits, model(input_ids=ids()).logits)
+    whole = type(model).from_pretrained(tmp_path / "saved")
+    assert unpack_frozen(model) > 3
+    wanted = dict(model.named_parameters())
+    assert [name for name, one in whole.named_parameters() if not torch.equal(one, wanted[name])] == []

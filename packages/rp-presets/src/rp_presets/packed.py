@@ -26,7 +26,7 @@ class StoredPacked:
     """A weight as it is stored: its bytes, and the scales of its blocks.
 
     `codes`: uint8; of ``fp8``, E4M3 numbers in the weight's shape, with `scales` in fp32 for blocks of 128 by 128;
-    of ``mxfp4``, (experts, out, in / 32, 16), with `scales` (experts, out, in / 32) in uint8, for a weight of shape
+    of ``mxfp4``, (experts, out, in / 32, 16), with `scales` (experts, out, in / 32) in uint8: for a weight of shape
     (experts, in, out).
     """
 
