@@ -133,6 +133,7 @@ def test_stored_bytes_are_kept(packed: Callable[[Path], Path], count: int, tmp_p
         model = from_pretrained(folder, pack="stored", runtime=runtime, use_sequential_preset=True)
         found = model(input_ids=IDS).logits
         named = model.named_model
+        assert named.name_or_path == named.config.name_or_path == str(folder)
         codes = {name: one for name, one in named.named_parameters() if isinstance(one, PackedWeight)}
         files = load_file(folder / "model.safetensors")
         kept = {name: one.codes.clone() for name, one in codes.items()}

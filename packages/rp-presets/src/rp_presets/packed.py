@@ -26,7 +26,7 @@ class StoredPacked:
     """A weight as it is stored: its bytes, and the scales of its blocks.
 
     `codes`: uint8; of ``fp8``, E4M3 numbers in the weight's shape, with `scales` in fp32 for blocks of 128 by 128;
-    of ``mxfp4``, (experts, out, in / 32, 16), with `scales` (experts, out, in / 32) in uint8: for a weight of shape
+    of ``mxfp4``, (experts, out, in / 32, 16), with `scales` (experts, out, in / 32) in uint8: for a weight that is
     (experts, in, out).
     """
 
@@ -68,6 +68,8 @@ def load_packed(
     with one_by_one():
         maker: Any = type(meta)
         model = maker.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **rest)
+    # As when it is loaded from its folder: adapters note it.
+    model.name_or_path = model.config.name_or_path = os.fspath(directory)
     _read_generation_config(model, folder)
     return model, stored
 
