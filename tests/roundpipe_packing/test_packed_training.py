@@ -27,6 +27,7 @@ from roundpipe import (
 )
 from roundpipe.packing.expansion import PackedTwin
 from roundpipe.packing.formats import FORMATS
+from roundpipe.planning.footprint import Footprint
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
@@ -111,8 +112,8 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        pytest.param(how, name, marks=() if how == usual or name == usual else pytest.mark.nightly)
-        for how, usual in (("lora", "lora"), ("dora", "nf4"), ("experts", "fp8"), ("gpt-oss", "mxfp4"))
+        pytest.param(how, name, marks=() if name == usual else pytest.mark.nightly)
+        for how, usual in (("lora", "int8"), ("dora", "nf4"), ("experts", "fp8"), ("gpt-oss", "mxfp4"))
         for name in FORMATS
     ],
 )
@@ -131,7 +132,7 @@ def train(model: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
     model.synchronize()
 
 
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+@pytest.mark.parametrize("devices", ["cpu:1", pytest.param("cpu:2", marks=pytest.mark.nightly)])
 def test_several_steps_in_bf16_give_the_same_adapters(devices: str) -> None:
     results: list[dict[str, torch.Tensor]] = []
     for is_expanded in (False, True):
@@ -214,6 +215,62 @@ def test_no_more_than_one_layer_is_expanded_at_a_time(monkeypatch: pytest.Monkey
         # then each was expanded in forward and, except for the last, again in backward, and none was kept
         assert alive == [0] * (4 + 3)
         assert all(storage.expired() for storage in storages)
+
+
+def test_before_measurements_a_plan_counts_what_is_kept_and_one_expanded_layer() -> None:
+    row, plain = tower(), tower()
+    pack_frozen(row, "nf4")
+    with Runtime("cpu:1") as runtime:
+        found, wanted = (
+            Footprint(RoundPipe(one, runtime=runtime)._engine.host.state.layers) for one in (row, plain)
+        )
+    assert [found.kept_bytes(layer, 3) for layer in range(5)] == [
+        wanted.kept_bytes(layer, 3) for layer in range(5)
+    ]
+    assert (found.working_at(3), wanted.working_at(3)) == (4 * 256 * 256, 0)
+
+
+@pytest.mark.parametrize("pin", ["off", "register"])
+def test_packed_weights_stay_where_they_are(pin: Any) -> None:
+    row = tower()
+    pack_frozen(row, "nf4")
+    with Runtime("cpu:1") as runtime:
+        inputs = torch.randn(4, 256)
+        held = row[0][0].weight.codes.data_ptr()
+        found = RoundPipe(row, runtime=runtime, pin_model=pin)(inputs)
+        assert row[0][0].weight.codes.data_ptr() == held
+    unpack_frozen(row)
+    torch.testing.assert_close(found, row(inputs))
+
+
+def test_compiled_layers_train_on_packed_weights() -> None:
+    losses: list[torch.Tensor] = []
+    for is_expanded in (False, True):
+        frozen = tower()[-2:]
+        row = nn.Sequential(nn.Linear(256, 256), *frozen)
+        pack_frozen(row, "nf4")
+        if is_expanded:
+            unpack_frozen(row)
+        with Runtime("cpu:1") as runtime:
+            model = RoundPipe(row, runtime=runtime, compile_layers={"backend": "aot_eager"})
+            loss = model.forward_backward((torch.ones(4, 256),), loss_fn=lambda out, _: out.square().sum())
+            model.synchronize()
+            losses += [loss, row[0].weight.grad]
+    assert torch.equal(losses[0], losses[2])
+    assert torch.equal(losses[1], losses[3])
+
+
+def test_packing_and_unpacking_a_wrapped_model_counts_from_the_next_call_on() -> None:
+    row, inputs = tower(), torch.randn(4, 256)
+    pack_frozen(row, "nf4")
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(row, runtime=runtime)
+        packed_output, packed_held = model(inputs), model.memory_report().weights_bytes
+        unpack_frozen(row)
+        assert torch.equal(model(inputs), packed_output)
+        assert model.memory_report().weights_bytes > 4 * packed_held
+        pack_frozen(row, "int8")
+        assert not torch.equal(model(inputs), packed_output)
 
 
 # What users do with such a model between calls
@@ -339,7 +396,7 @@ def test_embeddings_and_the_head_stay_as_they_are() -> None:
 # Checkpoints of a training
 
 
-@pytest.mark.parametrize("how", ["lora", "experts"])
+@pytest.mark.parametrize("how", ["lora", pytest.param("experts", marks=pytest.mark.nightly)])
 def test_a_training_of_adapters_goes_on_from_its_checkpoint(how: str, tmp_path: Path) -> None:
     results: list[dict[str, torch.Tensor]] = []
     for is_resumed in (False, True):

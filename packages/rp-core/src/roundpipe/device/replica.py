@@ -24,7 +24,7 @@ from roundpipe.device.parametrizing import cache_by_thread
 from roundpipe.device.recompute import prepares
 from roundpipe.errors import in_words
 from roundpipe.packing.expansion import Expansions, PackedTwin
-from roundpipe.packing.weight import PackedWeight
+from roundpipe.packing.weight import PackedWeight, packed_weights
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
 
@@ -204,7 +204,7 @@ class Twins:
         for block in layer.blocks:
             for tensor in block.tensors:
                 memo[id(tensor)] = self._twin_tensor(tensor)
-        packed = [one for one in layer.module.parameters() if isinstance(one, PackedWeight)]
+        packed = packed_weights(layer.module)
         memo |= {id(one): self._packed_twin(one).parameter for one in packed}
         self._packed_in[layer.index] = [self._packed_twin(one) for one in packed]
         for module in layer.module.modules():

@@ -66,7 +66,7 @@ def pack_frozen(
     before = 0
     for place, form in zip(chosen, forms, strict=True):
         if id(place.parameter) not in packed:
-            before += place.parameter.numel() * place.parameter.element_size()
+            before += place.parameter.nbytes
             packed[id(place.parameter)] = as_parameter(PackedWeight.of(form, place.parameter))
         place.put(packed[id(place.parameter)])
     after = sum(cast(PackedWeight, one).packed_nbytes for one in packed.values())

@@ -61,6 +61,11 @@ class PackedWeight(torch.Tensor):
         return expand(self, self.codes, self.scales)
 
     @property
+    def expanded_nbytes(self) -> int:
+        """Bytes of the expanded weight."""
+        return self.numel() * self.dtype.itemsize
+
+    @property
     def packed_nbytes(self) -> int:
         """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
@@ -165,6 +170,11 @@ def expand(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> t
 def as_parameter(weight: PackedWeight) -> torch.nn.Parameter:
     """Make it a frozen parameter, as modules hold them."""
     return torch.nn.Parameter(weight, requires_grad=False)
+
+
+def packed_weights(module: torch.nn.Module) -> list[PackedWeight]:
+    """A module's packed parameters, each once."""
+    return [one for one in module.parameters() if isinstance(one, PackedWeight)]
 
 
 def _check(form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
-from roundpipe.packing.weight import PackedWeight
+from roundpipe.packing.weight import packed_weights
 from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
@@ -178,8 +178,7 @@ class Workload:
 
 
 def _expanded_bytes(module: nn.Module) -> int:
-    packed = [weight for weight in module.parameters() if isinstance(weight, PackedWeight)]
-    return sum(weight.numel() * weight.element_size() for weight in packed)
+    return sum(weight.expanded_nbytes for weight in packed_weights(module))
 
 
 def _additions(tasks: Sequence[Task], layers: int) -> list[int]:
