@@ -178,6 +178,7 @@ _TUNING_VALUES = (
     ("--tokenizer", "FOLDER", "the tokenizer (the model's)"),
     ("--config", "FILE", "options in YAML, by the same names without dashes; those given here count first"),
     ("--lora", "RANK", "train adapters of this rank, with PEFT (all weights are trained)"),
+    ("--pack", "FORMAT", "hold frozen weights in fp8, int8, nf4 or mxfp4, or as they are stored; with --lora"),
     ("--lora-alpha", "NUMBER", "adapters count by this over the rank (twice the rank)"),
     ("--sequence", "N", f"tokens in a sequence ({_DEFAULTS.sequence})"),
     ("--batch", "N", "sequences in a call (8)"),
@@ -216,6 +217,7 @@ _PLAN_VALUES = (
     ("--batch", "N", f"sequences in a step ({options.Given.batch})"),
     ("--sequence", "N", f"tokens in a sequence ({options.Given.sequence})"),
     ("--lora", "RANK", "train adapters of this rank on all linear layers inside layers (all weights are trained)"),
+    ("--pack", "FORMAT", "hold frozen weights in fp8, int8, nf4 or mxfp4, or as they are stored; with --lora"),
     ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({options.Given.optimizer})"),
     (
         "--optimizer-state",

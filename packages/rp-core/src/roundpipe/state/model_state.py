@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from rp_optim import write_weights
-from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, tensors_of
+from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, inner_tensors, tensors_of
 
 from roundpipe.state.gradient import Gradient
 from roundpipe.state.master import EngineMaster, refuse_reads, watch_reads
@@ -204,12 +204,13 @@ def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
     `places`: maps an address in a second block to that in the first, since publication swaps the two.
     """
     tensors = tuple(
-        (id(tensor), tensor.requires_grad, _place(tensor, places), _has_hooks(tensor))
+        (id(inner), tensor.requires_grad, _place(inner, places), _has_hooks(tensor))
         for modules in walked
         for module in modules
         for table in (module._parameters, module._buffers)  # pyright: ignore[reportPrivateUsage] - as `tensors_of` goes by
         for tensor in table.values()
         if tensor is not None
+        for inner in inner_tensors(tensor)
     )
     return walked, tensors
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from roundpipe.cli.estimate.cards import CARDS
 from roundpipe.cli.estimate.foretell import Foretold, foretell
-from roundpipe.cli.estimate.meta_model import model_of
+from roundpipe.cli.estimate.meta_model import model_of, packing_of
 from roundpipe.cli.estimate.options import PlanOptions
 from roundpipe.cli.estimate.workload import Workload
 
@@ -23,6 +23,8 @@ _SMALLER_KINDS = ("bf16", "8bit")
 _SMALLER_STATES = ("lion", "adafactor")
 # Amounts of RAM to try, each larger by what was short.
 _MOST_TRIED = 8
+# The smallest that fits weights of any shape.
+_PACKING = "nf4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ def _smaller(options: PlanOptions, now: Foretold) -> Iterator[Change]:
         yield from _for_devices(options, now)
     if options.lora is None:
         yield _change(f"--lora {RANK}", now, workload=_of(options, lora=RANK))
+    elif options.pack is None:
+        yield _change(f"--pack {_PACKING}", now, workload=_of(options, pack=_PACKING))
     if not now.forecast.fits:
         yield from _for_host(options, now)
 
@@ -113,18 +117,19 @@ def _change(option: str, now: Foretold, **changed: Any) -> Change:  # Any: field
     return Change(option, foretell(case, settles=False))
 
 
-def _of(options: PlanOptions, *, sequence: int | None = None, lora: int | None = None) -> Workload:
-    """The workload with another sequence, or with adapters."""
-    return workload_of(replace(options, sequence=sequence or options.sequence, lora=lora or options.lora))
+def _of(options: PlanOptions, **changed: Any) -> Workload:  # Any: fields of `PlanOptions`
+    """The workload with another sequence, with adapters, or with packed weights."""
+    return workload_of(replace(options, **changed))
 
 
 def workload_of(options: PlanOptions) -> Workload:
     """The workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
     return Workload.of(
-        model_of(options.model, options.lora),
+        model_of(options.model, options.lora, pack=options.pack),
         sequence=options.sequence,
         optimizer=options.optimizer,
         optimizer_state=options.optimizer_state,
         utilisation=options.utilisation,
         is_adapted=options.lora is not None,
+        packing=packing_of(options.model, options.pack),
     )

@@ -85,6 +85,7 @@ def _model(found: Foretold) -> dict[str, Any]:
         "layers": len(workload.observed.facts) - 2,
         "optimizer": workload.optimizer,
         "optimizer_state": workload.optimizer_state,
+        "expanded_bytes": workload.expanded_bytes,
     }
 
 
@@ -156,6 +157,7 @@ def _headings(found: Foretold) -> Iterator[str]:
     workload, machine = found.case.workload, found.case.machine
     parts = len(workload.observed.facts)
     what = f"adapters of {_billion(workload.trained)}" if workload.is_adapted else "full fine-tuning"
+    what += " on packed weights" if workload.expanded_bytes else ""
     yield (
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
         f"{workload.optimizer}{_state(workload.optimizer_state)}, fp32 masters"
@@ -275,9 +277,10 @@ def _result(then: Foretold) -> str:
 def _assumptions(found: Foretold) -> Iterator[str]:
     workload = found.case.workload
     counted = "" if workload.observed.is_counted else "; operations guessed from the shapes of weights"
+    expanding = ", expanding packed weights no time" if workload.expanded_bytes else ""
     yield (
         f"assumed: compiled layers that reach {workload.utilisation:.3g} of the TFLOP/s (--utilisation){counted}; "
-        f"launching a layer {LAUNCH_MS} ms. GB is 10^9 bytes."
+        f"launching a layer {LAUNCH_MS} ms{expanding}. GB is 10^9 bytes."
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.cards import CARDS, Card, card_named
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
-from roundpipe.cli.options import MOST_MICROBATCHES, Given, optimizer_state
+from roundpipe.cli.options import MOST_MICROBATCHES, Given, optimizer_state, packing
 from roundpipe.runtime.host_limit import parse_bytes
 
 THIS = "this"
@@ -26,8 +26,8 @@ class PlanOptions:
     """What to plan for.
 
     None: `card`, this machine's, measured; `ram_bytes`, not known, or this machine's; `link_gb_s`, the card's;
-    `lora`, full fine-tuning; `num_microbatch`, chosen; `utilisation` and `ram_gb_s`, as documented. `switches`:
-    how many cards are behind each.
+    `lora`, full fine-tuning; `pack`, no packed weights; `num_microbatch`, chosen; `utilisation` and `ram_gb_s`, as
+    documented. `switches`: how many cards are behind each.
     """
 
     model: Path
@@ -42,6 +42,7 @@ class PlanOptions:
     lora: int | None
     optimizer: str
     optimizer_state: str
+    pack: str | None
     num_microbatch: int | None
     utilisation: float | None
     json: bool = False
@@ -73,6 +74,7 @@ def read_plan_options(given: Given) -> PlanOptions:
         lora=None if given.lora is None else _whole("--lora", given.lora, MOST_RANK),
         optimizer=_optimizer(given.optimizer),
         optimizer_state=optimizer_state(given.optimizer_state),
+        pack=packing(given),
         num_microbatch=_microbatches(given.num_microbatch, batch),
         utilisation=None if given.utilisation is None else _part("--utilisation", given.utilisation),
         json=given.json,

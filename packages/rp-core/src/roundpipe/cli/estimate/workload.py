@@ -13,12 +13,14 @@ from rp_transfer import Group, HostLimit, group
 from torch import nn
 
 from roundpipe.cli.estimate.hardware import Machine
+from roundpipe.cli.estimate.meta_model import Packing
 from roundpipe.cli.estimate.observe import Observed, observe
 from roundpipe.cli.estimate.optimizers import state_of
 from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
+from roundpipe.packing.weight import packed_weights
 from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
@@ -36,7 +38,10 @@ _WEIGHT_BYTES = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate."""
+    """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate.
+
+    `expanded_bytes`: of the packed weights of one layer, expanded; the most of any.
+    """
 
     name: str
     observed: Observed
@@ -46,6 +51,7 @@ class Workload:
     utilisation: float
     is_adapted: bool = False
     optimizer_state: str = "fp32"
+    expanded_bytes: int = 0
 
     @classmethod
     def of(
@@ -57,9 +63,12 @@ class Workload:
         utilisation: float | None = None,
         is_adapted: bool = False,
         optimizer_state: str = "fp32",
+        packing: Packing | None = None,
     ) -> Workload:
-        """Of a model on the meta device."""
+        """Of a model on the meta device, whose frozen weights are packed here."""
         observed = observe(model, sequence)
+        if packing is not None:
+            packing.pack(model)
         usual = ADAPTERS_UTILISATION if is_adapted else UTILISATION
         return cls(
             type(model).__name__,
@@ -70,12 +79,14 @@ class Workload:
             utilisation or usual,
             is_adapted,
             optimizer_state,
+            max(map(_expanded_bytes, observed.modules)),
         )
 
     @cached_property
     def parameters(self) -> int:
         """Elements of weights."""
-        return sum(tensor.numel() for found in self.groups if found.kind != "buffer" for tensor in found.tensors)
+        own = {id(weight): weight for module in self.observed.modules for weight in module.parameters()}
+        return sum(weight.numel() for weight in own.values())
 
     @cached_property
     def trained(self) -> int:
@@ -133,7 +144,8 @@ class Workload:
     def working_bytes(self, sequences: int) -> int:
         """The most that a layer has on a device beyond weights, gradients and what it keeps."""
         layers = max(facts.working_bytes for facts in self.observed.facts)
-        return max(int(sequences * layers * COMPILED_SHARE), self._loss_bytes(sequences))
+        own = int(sequences * layers * COMPILED_SHARE) + self.expanded_bytes
+        return max(own, self._loss_bytes(sequences))
 
     def _loss_bytes(self, sequences: int) -> int:
         """Logits of some rows, and the gradient of the head's weight of these rows."""
@@ -163,6 +175,10 @@ class Workload:
         blocks = needed_by(self.groups, "alloc", OPTIM_DTYPE, second_blocks=second_blocks, additions=additions)
         more = HostBytes(optimizer_state=self.optimizer_bytes, activations=activations)
         return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
+
+
+def _expanded_bytes(module: nn.Module) -> int:
+    return sum(weight.expanded_nbytes for weight in packed_weights(module))
 
 
 def _additions(tasks: Sequence[Task], layers: int) -> list[int]:
