@@ -35,9 +35,10 @@ PATIENCE_S = 3600.0
 class Machines:
     """This machine (`rank`) among `size` of them, opened with `Machines.open`; a context manager.
 
-    All machines call the same methods with the same tags, owners and sizes, those of one kind in the same order;
-    kinds may interleave differently on each. A machine that dies, hangs, loses its link or fails raises
-    `MachineLost` in all calls of all others, within `timeout_s`, and every call after that raises it, too.
+    All machines call the same methods with the same tags, owners and sizes: sums (`reduce`) in the same order,
+    copies in any, as long as the tags of those under way differ, and by less than 2^20. A machine that dies,
+    hangs, loses its link or fails raises `MachineLost` in all calls of all others, within `timeout_s`, and every
+    call after that raises it, too.
 
     `link_gb_s`: GB/s that the slowest machine sends while it receives as much, measured when opened; infinite for
     one machine. `sent_bytes`, `received_bytes`: of blocks, since opened.
@@ -54,9 +55,8 @@ class Machines:
         self._is_closed = False
         self._sent_before, self._received_before = wire.sent_bytes, wire.received_bytes
         control.on_loss = wire.abort
-        self._lanes = {
-            kind: Lane(name, wire) for kind, name in ((REDUCE, "send"), (GATHER, "gather"), (PASS, "pass"))
-        }
+        # Copies that leave do not wait for the end of those that arrive.
+        self._lanes = {name: Lane(name, wire) for name in ("send", "give", "gather", "pass")}
         others = max(1, self.size - 1)
         count = max(2, min(2 * len(wire.groups), _BUFFER_BYTES // (others * chunk_bytes)))
         self._reducer = Reducer(wire, chunk_bytes, count)
@@ -177,14 +177,15 @@ class Machines:
             _check_out(block, target)
             self._reducer.launch(Reduction(block, target, place, chunk, work))
         else:
-            self._lanes[REDUCE].launch(partial(self._send, _pieces(block, chunk), [owner], place), work)
+            self._lanes["send"].launch(partial(self._send, _pieces(block, chunk), [owner], place), work)
         return self._started(work, block)
 
     def gather(self, block: Tensor, owner: int, *, tag: int) -> Work:
         """Copy the owner's block into everybody's. block: (numel,) on the host, contiguous, of any dtype."""
         self._check(block, owner, tag)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        return self._copy(GATHER, block, owner, others if self.rank == owner else [], tag)
+        lane = self._lanes["give" if self.rank == owner else "gather"]
+        return self._copy(lane, GATHER, block, owner, others if self.rank == owner else [], tag)
 
     def pass_on(self, block: Tensor, source: int, target: int, *, tag: int) -> Work:
         """Copy the source's block into the target's; other machines need not call it."""
@@ -192,9 +193,9 @@ class Machines:
         self._check(block, target, tag)
         if self.rank not in (source, target) or source == target:
             return self._started(Work(self._control.raise_error), block[:0])
-        return self._copy(PASS, block, source, [target] if self.rank == source else [], tag)
+        return self._copy(self._lanes["pass"], PASS, block, source, [target] if self.rank == source else [], tag)
 
-    def _copy(self, kind: int, block: Tensor, source: int, targets: list[int], tag: int) -> Work:
+    def _copy(self, lane: Lane, kind: int, block: Tensor, source: int, targets: list[int], tag: int) -> Work:
         work = Work(self._control.raise_error)
         place = slot(kind, tag, block.nbytes)
         pieces = _pieces(block, self._piece(block))
@@ -203,7 +204,7 @@ class Machines:
             if self.rank == source
             else partial(self._receive, pieces, source, place)
         )
-        self._lanes[kind].launch(post, work)
+        lane.launch(post, work)
         return self._started(work, block)
 
     def _piece(self, block: Tensor) -> int:

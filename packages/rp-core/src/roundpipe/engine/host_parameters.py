@@ -266,6 +266,7 @@ class HostParameters:
     def settle_weights(self) -> None:
         """Publish the last step's result, if calls do not read it yet, and wait for all who write weights."""
         self.raise_late_errors()
+        self._refuse_mixed()
         if self.state.unpublished:
             self.publish()
         for block in self.state.blocks:
@@ -286,6 +287,7 @@ class HostParameters:
         `training`: also refuse to continue after a failed step or with incomplete gradients.
         """
         self.raise_late_errors()
+        self._refuse_mixed()
         if training:
             self._refuse_half_made()
         self._exposure.take_back()
@@ -319,6 +321,13 @@ class HostParameters:
             if self._observer is not None:
                 self._observer.note_over(work)
         return [error for work in over if (error := work.outcome()) is not None] + self._updates.errors()
+
+    def _refuse_mixed(self) -> None:
+        if self.state.mixed is not None:
+            raise StepFailed(
+                f"a machine was lost while a step of model {self.name!r} was published ({self.state.mixed}): some "
+                "weights are of that step, others of the one before; start again from a checkpoint"
+            )
 
     def _refuse_failed(self) -> None:
         if self.state.failed is not None:
