@@ -45,7 +45,9 @@ def _truth(size: int, is_async: bool, double_buffer: bool) -> dict[str, Any]:
 
 def _check_survivor(found: dict[str, Any], lost: int, truth: dict[str, Any]) -> None:
     kind, named, text = found["error"]
-    assert (kind, named) == ("MachineLost", lost), text
+    assert kind == "MachineLost", text
+    # Where machines open, nobody can tell who of those that live is late.
+    assert named == lost or "it did not open within" in text
     assert found["losses"] == truth["losses"][: len(found["losses"])]
     # Weights are those that some step has left, or cannot be read.
     for said in found["left"]:

@@ -28,6 +28,9 @@ from rp_dist.opening import Opening, Place
 CHUNK_BYTES = 4 << 20
 _BUFFER_BYTES = 128 << 20
 _AGREEING = -1
+# Gloo forgets a send whose receiver is found to be gone in the moment in which it asks for it, as by a machine that
+# was stopped and wakes: no error ends the wait for it. Its thread does nothing any more.
+_STUCK_S = 2.0
 # A machine that lives but takes no part is a mistake, or waits for one.
 PATIENCE_S = 3600.0
 
@@ -262,10 +265,10 @@ class Machines:
         finally:
             self._end()
 
-    def _drain(self) -> None:
+    def _drain(self, limit_s: float | None = None) -> None:
         for lane in self._lanes.values():
-            lane.close()
-        self._reducer.close()
+            lane.close(limit_s)
+        self._reducer.close(limit_s)
 
     def _end(self) -> None:
         if self._is_closed:
@@ -274,7 +277,7 @@ class Machines:
         atexit.unregister(self._end)
         self._wire.abort()
         self._control.end()
-        self._drain()
+        self._drain(_STUCK_S)
         self._wire.close()
         if self._makes_default and dist.is_initialized():
             dist.destroy_process_group()
