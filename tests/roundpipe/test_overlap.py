@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from paired import Meeting, on_both
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, profile
 from roundpipe.optim import AdamW, clip_grad_norm_
 from torch import nn
 
 LIMIT_S = 20.0
 LAYERS = 3
+STEPS = 3
 # Microbatches of each machine: gradients leave as the last one passes.
 OWN = 2
 # Numbers of the first step's transfers: gradients from the last layer on, weights from the first.
@@ -98,7 +102,7 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
 
-    for number in range(3):
+    for number in range(STEPS):
         x = torch.full((4, 8), 0.1 * (number + 1))
         model.forward_backward((x,), label=x, loss_fn=lambda outputs, labels: (outputs - labels).square().sum())
         model.step(step)
@@ -155,3 +159,17 @@ def test_weights_that_are_clipped_leave_when_all_gradients_have_come() -> None:
         meeting=meeting,
     )
     assert order[:LAYERS] == ["reduce"] * LAYERS
+
+
+def test_a_profile_shows_what_was_under_way_one_after_another(tmp_path: Path) -> None:
+    with profile(tmp_path / "trace.json") as taken:
+        on_both(_train)
+
+    for row in ("reduce", "gather"):
+        spans = [span for span in taken.spans if span.row == row]
+        # Each machine sends parts of gradients, or has their sum; only owners send weights.
+        assert len(spans) == (2 * LAYERS * STEPS if row == "reduce" else LAYERS * STEPS)
+        assert all(span.nbytes == 8 * 8 * 4 for span in spans)
+        assert all(one.end_s <= other.start_s for one, other in pairwise(spans))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"reduce", "gather"} <= {event["args"]["name"] for event in events if event["name"] == "thread_name"}

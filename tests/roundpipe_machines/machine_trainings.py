@@ -334,6 +334,26 @@ def _stepped(runtime: Runtime, steps: Callable[[torch.optim.Optimizer], object])
     return {"losses": losses, "weights": weights(layers)}
 
 
+def saved_by_one(runtime: Runtime) -> Found:
+    """Only the first machine reads the state dict, once nothing is left to publish."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    saved: Found = {}
+    for number in range(STEPS):
+        x, y = batch(number)
+        model.forward_backward((x,), label=y, loss_fn=square_error)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        if number == 1:
+            model.synchronize()
+            # The others' is their own parameters'.
+            is_first = runtime.group is None or runtime.group.rank == 0
+            source = model.state_dict() if is_first else dict(layers.named_parameters())
+            saved = {name: value.detach().clone() for name, value in source.items()}
+    model.synchronize()
+    return {"saved": saved, "weights": weights(layers)}
+
+
 TRAININGS: dict[str, Callable[[Runtime], Found]] = {
     training.__name__: training
     for training in (
@@ -358,6 +378,7 @@ TRAININGS: dict[str, Callable[[Runtime], Found]] = {
         unfrozen_later,
         changed_after_the_optimizer,
         stepped_twice,
+        saved_by_one,
     )
 }
 

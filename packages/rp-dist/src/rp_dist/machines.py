@@ -28,8 +28,8 @@ from rp_dist.opening import Opening, Place
 CHUNK_BYTES = 4 << 20
 _BUFFER_BYTES = 128 << 20
 _AGREEING = -1
-# Gloo forgets a send whose receiver is found to be gone in the moment in which it asks for it, as by a machine that
-# was stopped and wakes: no error ends the wait for it. Its thread does nothing any more.
+# Gloo forgets a send whose receiver asks for it and is gone in the same moment, as when a machine was stopped and
+# wakes: no error ends the wait for it. Its thread does nothing any more.
 _STUCK_S = 2.0
 # A machine that lives but takes no part is a mistake, or waits for one.
 PATIENCE_S = 3600.0
