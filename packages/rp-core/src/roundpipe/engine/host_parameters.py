@@ -232,6 +232,7 @@ class HostParameters:
         """Update the masters from weights that the caller has written."""
         self._refresh()
         self._forget_failed_step()
+        self.state.mixed = None
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Give replaced parameters the masters of the old ones; call it before `take_over`.
@@ -261,6 +262,7 @@ class HostParameters:
             block.complete = {}
         self.state.unpublished = is_behind and bool(self.state.trainable)
         self.state.failed = None
+        self.state.mixed = None
         self.state.version += 1
 
     def settle_weights(self) -> None:
@@ -325,8 +327,8 @@ class HostParameters:
     def _refuse_mixed(self) -> None:
         if self.state.mixed is not None:
             raise StepFailed(
-                f"a machine was lost while a step of model {self.name!r} was published ({self.state.mixed}): some "
-                "weights are of that step, others of the one before; start again from a checkpoint"
+                f"the publication of a step of model {self.name!r} failed half-way ({self.state.mixed}): some "
+                "weights are of that step, others of the one before; load a state, or start again from a checkpoint"
             )
 
     def _refuse_failed(self) -> None:

@@ -142,6 +142,14 @@ class Gathering:
             for each in copies:
                 each.wait()
 
+    def skip(self) -> None:
+        """A step could not begin here: the others wait for what they expect of it, as in `give_up`."""
+        with suppress(DistError):
+            self.wait()
+            self._under_way.clear()
+            self.expect()
+            self.give_up()
+
     def _masters(self, block: Block) -> list[torch.Tensor]:
         return [self._state.masters[parameter] for parameter in block.tensors]
 

@@ -187,8 +187,7 @@ def run_step(
 ) -> None:
     """Run a step function over the gradients of all parts; publish all results or, if it failed, none."""
     try:
-        for part in parts:
-            _publish(tracer, part.name, part.state, part.before, part.gathering)
+        _publish_before(parts, tracer, shared)
         is_taken = True
         if all(part.state.failed is None for part in parts):
             with tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
@@ -202,6 +201,19 @@ def run_step(
             part.leave()
 
 
+def _publish_before(parts: Sequence[Part], tracer: Tracer, shared: SharedStep | None) -> None:
+    try:
+        for part in parts:
+            _publish(tracer, part.name, part.state, part.before, part.gathering)
+    except BaseException as error:
+        if shared is not None:
+            shared.tell(error)
+        for part in parts:
+            if part.gathering is not None:
+                part.gathering.skip()
+        raise
+
+
 def _update(
     name: str, parts: Sequence[Part], step_fn: Callable[[], object], tracer: Tracer, shared: SharedStep | None
 ) -> bool:
@@ -209,10 +221,11 @@ def _update(
     loans = [loan for part in parts for loan in part.loans(tracer, shared)]
     gatherings = [part.gathering for part in parts if part.gathering is not None]
     try:
-        for loan in loans:
-            loan.lend()
+        # First: the others expect what this machine owns, also if it fails from here on.
         for gathering in gatherings:
             gathering.expect()
+        for loan in loans:
+            loan.lend()
         begun = time.perf_counter()
         with OptimizerCtx(), _stepping(parts):
             step_fn()

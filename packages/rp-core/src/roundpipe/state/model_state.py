@@ -334,8 +334,8 @@ class ModelState:
     `stepped_runs`: those of them whose gradients a step takes or somebody dropped. `broken`: the first of them
     that failed and left part of its gradients. `failed`: the error of a step that left part of its update. Both
     store text: an error object would keep its frames alive. `mixed`: why some weights are of one step and some of
-    the next, for good: a machine was lost while they were published. `shards`: which machine owns which parameter;
-    None for one machine. `is_stepping`: a step function is running; only the
+    the next, until a state is loaded: publishing them failed, as where a machine was lost. `shards`: which machine
+    owns which parameter; None for one machine. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
     whether trained weights have second blocks; None until that is decided.
     """
