@@ -328,7 +328,7 @@ class HostParameters:
         if self.state.mixed is not None:
             raise StepFailed(
                 f"the publication of a step of model {self.name!r} failed half-way ({self.state.mixed}): some "
-                "weights are of that step, others of the one before; load a state, or start again from a checkpoint"
+                "weights are of that step, others of the one before; load a state, or start from a checkpoint"
             )
 
     def _refuse_failed(self) -> None:
