@@ -305,6 +305,55 @@ def unfrozen_later(runtime: Runtime) -> Found:
     return {"weights": weights(layers)}
 
 
+def changed_after_the_optimizer(runtime: Runtime) -> Found:
+    """What a step function changes after the optimizer's step, when results are on their way already."""
+    return _stepped(runtime, lambda optimizer: (optimizer.step(), _shrink(optimizer)))
+
+
+def _shrink(optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"][1::2]:
+            parameter.mul_(0.9)
+
+
+def stepped_twice(runtime: Runtime) -> Found:
+    """An optimizer steps twice with the same gradients."""
+    return _stepped(runtime, lambda optimizer: (optimizer.step(), optimizer.step()))
+
+
+def _stepped(runtime: Runtime, steps: Callable[[torch.optim.Optimizer], object]) -> Found:
+    layers = row()
+    model = wrapped(runtime, layers, double_buffer=True)
+    optimizer = adamw(model.optim_parameters())
+    losses: list[torch.Tensor] = []
+    for number in range(STEPS):
+        x, y = batch(number)
+        losses.append(model.forward_backward((x,), label=y, loss_fn=square_error))
+        model.step(lambda: (steps(optimizer), optimizer.zero_grad()))
+    model.synchronize()
+    return {"losses": losses, "weights": weights(layers)}
+
+
+def saved_by_one(runtime: Runtime) -> Found:
+    """Only the first machine reads the state dict, once nothing is left to publish."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    saved: Found = {}
+    for number in range(STEPS):
+        x, y = batch(number)
+        model.forward_backward((x,), label=y, loss_fn=square_error)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        if number == 1:
+            model.synchronize()
+            # The others' is their own parameters'.
+            is_first = runtime.group is None or runtime.group.rank == 0
+            source = model.state_dict() if is_first else dict(layers.named_parameters())
+            saved = {name: value.detach().clone() for name, value in source.items()}
+    model.synchronize()
+    return {"saved": saved, "weights": weights(layers)}
+
+
 TRAININGS: dict[str, Callable[[Runtime], Found]] = {
     training.__name__: training
     for training in (
@@ -327,6 +376,9 @@ TRAININGS: dict[str, Callable[[Runtime], Found]] = {
         by_tokens,
         weights_written_between,
         unfrozen_later,
+        changed_after_the_optimizer,
+        stepped_twice,
+        saved_by_one,
     )
 }
 

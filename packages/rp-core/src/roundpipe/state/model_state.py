@@ -334,8 +334,9 @@ class ModelState:
     not published yet. `quiet`: see `Randomness`. `num_runs`: number of launched runs that add gradients;
     `stepped_runs`: those of them whose gradients a step takes or somebody dropped. `broken`: the first of them
     that failed and left part of its gradients. `failed`: the error of a step that left part of its update. Both
-    store text: an error object would keep its frames alive. `shards`: which machine owns which parameter; None for
-    one machine. `is_stepping`: a step function is running; only the
+    store text: an error object would keep its frames alive. `mixed`: why some weights are of one step and some of
+    the next, until a state is loaded: publishing them failed, as where a machine was lost. `shards`: which machine
+    owns which parameter; None for one machine. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
     whether trained weights have second blocks; None until that is decided.
     """
@@ -368,6 +369,7 @@ class ModelState:
         self.broken: Broken | None = None
         self._breaking = threading.Lock()
         self.failed: str | None = None
+        self.mixed: str | None = None
         self.is_stepping = False
         self.is_part = False
         self.build(foresee)
