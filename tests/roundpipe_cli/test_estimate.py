@@ -12,9 +12,9 @@ from roundpipe import RoundPipe, Runtime
 from roundpipe.cli.estimate.cards import CARDS, card_named
 from roundpipe.cli.estimate.foretell import Case, Foretold, foretell
 from roundpipe.cli.estimate.hardware import Machine, _switches, measured
-from roundpipe.cli.estimate.meta_model import adapt
-from roundpipe.cli.estimate.meter import FusedAttention, Meter
-from roundpipe.cli.estimate.observe import observe
+from roundpipe.cli.estimate.meta.meta_model import adapt
+from roundpipe.cli.estimate.meta.meter import FusedAttention, Meter
+from roundpipe.cli.estimate.meta.observe import observe
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
 from roundpipe.cli.estimate.workload import Workload
 from rp_presets import to_sequential
@@ -218,6 +218,34 @@ def test_weights_get_second_blocks_where_they_take_little() -> None:
     weights = 2 * workload.trained
     assert workload.is_double(ram(17 * weights))
     assert not workload.is_double(ram(15 * weights))
+
+
+def test_fp32_gradients_cost_the_network_half_as_much_again() -> None:
+    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), sequence=16)
+    layers = range(len(workload.observed.facts))
+    once = [Task("FB", layers, range(4), 0)]
+    twice = [Task("FB", layers, range(2), 0), Task("FB", layers, range(2, 4), 1)]
+    # All tensors, in pairs of a size where there are several, go to the one with least.
+    for machines in (2, 4):
+        shards = workload.shards(machines)
+        assert shards is not None
+        most, others = shards.numel, machines - 1
+        sent = 2 * (workload.trained - most) + 2 * others * most
+        assert workload.traffic_bytes(machines, once) == sent
+        assert workload.traffic_bytes(machines, twice) == max(
+            sent + 2 * (workload.trained - most), 4 * others * most + 2 * (workload.trained - most)
+        )
+    assert workload.traffic_bytes(1, once) == 0
+
+
+def test_adapters_send_what_they_train() -> None:
+    model = on_meta(Qwen3Config(**SHAPE))
+    adapt(model, 4)
+    workload = Workload.of(model, sequence=16, is_adapted=True)
+    layers = range(len(workload.observed.facts))
+    # In fp32, as PEFT makes them: 4 bytes of gradients and of weights, half of them of others.
+    sent = workload.traffic_bytes(2, [Task("FB", layers, range(4), 0)])
+    assert sent == pytest.approx(2 * 4 * workload.trained / 2, rel=0.05)
 
 
 # Machines

@@ -132,6 +132,7 @@ def test_several_processes_train_as_one(
 
     assert status == 0, shown
     assert f"the model is in {folder / 'model'}" in printed
+    assert f"{size} machines like this; network " in printed
     # One voice.
     assert others == [(0, "", "")] * (size - 1)
     assert_close(folder, truth)

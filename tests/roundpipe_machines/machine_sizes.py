@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from machine_trainings import adamw, square_error, wrapped
 from roundpipe import Runtime
+from roundpipe.engine.host_bytes import needed_by
+from roundpipe.state.shards import Shards
+from rp_transfer import group
 from torch import nn
 
 
@@ -14,12 +17,17 @@ def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
     """Memory by kind, and bytes that a step sends and receives, of a model of equal layers."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))).bfloat16()
+    planned = group(layers)
     model = wrapped(
         runtime, layers, microbatches=12, optim_dtype=torch.float32, double_buffer=double_buffer, pin_model="alloc"
     )
     optimizer = adamw(model.optim_parameters())
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 64, generator=generator).bfloat16()
+    shards = None if runtime.group is None else Shards(runtime.group.rank, runtime.group.size)
+    if shards is not None:
+        shards.assign([found.tensors for found in planned if found.kind == "trainable"])
+    planned_bytes = needed_by(planned, "alloc", torch.float32, second_blocks=double_buffer, shards=shards)
     foreseen = model.memory_forecast(optimizer).whole
     sent: list[int] = []
     for _ in range(3):
@@ -28,7 +36,13 @@ def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
         sent.append(_moved(runtime) - before)
     report = model.memory_report(optimizer)
-    return {"host": report.host, "foreseen": foreseen, "sent": sent, "numel": 12 * 64 * 64}
+    return {
+        "host": report.host,
+        "foreseen": foreseen,
+        "planned": planned_bytes,
+        "sent": sent,
+        "numel": 12 * 64 * 64,
+    }
 
 
 def _moved(runtime: Runtime) -> int:

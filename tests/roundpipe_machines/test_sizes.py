@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,8 @@ def test_masters_and_moments_are_divided(machines: int, double_buffer: bool) -> 
         assert host.optimizer_state == 8 * numel // machines + 4 * 12 // machines
         # The sums over machines are in fp32, beside 16-bit parts.
         assert host.gradients == 2 * numel + (4 * numel // machines if machines > 1 else 0)
+        # As `roundpipe plan` foresees it, from a model without memory.
+        assert replace(host, optimizer_state=0, activations=0) == found["planned"]
         assert host.total - host.activations == found["foreseen"].total - found["foreseen"].activations
 
 
