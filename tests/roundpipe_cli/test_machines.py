@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import signal
 from collections.abc import Sequence
@@ -196,6 +197,16 @@ def test_what_differs_between_processes_is_told_once_and_nothing_is_written(
     assert told in shown
     assert shown.count("\n") == 1
     assert not folder.exists()
+
+
+@pytest.mark.nightly
+def test_env_tells_of_the_network_between_the_machines(machines: dict[str, Machine]) -> None:
+    (status, printed, shown), other = run([["env", "--devices", "cpu:1", "--json"]] * 2, machines)
+    assert (status, shown, other) == (0, "", (0, "", ""))
+    found = json.loads(printed)["machines"]
+    assert found["number"] == 2
+    assert found["network"]["gb_s"] > 0
+    assert found["network"]["connections"] == 1
 
 
 @pytest.mark.nightly

@@ -36,7 +36,13 @@ def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
         sent.append(_moved(runtime) - before)
     report = model.memory_report(optimizer)
+    (times,) = model.call_times()
+    link = {} if runtime.group is None else {"link_gb_s": runtime.group.machines.link_gb_s}
     return {
+        **link,
+        "network_ms": times.network_ms,
+        "bound_by": times.bound_by,
+        "promised_ms": times.promised_ms,
         "host": report.host,
         "foreseen": foreseen,
         "planned": planned_bytes,

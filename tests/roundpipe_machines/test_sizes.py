@@ -45,3 +45,14 @@ def test_a_step_sends_two_bytes_a_parameter_each_way_to_each_other_machine(machi
         sent = [found["sent"][step] for found in every]
         # Gradients to the owners, and weights from them: 2 * (n - 1) / n * 2 bytes a parameter.
         assert sent == [2 * (machines - 1) * 2 * numel // machines] * machines
+
+
+@pytest.mark.parametrize("machines", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_all_machines_know_the_link_alike_and_tell_what_a_step_takes_of_it(machines: int) -> None:
+    every = _measured(machines, True)
+    # Measured by all, agreed on by all: what they decide by it is the same.
+    assert len({found["link_gb_s"] for found in every}) == 1
+    for found in every:
+        assert found["network_ms"] == pytest.approx(found["sent"][0] / found["link_gb_s"] / 1e6)
+        if found["promised_ms"] is not None:
+            assert (found["bound_by"] == "network") == (found["promised_ms"] == found["network_ms"])

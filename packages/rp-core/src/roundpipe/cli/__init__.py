@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.cli.arguments import known_options, parse
@@ -52,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Given) -> None:
     # Imported late, so that help and a mistyped option need not wait for torch.
     if given.command == "env":
-        from roundpipe.cli.env import env
-
-        env(given.devices, json=given.json)
+        _tell(given)
         return
     if given.command == "plan":
         from roundpipe.cli.estimate.options import read_plan_options
@@ -64,13 +63,27 @@ def _run(given: Given) -> None:
 
         plan(plan_options)
         return
-    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+    if _is_alone():
         _train(_checked(given))
         return
     from roundpipe.cli.crew import joined
 
     with joined() as crew:
         _train(crew.all(lambda: _checked(given)), crew)
+
+
+def _is_alone() -> bool:
+    """Whether torchrun has not started several processes."""
+    return os.environ.get("WORLD_SIZE", "1") in ("", "1")
+
+
+def _tell(given: Given) -> None:
+    """Tell of this machine, and of the network to others if there are some."""
+    from roundpipe.cli.crew import joined
+    from roundpipe.cli.env import env
+
+    with nullcontext() if _is_alone() else joined() as crew:
+        env(given.devices, json=given.json, crew=crew)
 
 
 def _checked(given: Given) -> Options | FineTuning:

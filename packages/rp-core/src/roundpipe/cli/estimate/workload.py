@@ -19,8 +19,7 @@ from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
-from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS
-from roundpipe.state.gradient import sum_dtype
+from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, gradient_itemsize
 from roundpipe.state.shards import Shards
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
@@ -111,19 +110,10 @@ class Workload:
         shards = self.shards(machines)
         if shards is None:
             return 0
-        gradients, weights = [0] * machines, [0] * machines
-        for found in self._trainable:
-            adding = sum(task.adds_gradients and bool({*task.layers} & {*found.users}) for task in tasks)
-            dtype = found.layout.dtype
-            summed = sum_dtype(dtype) if adding > 1 else dtype
-            for tensor in found.tensors:
-                owner = shards.owner(tensor)
-                gradients[owner] += tensor.numel() * summed.itemsize
-                weights[owner] += tensor.numel() * dtype.itemsize
-        others = machines - 1
-        return max(
-            max(sum(gradients) - gradient + others * weight, others * gradient + sum(weights) - weight)
-            for gradient, weight in zip(gradients, weights, strict=True)
+        spans = [task.layers for task in tasks if task.adds_gradients]
+        return shards.traffic_bytes(
+            (found.tensors, gradient_itemsize(found, spans), found.layout.dtype.itemsize)
+            for found in self._trainable
         )
 
     def step_bytes(self, machines: int = 1) -> float:
