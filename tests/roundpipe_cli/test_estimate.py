@@ -15,6 +15,7 @@ from roundpipe.cli.estimate.hardware import Machine, _switches, measured
 from roundpipe.cli.estimate.meta.meta_model import adapt
 from roundpipe.cli.estimate.meta.meter import FusedAttention, Meter
 from roundpipe.cli.estimate.meta.observe import observe
+from roundpipe.cli.estimate.network import Network
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
 from roundpipe.cli.estimate.workload import Workload
 from rp_presets import to_sequential
@@ -248,6 +249,18 @@ def test_adapters_send_what_they_train() -> None:
     assert sent == pytest.approx(2 * 4 * workload.trained / 2, rel=0.05)
 
 
+def test_the_documented_networks_are_those_that_hold_up_no_step() -> None:
+    lines = MACHINES.read_text(encoding="utf-8").splitlines()
+    head = next(at for at, line in enumerate(lines) if line.startswith("| tokens a step and machine | at "))
+    rates = [float(cell.split()[1].replace(",", "")) * 1e12 for cell in lines[head].split("|")[2:-1]]
+    rows = [line.split("|")[1:-1] for line in lines[head + 2 : head + 6]]
+    for tokens, *cells in rows:
+        for rate, cell in zip(rates, cells, strict=True):
+            # Eight operations a parameter and token, and 4 * (n - 1) / n bytes a parameter, for n = 8.
+            needed = 7 / 8 * 4 / (8 * float(tokens.replace(",", "")) / rate) / 1e9
+            assert Network.named(8, cell.strip()).gb_s == pytest.approx(needed, rel=0.05)
+
+
 # Machines
 
 
@@ -287,6 +300,7 @@ MEASURED = {
     "4B": ("Qwen3-4B", 1, 32, 8, None, None, 3.52),
     "1B": ("Llama-3.2-1B", 1, 32, 8, None, None, 1.168),
 }
+MACHINES = Path(__file__).parents[2] / "docs" / "machines.md"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "planning.md"
 
 

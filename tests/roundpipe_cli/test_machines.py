@@ -170,6 +170,23 @@ def test_a_signal_to_one_process_ends_all_with_a_checkpoint_from_which_any_numbe
     assert_close(folder, truth)
 
 
+@pytest.mark.nightly
+def test_a_process_that_is_killed_ends_the_others_with_one_line_and_one_goes_on(
+    inputs: list[str], alone: dict[str, Path], machines: dict[str, Machine], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = [*inputs, "--output", str(folder)]
+    truth = alone["full"]
+
+    (status, _, shown), (killed, _, _) = run([command] * 2, machines, at=4, number=signal.SIGKILL)
+
+    assert (status, killed) == (1, -signal.SIGKILL)
+    assert shown.splitlines()[-1].startswith("roundpipe: machine 0: rank 1 is lost: its process ended")
+    assert "Traceback" not in shown
+    assert main([*command, "--resume"]) == 0
+    assert_close(folder, truth)
+
+
 MISTAKES: dict[str, Any] = {
     "--lr must be the same on all machines, but is 0.01 on machine 0, 0.02 on machine 1": ["--lr", "2e-2"],
     "machine 1: --optimizer must be one of": ["--optimizer", "nobody"],
