@@ -113,7 +113,7 @@ def assert_close(folder: Path, truth: Path) -> None:
     ("kind", "size"),
     [
         ("full", 2),
-        ("lora", 2),
+        pytest.param("lora", 2, marks=pytest.mark.nightly),
         pytest.param("padded", 2, marks=pytest.mark.nightly),
         pytest.param("full", 3, marks=pytest.mark.nightly),
     ],
@@ -143,14 +143,25 @@ def test_several_processes_train_as_one(
 
 
 @pytest.mark.parametrize(
-    ("number", "size"), [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 3, marks=pytest.mark.nightly)]
+    ("kind", "number", "size"),
+    [
+        ("lora", signal.SIGTERM, 1),
+        pytest.param("full", signal.SIGINT, 3, marks=pytest.mark.nightly),
+        pytest.param("full", signal.SIGTERM, 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_signal_to_one_process_ends_all_with_a_checkpoint_from_which_any_number_goes_on(
-    number: int, size: int, inputs: list[str], alone: dict[str, Path], machines: dict[str, Machine], tmp_path: Path
+    kind: str,
+    number: int,
+    size: int,
+    inputs: list[str],
+    alone: dict[str, Path],
+    machines: dict[str, Machine],
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
-    command = [*inputs, "--output", str(folder)]
-    truth = alone["full"]
+    command = [*inputs, *KINDS[kind], "--output", str(folder)]
+    truth = alone[kind]
 
     (status, _, shown), (other, said, _) = run([command] * 2, machines, at=3, number=number)
 

@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
             description=(
                 "With --model, fine-tune that model on --data. Without, train a small Qwen3 model, with random "
                 "weights and bytes for tokens, on text. With no option the text is the Python standard library's "
-                "own source, and the devices are this machine's GPUs or, where there is none, two CPU devices."
+                "own source, and the devices are this machine's GPUs or, where there is none, two CPU devices. "
+                "Started by torchrun on several machines, all train together."
             ),
             allow_abbrev=False,
         )

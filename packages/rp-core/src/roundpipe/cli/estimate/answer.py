@@ -259,7 +259,8 @@ def _run_summary(found: Foretold, planned: Planned) -> Iterator[str]:
     memory = _gb(machine.card.memory_bytes)
     yield f"device memory  {_gb(planned.device_bytes)} of {memory} at most, workspace included"
     chosen = "chosen" if found.case.microbatches is None else "as given"
-    yield f"num_microbatch  {planned.microbatches} ({chosen}), of {_counted(planned.sequences, 'sequence')}"
+    each = f", {planned.course.microbatches} on a machine" if found.case.machines > 1 else ""
+    yield f"num_microbatch  {planned.microbatches} ({chosen}), of {_counted(planned.sequences, 'sequence')}{each}"
     yield f"a step  {_seconds(planned.ms)}, {_rounded(found.tokens_per_s)} tokens/s"
     if found.case.machines > 1:
         yield (
