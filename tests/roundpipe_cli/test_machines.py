@@ -25,7 +25,18 @@ pytestmark = [pytest.mark.usefixtures("measured_once"), pytest.mark.timeout(300)
 
 STEPS = 5
 SETTINGS = ["--sequence", "24", "--batch", "3", "--steps", str(STEPS), "--lr", "1e-2", "--devices", "cpu:1"]
-SETTINGS += ["--num-microbatch", "3", "--save-every", "2", "--keep", "9", "--held-out", "0.15", "--eval-every", "3"]
+SETTINGS += [
+    "--num-microbatch",
+    "3",
+    "--save-every",
+    "2",
+    "--keep",
+    "9",
+    "--held-out",
+    "0.15",
+    "--eval-every",
+    "3",
+]
 # The last call of an evaluation has one sequence, for two machines or three.
 KINDS = {
     "full": [],

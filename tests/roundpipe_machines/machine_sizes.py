@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from machine_trainings import adamw, square_error, wrapped
 from roundpipe import Runtime
 from roundpipe.engine.host_bytes import needed_by
+from roundpipe.errors import HostMemoryShort, HostMemoryWarning
 from roundpipe.state.shards import Shards
-from rp_transfer import group
+from rp_transfer import HostLimit, group
 from torch import nn
 
 
@@ -49,6 +51,20 @@ def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
         "sent": sent,
         "numel": 12 * 64 * 64,
     }
+
+
+def wrapped_in(runtime: Runtime, *, free_bytes_a_parameter: float) -> str:
+    """Whether a model that will be trained is refused where so much memory is free."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))).bfloat16()
+    nbytes = int(free_bytes_a_parameter * 12 * 64 * 64)
+    runtime.host_limit = lambda: HostLimit("the given limit", nbytes, nbytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HostMemoryWarning)
+        try:
+            wrapped(runtime, layers, optim_dtype=torch.float32, pin_model="alloc")
+        except HostMemoryShort:
+            return "short"
+    return "fits"
 
 
 def _moved(runtime: Runtime) -> int:

@@ -56,3 +56,11 @@ def test_all_machines_know_the_link_alike_and_tell_what_a_step_takes_of_it(machi
         assert found["network_ms"] == pytest.approx(found["sent"][0] / found["link_gb_s"] / 1e6)
         if found["promised_ms"] is not None:
             assert (found["bound_by"] == "network") == (found["promised_ms"] == found["network_ms"])
+
+
+@pytest.mark.nightly
+def test_a_model_is_wrapped_where_a_machines_share_of_it_fits() -> None:
+    # Beside the weights: 2 bytes a parameter for gradients, and of a machine's own 4 for masters and 4 for sums.
+    free = {"free_bytes_a_parameter": 5.4}
+    assert on_machines(1, "machine_sizes", "wrapped_in", "cpu:1", **free) == ["short"]
+    assert on_machines(3, "machine_sizes", "wrapped_in", "cpu:1", **free) == ["fits"] * 3
