@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
             description=(
                 "With --model, fine-tune that model on --data. Without, train a small Qwen3 model, with random "
                 "weights and bytes for tokens, on text. With no option the text is the Python standard library's "
-                "own source, and the devices are this machine's GPUs or, where there is none, two CPU devices."
+                "own source, and the devices are this machine's GPUs or, where there is none, two CPU devices. "
+                "Started by torchrun on several machines, all train together."
             ),
             allow_abbrev=False,
         )
@@ -214,6 +215,8 @@ _PLAN_VALUES = (
     ("--ram-gb-s", "RATE", "10^9 bytes a second of host memory (165)"),
     ("--link", "RATE", "10^9 bytes a second to each GPU, and as many back (the GPU's)"),
     ("--switches", "N,N", "GPUs behind each PCIe switch, which share one link, such as 4,4 (none)"),
+    ("--machines", "N", f"machines like this, which share each step ({options.Given.machines})"),
+    ("--network", "RATE", "of each machine: 100Gb, bits a second by name, or 11GB, bytes a second as measured"),
     ("--batch", "N", f"sequences in a step ({options.Given.batch})"),
     ("--sequence", "N", f"tokens in a sequence ({options.Given.sequence})"),
     ("--lora", "RANK", "train adapters of this rank on all linear layers inside layers (all weights are trained)"),

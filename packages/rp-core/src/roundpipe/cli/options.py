@@ -80,6 +80,8 @@ class Given(argparse.Namespace):
     ram: str | None = None
     ram_gb_s: str | None = None
     link: str | None = None
+    machines: str = "1"
+    network: str | None = None
     switches: str | None = None
     batch: str = "32"
     sequence: str = "2048"

@@ -102,6 +102,11 @@ class MachineGroup:
         self.rank: int = machines.rank
         self.size: int = machines.size
         self._is_own = is_own
+        if self.size > 1:
+            _LOG.info(
+                "machine %d of %d: each sends %.3g GB/s and receives as much, over %d connections to each other",
+                *(self.rank, self.size, machines.link_gb_s, machines.connections),
+            )
         self.calls = Talk(machines, 0)
         self.steps = Talk(machines, 1)
         self.blocks = Talk(machines, 2)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.cards import CARDS, Card, card_named
+from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
 from roundpipe.cli.options import MOST_MICROBATCHES, Given, optimizer_state, packing
 from roundpipe.runtime.host_limit import parse_bytes
 
 THIS = "this"
 MOST_DEVICES = 256
+MOST_MACHINES = 256
 MOST_BATCH = 2**16
 MOST_SEQUENCE = 2**24
 MOST_RANK = 2**14
@@ -46,6 +48,7 @@ class PlanOptions:
     num_microbatch: int | None
     utilisation: float | None
     json: bool = False
+    network: Network = ONE_MACHINE
 
 
 def read_plan_options(given: Given) -> PlanOptions:
@@ -78,7 +81,29 @@ def read_plan_options(given: Given) -> PlanOptions:
         num_microbatch=_microbatches(given.num_microbatch, batch),
         utilisation=None if given.utilisation is None else _part("--utilisation", given.utilisation),
         json=given.json,
+        network=_network(given, batch),
     )
+
+
+def _network(given: Given, batch: int) -> Network:
+    machines = _whole("--machines", given.machines, MOST_MACHINES)
+    if (machines > 1) != (given.network is not None):
+        raise Refused(
+            f"--machines {machines} needs --network, such as --network 100Gb"
+            if machines > 1
+            else "--network is between --machines, which must be 2 at least"
+        )
+    if given.network is None:
+        return ONE_MACHINE
+    if batch < machines or given.num_microbatch not in ("auto", *map(str, range(machines, batch + 1))):
+        raise Refused(
+            f"--batch and --num-microbatch must be at least --machines, {machines}, but are {batch} and "
+            f"{given.num_microbatch}"
+        )
+    try:
+        return Network.named(machines, given.network)
+    except ValueError as error:
+        raise Refused(f"--network {error}") from None
 
 
 def _config_file(text: str) -> Path:

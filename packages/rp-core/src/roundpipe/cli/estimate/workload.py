@@ -13,15 +13,16 @@ from rp_transfer import Group, HostLimit, group
 from torch import nn
 
 from roundpipe.cli.estimate.hardware import Machine
-from roundpipe.cli.estimate.meta_model import Packing
-from roundpipe.cli.estimate.observe import Observed, observe
+from roundpipe.cli.estimate.meta.meta_model import Packing
+from roundpipe.cli.estimate.meta.observe import Observed, observe
 from roundpipe.cli.estimate.optimizers import state_of
 from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
 from roundpipe.packing.weight import packed_weights
-from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS
+from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, gradient_itemsize
+from roundpipe.state.shards import Shards
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
 # full fine-tuning, and adapters, whose thin products take time and are few operations (docs/planning.md).
@@ -98,13 +99,44 @@ class Workload:
         """Bytes of the optimizer's state."""
         return self._state_bytes(self.optimizer_state)
 
-    def _state_bytes(self, kind: str) -> int:
-        shapes = [tensor.shape for found in self._trainable for tensor in found.tensors]
+    def _state_bytes(self, kind: str, shards: Shards | None = None) -> int:
+        tensors = [tensor for found in self._trainable for tensor in found.tensors]
+        shapes = [tensor.shape for tensor in tensors if shards is None or shards.owns(tensor)]
         return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind) if shapes else 0
 
+    def shards(self, machines: int) -> Shards | None:
+        """Who owns which parameter, as the machine sees it that owns most; None for one machine."""
+        if machines == 1:
+            return None
+        every = [Shards(rank, machines) for rank in range(machines)]
+        for each in every:
+            each.assign([found.tensors for found in self._trainable])
+        return max(every, key=lambda each: each.numel)
+
+    def traffic_bytes(self, machines: int, tasks: Sequence[Task]) -> int:
+        """What a machine sends in a step, and receives: the most of any, of either way.
+
+        Gradients go to the owners, in fp32 where several tasks of a machine add to them, and weights come back.
+        """
+        shards = self.shards(machines)
+        if shards is None:
+            return 0
+        spans = [task.layers for task in tasks if task.adds_gradients]
+        return shards.traffic_bytes(
+            (found.tensors, gradient_itemsize(found, spans), found.layout.dtype.itemsize)
+            for found in self._trainable
+        )
+
+    def step_bytes(self, machines: int = 1) -> float:
+        """Host memory that a step moves, or could in its time, for every two bytes of trained weights.
+
+        Of several machines each steps what it owns.
+        """
+        shards = self.shards(machines)
+        return self._whole_step_bytes * (1.0 if shards is None else shards.numel / max(self.trained, 1))
+
     @property
-    def step_bytes(self) -> float:
-        """Host memory that a step moves, or could in its time, for every two bytes of trained weights."""
+    def _whole_step_bytes(self) -> float:
         nbytes = sum(found.layout.nbytes for found in self._trainable)
         # In 8 bits a step moves less, but packing takes as long as that saves on some tens of cores.
         state = self._state_bytes("fp32") if self.optimizer_state == "8bit" else self.optimizer_bytes
@@ -153,27 +185,37 @@ class Workload:
         return self.observed.vocabulary * (rows + self.observed.hidden) * LOGIT_BYTES
 
     def forecast(
-        self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine
+        self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine, machines: int = 1
     ) -> MemoryForecast:
-        """The host memory to train under a plan's tasks, as `RoundPipe.memory_forecast` sums it up."""
+        """The host memory to train under a plan's tasks, as `RoundPipe.memory_forecast` sums it up.
+
+        Of several machines: that of the one that owns most, with its own microbatches.
+        """
         additions = max(_additions(tasks, len(self.observed.facts)), default=1)
         inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
         activations = microbatches * held_at_once(tasks, inputs)
         limit = machine.ram or HostLimit("the machine", 2**63, 2**63)
-        is_double = machine.ram is not None and self.is_double(machine.ram)
-        return self._forecast(limit, activations, second_blocks=is_double, additions=max(additions, 1))
+        is_double = machine.ram is not None and self.is_double(machine.ram, machines)
+        shards = self.shards(machines)
+        return self._forecast(
+            limit, activations, second_blocks=is_double, additions=max(additions, 1), shards=shards
+        )
 
-    def is_double(self, ram: HostLimit) -> bool:
+    def is_double(self, ram: HostLimit, machines: int = 1) -> bool:
         """Whether weights get second blocks by default, as the engine decides it."""
         nbytes = sum(found.layout.nbytes for found in self._trainable)
         is_little = nbytes <= ram.total_bytes * SECOND_BLOCKS_SHARE
-        return is_little and self._forecast(ram, 0, second_blocks=True, additions=1).fits
+        shards = self.shards(machines)
+        return is_little and self._forecast(ram, 0, second_blocks=True, additions=1, shards=shards).fits
 
     def _forecast(
-        self, limit: HostLimit, activations: int, *, second_blocks: bool, additions: int
+        self, limit: HostLimit, activations: int, *, second_blocks: bool, additions: int, shards: Shards | None
     ) -> MemoryForecast:
-        blocks = needed_by(self.groups, "alloc", OPTIM_DTYPE, second_blocks=second_blocks, additions=additions)
-        more = HostBytes(optimizer_state=self.optimizer_bytes, activations=activations)
+        blocks = needed_by(
+            self.groups, "alloc", OPTIM_DTYPE, second_blocks=second_blocks, additions=additions, shards=shards
+        )
+        state = self._state_bytes(self.optimizer_state, shards)
+        more = HostBytes(optimizer_state=state, activations=activations)
         return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
 
 

@@ -77,8 +77,6 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
 
     Raises `Refused` for a model that is no row of layers, and adapters that fit nothing in it; `HostMemoryShort`.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     wrapping: dict[str, Any] = {
         "name": options.model.name,
         "use_sequential_preset": True,
@@ -94,8 +92,15 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         model = _wrapped(options, wrapping)
     # Of writing files: checkpoints write some beside the training's own bar.
-    disable_progress_bar()
+    without_bars()
     return cast(RoundPipe, model.train())
+
+
+def without_bars() -> None:
+    """From now on transformers shows no progress bars."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
 
 def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
