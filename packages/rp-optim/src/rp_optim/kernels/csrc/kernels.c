@@ -628,6 +628,8 @@ static void vector_apply(const rpo_job *job, int64_t begin, int64_t end) {
     }
 }
 
+#include "muon.h"
+
 /* Writing parameters, rounded, into weights */
 
 static void to_weight(const rpo_job *job, int64_t begin, int64_t end) {
@@ -712,6 +714,8 @@ const rpo_variant JOIN(rpo_, RPO_VARIANT) = {
     .adam = adam,
     .sgd = sgd,
     .lion = lion,
+    .momentum = momentum,
+    .move = move,
     .vector_apply = vector_apply,
     .to_weight = to_weight,
     .add_to_pair = add_to_pair,
