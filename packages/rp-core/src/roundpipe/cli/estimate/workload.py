@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from rp_optim import Muon, muon_groups
+from rp_optim.optimizers.muon import iteration_of
 from rp_sched import LayerCost, Task
 from rp_transfer import Group, HostLimit, group
 from torch import nn
 
 from roundpipe.cli.estimate.hardware import Machine
 from roundpipe.cli.estimate.observe import Observed, observe
-from roundpipe.cli.estimate.optimizers import state_of
+from roundpipe.cli.estimate.optimizers import muon_state_of, state_of
 from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
@@ -32,11 +35,17 @@ OPTIM_DTYPE = torch.float32
 # Gradient, master and moments read, master, moments and weight written.
 _STEP_BYTES, _STEP_STATE_TIMES = 12, 2
 _WEIGHT_BYTES = 2
+# Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
+# AMX (two reach 0.5e12 to 0.8e12, docs/performance.md), beside 165 GB/s.
+_MUON_FLOPS_PER_BYTE = 30
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate."""
+    """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate.
+
+    `hidden`: shapes of the trained weights that Muon would orthogonalize.
+    """
 
     name: str
     observed: Observed
@@ -46,6 +55,7 @@ class Workload:
     utilisation: float
     is_adapted: bool = False
     optimizer_state: str = "fp32"
+    hidden: tuple[torch.Size, ...] = ()
 
     @classmethod
     def of(
@@ -70,6 +80,7 @@ class Workload:
             utilisation or usual,
             is_adapted,
             optimizer_state,
+            _hidden_shapes(model),
         )
 
     @cached_property
@@ -89,6 +100,9 @@ class Workload:
 
     def _state_bytes(self, kind: str) -> int:
         shapes = [tensor.shape for found in self._trainable for tensor in found.tensors]
+        if self.optimizer == "muon":
+            others = list((Counter(shapes) - Counter(self.hidden)).elements())
+            return muon_state_of(self.hidden, others, OPTIM_DTYPE, kind)
         return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind) if shapes else 0
 
     @property
@@ -97,8 +111,16 @@ class Workload:
         nbytes = sum(found.layout.nbytes for found in self._trainable)
         # In 8 bits a step moves less, but packing takes as long as that saves on some tens of cores.
         state = self._state_bytes("fp32") if self.optimizer_state == "8bit" else self.optimizer_bytes
-        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * state
+        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
+
+    @cached_property
+    def _muon_flops(self) -> int:
+        """Operations of the matrix products of a step."""
+        if self.optimizer != "muon":
+            return 0
+        group = Muon([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+        return sum(map(iteration_of(group).flops, self.hidden))
 
     @property
     def _trainable(self) -> list[Group]:
@@ -163,6 +185,11 @@ class Workload:
         blocks = needed_by(self.groups, "alloc", OPTIM_DTYPE, second_blocks=second_blocks, additions=additions)
         more = HostBytes(optimizer_state=self.optimizer_bytes, activations=activations)
         return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
+
+
+def _hidden_shapes(model: nn.Module) -> tuple[torch.Size, ...]:
+    groups = muon_groups(model, lr=0.0)
+    return tuple(one.shape for group in groups if group["use_muon"] for one in group["params"])
 
 
 def _additions(tasks: Sequence[Task], layers: int) -> list[int]:
