@@ -219,11 +219,15 @@ INLINE uint32_t largest_of(const float *restrict values) {
     return (uint32_t)top;
 }
 
-/* Fills up the last group of a block. */
-INLINE int64_t whole_groups(float *values, int64_t n) {
-    const int64_t whole = (n + RPO_GROUP - 1) / RPO_GROUP * RPO_GROUP;
-    for (int64_t j = n; j < whole; j++) values[j] = 0;
-    return whole;
+/* Sets the scales of a block's groups, in fp32 too, after filling up the block with zeros. */
+INLINE void put_scales(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict values,
+                       float *restrict scales) {
+    for (int64_t j = n; j < BLOCK; j++) values[j] = 0;
+    for (int group = 0; group < GROUPS; group++) {
+        const uint16_t scale = scale_for(largest_of(values + group * RPO_GROUP));
+        scales[group] = widen_bfloat16(scale);
+        if (group * RPO_GROUP < n) job->scales[array][i / RPO_GROUP + group] = scale;
+    }
 }
 
 /* The fp32 number below 1 / 255: no kept root is larger than the scale, which would grow if kept again. */
@@ -238,14 +242,27 @@ INLINE void fetch_scales(const rpo_job *job, const int array, int64_t i, int64_t
         scales[group] = group * RPO_GROUP < n ? widen_bfloat16(job->scales[array][i / RPO_GROUP + group]) : 0;
 }
 
+/* A copy of the last codes of an array, and zeros up to a whole block. */
+static void *filled_up(void *room, const void *codes, int64_t n) {
+    memset(room, 0, BLOCK);
+    return memcpy(room, codes, (size_t)n);
+}
+
+INLINE void put_codes(void *to, const void *codes, int64_t n) {
+    if (n == BLOCK)
+        memcpy(to, codes, BLOCK); /* of a size that compilers know */
+    else
+        memcpy(to, codes, (size_t)n);
+}
+
 /* Square roots: code times scale / 255. Fills the whole block. */
 INLINE void get_roots(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict roots) {
-    uint8_t room[BLOCK] = {0};
+    uint8_t room[BLOCK];
     float scales[GROUPS];
     const uint8_t *codes = (const uint8_t *)job->state[array] + i;
     ask_for(codes + AHEAD, (size_t)n);
     fetch_scales(job, array, i, n, scales);
-    if (n < BLOCK) codes = memcpy(room, codes, (size_t)n);
+    if (n < BLOCK) codes = filled_up(room, codes, n);
     for (int j = 0; j < BLOCK; j++) roots[j] = (float)(int32_t)codes[j];
     for (int group = 0; group < GROUPS; group++) {
         const float unit = unit_root(scales[group]);
@@ -258,38 +275,37 @@ INLINE void put_roots(const rpo_job *job, const int array, int64_t i, int64_t n,
                       const uint32_t *restrict noise) {
     int32_t codes[BLOCK];
     uint8_t bytes[BLOCK];
-    const int64_t whole = whole_groups(roots, n);
-    for (int64_t first = 0; first < whole; first += RPO_GROUP) {
-        const uint16_t scale = scale_for(largest_of(roots + first));
-        const float wide = widen_bfloat16(scale), unit = unit_root(wide), steps = scale == 0 ? 0 : 255.0f / wide;
-        job->scales[array][(i + first) / RPO_GROUP] = scale;
-        for (int64_t j = first; j < first + RPO_GROUP; j++) {
+    float scales[GROUPS];
+    put_scales(job, array, i, n, roots, scales);
+    for (int group = 0; group < GROUPS; group++) {
+        const float unit = unit_root(scales[group]), steps = scales[group] == 0 ? 0 : 255.0f / scales[group];
+        for (int j = group * RPO_GROUP; j < (group + 1) * RPO_GROUP; j++) {
             float x = roots[j];
             int32_t size = (int32_t)(bits_of(x * steps) & 0x7fffffffu);
             float at = float_of((uint32_t)(size < 0x437f0000 ? size : 0x437f0000)); /* at most 255, also for a NaN */
             float below = (float)(int32_t)at;
-            float draw = (float)(int32_t)noise_for(noise[j], array) * 0x1p-16f;
-            int goes_up = (at - below) * (at + below) > draw * (below + below + 1.0f);
-            float least = (float)(x != 0);
+            float draw = (float)(int32_t)noise_for(noise[j], array);
+            /* 2^-16 (2 below + 1) is exact. */
+            int goes_up = (at - below) * (at + below) > draw * (below * 0x1p-15f + 0x1p-16f);
             float code = below + (float)goes_up;
-            code = code > least ? code : least;
+            code = code > 1.0f ? code : 1.0f;
+            code = x != 0 ? code : 0;
             codes[j] = (int32_t)code;
             roots[j] = code * unit;
         }
     }
-    for (int64_t j = whole; j < BLOCK; j++) codes[j] = 0;
     for (int j = 0; j < BLOCK; j++) bytes[j] = (uint8_t)codes[j];
-    memcpy((uint8_t *)job->state[array] + i, bytes, (size_t)n);
+    put_codes((char *)job->state[array] + i, bytes, n);
 }
 
 /* Numbers with a sign, companded: z = code / 127 stands for z / (2 - |z|) of the scale. Fills the whole block. */
 INLINE void get_signed(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict values) {
-    int8_t room[BLOCK] = {0};
+    int8_t room[BLOCK];
     float scales[GROUPS];
     const int8_t *codes = (const int8_t *)job->state[array] + i;
     ask_for(codes + AHEAD, (size_t)n);
     fetch_scales(job, array, i, n, scales);
-    if (n < BLOCK) codes = memcpy(room, codes, (size_t)n);
+    if (n < BLOCK) codes = filled_up(room, codes, n);
     for (int j = 0; j < BLOCK; j++) values[j] = (float)(int32_t)codes[j];
     for (int group = 0; group < GROUPS; group++) {
         for (int j = group * RPO_GROUP; j < (group + 1) * RPO_GROUP; j++)
@@ -301,25 +317,23 @@ INLINE void put_signed(const rpo_job *job, const int array, int64_t i, int64_t n
                        const uint32_t *restrict noise) {
     int32_t codes[BLOCK];
     int8_t bytes[BLOCK];
-    const int64_t whole = whole_groups(values, n);
-    for (int64_t first = 0; first < whole; first += RPO_GROUP) {
-        const uint16_t scale = scale_for(largest_of(values + first));
-        const float per_scale = scale == 0 ? 0 : 1.0f / widen_bfloat16(scale);
-        job->scales[array][(i + first) / RPO_GROUP] = scale;
-        for (int64_t j = first; j < first + RPO_GROUP; j++) {
+    float scales[GROUPS];
+    put_scales(job, array, i, n, values, scales);
+    for (int group = 0; group < GROUPS; group++) {
+        const float per_scale = scales[group] == 0 ? 0 : 1.0f / scales[group];
+        for (int j = group * RPO_GROUP; j < (group + 1) * RPO_GROUP; j++) {
             float part = values[j] * per_scale;
             float at = 254.0f * part / (1.0f + fabsf(part));
             float draw = (float)(int32_t)noise_for(noise[j], array) * 0x1p-16f;
-            at = at >= -127.0f ? at : -127.0f; /* also a NaN */
+            at = at > -127.0f ? at : -127.0f; /* also a NaN */
             /* From 1 to 256, so that truncating rounds down. */
             float code = (at + 128.0f) + draw;
             code = code < 255.0f ? code : 255.0f;
             codes[j] = (int32_t)code - 128;
         }
     }
-    for (int64_t j = whole; j < BLOCK; j++) codes[j] = 0;
     for (int j = 0; j < BLOCK; j++) bytes[j] = (int8_t)codes[j];
-    memcpy((int8_t *)job->state[array] + i, bytes, (size_t)n);
+    put_codes((char *)job->state[array] + i, bytes, n);
 }
 
 /* State of one array, with a sign, in any packing. */
@@ -349,11 +363,13 @@ INLINE void get_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad
     float roots[BLOCK];
     get_roots(job, 1, i, n, roots);
     get_signed(job, 0, i, n, m);
-    for (int64_t j = 0; j < n; j++) m[j] = m[j] * roots[j];
-    for (int64_t j = 0; j < n; j++) v[j] = roots[j] * roots[j];
+    for (int j = 0; j < BLOCK; j++) {
+        m[j] = m[j] * roots[j];
+        v[j] = roots[j] * roots[j];
+    }
     if (!amsgrad) return;
     get_roots(job, 2, i, n, roots);
-    for (int64_t j = 0; j < n; j++) most[j] = roots[j] * roots[j];
+    for (int j = 0; j < BLOCK; j++) most[j] = roots[j] * roots[j];
 }
 
 /* `roots`: those of `v`, with amsgrad those of the largest `v` so far, as a step takes them anyway. */
@@ -363,11 +379,11 @@ INLINE void put_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad
     fill_noise(job, i, noise);
     if (amsgrad) {
         put_roots(job, 2, i, n, roots, noise);
-        for (int64_t j = 0; j < n; j++) v[j] = sqrtf(v[j]);
+        for (int j = 0; j < BLOCK; j++) v[j] = sqrtf(v[j]);
     }
     float *restrict kept = amsgrad ? v : roots;
     put_roots(job, 1, i, n, kept, noise);
-    for (int64_t j = 0; j < n; j++) m[j] = kept[j] > 0 ? m[j] / kept[j] : 0;
+    for (int j = 0; j < BLOCK; j++) m[j] = kept[j] > 0 ? m[j] / kept[j] : 0;
     put_signed(job, 0, i, n, m, noise);
 }
 
