@@ -418,6 +418,25 @@ INLINE void adam_block(const rpo_job *job, int64_t n, float *restrict p, const f
     }
 }
 
+/* `options`: 4 times the decay_kind, 2 if it is near, 1 for amsgrad. */
+INLINE void adam_with(const rpo_job *job, int64_t n, float *restrict p, const float *restrict g, float *restrict m,
+                      float *restrict v, float *restrict most, float *restrict roots, const int options) {
+    switch (options) {
+    case 0: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 0, 0); break;
+    case 1: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 0, 1); break;
+    case 2: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 1, 0); break;
+    case 3: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 1, 1); break;
+    case 4: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 0, 0); break;
+    case 5: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 0, 1); break;
+    case 6: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 1, 0); break;
+    case 7: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 1, 1); break;
+    case 8: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 0, 0); break;
+    case 9: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 0, 1); break;
+    case 10: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 1, 0); break;
+    case 11: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 1, 1); break;
+    }
+}
+
 static void adam(const rpo_job *job, int64_t begin, int64_t end) {
     float rooms[6][BLOCK];
     const int32_t type = job->param.type;
@@ -430,7 +449,7 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
         float *g = fetch_gradient(job, i, n, rooms[0]);
         float *p = fetch(job->param.at, type, i, n, rooms[1]);
         float *m = rooms[2], *v = rooms[3], *most = rooms[4];
-        float *roots = is_8bit ? rooms[5] : NULL; /* of the largest second moments */
+        float *roots = rooms[5]; /* of the largest second moments, for 8 bits alone */
         if (is_8bit) {
             get_adam(job, i, n, amsgrad, m, v, most);
         } else {
@@ -438,20 +457,11 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
             v = fetch_state(job, 1, i, n, v);
             if (amsgrad) most = fetch_state(job, 2, i, n, most);
         }
-        switch (decay * 4 + near * 2 + amsgrad) {
-        case 0: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 0, 0); break;
-        case 1: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 0, 1); break;
-        case 2: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 1, 0); break;
-        case 3: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 1, 1); break;
-        case 4: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 0, 0); break;
-        case 5: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 0, 1); break;
-        case 6: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 1, 0); break;
-        case 7: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 1, 1); break;
-        case 8: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 0, 0); break;
-        case 9: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 0, 1); break;
-        case 10: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 1, 0); break;
-        case 11: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 1, 1); break;
-        }
+        const int options = decay * 4 + near * 2 + amsgrad;
+        if (is_8bit)
+            adam_with(job, n, p, g, m, v, most, roots, options);
+        else
+            adam_with(job, n, p, g, m, v, most, NULL, options);
         put_back(job->param.at, type, i, n, p);
         if (is_8bit) {
             put_adam(job, i, n, amsgrad, m, v, roots);
