@@ -245,6 +245,34 @@ def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: py
     assert "adamw with 8bit state, fp32 masters" in told(capsys, *machine, "--optimizer-state", "8bit")
 
 
+def test_muon_has_half_of_the_state_for_hidden_matrices_and_takes_longer(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = (*SMALL, "--num-microbatch", "2", "--model", config(TINY))
+    adamw, muon = (found(capsys, *machine, "--optimizer", name) for name in ("adamw", "muon"))
+    states = [answer["host_bytes"]["optimizer_state"] for answer in (adamw, muon)]
+    shapes = [found for layer in range(TINY["num_hidden_layers"]) for found in hidden_shapes(TINY)]
+    hidden = sum(rows * cols for rows, cols in shapes)
+    # Beside the moments a counter for each tensor that AdamW updates.
+    assert states[0] - states[1] == 4 * hidden + 4 * len(shapes)
+    busy = [answer["plan"]["busy_s"]["optimizer"] for answer in (adamw, muon)]
+    assert busy[1] > 1.5 * busy[0]
+
+
+def hidden_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
+    """Of the matrices of one layer."""
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config.get("head_dim", width // heads)
+    groups = config["num_key_value_heads"]
+    return [
+        (heads * head, width),
+        (groups * head, width),
+        (groups * head, width),
+        (width, heads * head),
+        *[(inner, width)] * 3,
+    ]
+
+
 def test_less_ram_than_is_proposed_does_not_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(TINY | {"hidden_size": 4096, "intermediate_size": 16384})
     machine = ("--gpu", "RTX 4090", "--batch", "2", "--sequence", "64")

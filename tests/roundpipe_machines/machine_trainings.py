@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, token_mean
-from roundpipe.optim import SGD, Adafactor, AdamW, clip_grad_norm_
+from roundpipe.optim import SGD, Adafactor, AdamW, Muon, clip_grad_norm_
 from torch import nn
 
 STEPS = 3
@@ -207,6 +207,19 @@ def by_rows_and_columns(runtime: Runtime) -> Found:
     return train(runtime, row(), lambda parameters: Adafactor(parameters, lr=0.03))
 
 
+def by_whole_matrices(runtime: Runtime) -> Found:
+    """Muon, which makes each matrix orthogonal: whoever owns one has all of it."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        every = list(parameters)
+        others = {"params": [one for one in every if one.ndim < 2], "use_muon": False}
+        matrices = {"params": [one for one in every if one.ndim == 2]}
+        # In fp32 the last bits of gradients, which are summed in another order, stay last bits.
+        return Muon([matrices, others], lr=0.03, adjust_lr_fn="match_rms_adamw", ns_dtype=torch.float32)
+
+    return train(runtime, row(), make, is_async=True, clip=0.5)
+
+
 def in_few_bits(runtime: Runtime) -> Found:
     """Moments in bytes and in bf16."""
     found: Found = {}
@@ -370,6 +383,7 @@ TRAININGS: dict[str, Callable[[Runtime], Found]] = {
         sixteen_bits,
         of_torch,
         by_rows_and_columns,
+        by_whole_matrices,
         in_few_bits,
         left_in_place,
         scaled,

@@ -187,8 +187,12 @@ _TUNING_VALUES = (
     ("--epochs", "N", f"times that all data is trained on ({_DEFAULTS.epochs})"),
     ("--schedule", "NAME", f"learning rate after the warm-up: cosine or constant ({_DEFAULTS.schedule})"),
     ("--warm-up", "N", f"steps, or a part of all steps below 1, in which the rate rises ({_DEFAULTS.warm_up})"),
-    ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({_DEFAULTS.optimizer})"),
-    ("--betas", "B,B", "of adamw, adam and lion (0.9,0.95, with --no-sync 0.5,0.95; lion 0.9,0.99)"),
+    ("--optimizer", "NAME", f"adamw, adam, lion, muon, adafactor, sgd or sgd-momentum ({_DEFAULTS.optimizer})"),
+    (
+        "--betas",
+        "B,B",
+        "of adamw, adam, lion and what muon leaves to adamw (0.9,0.95, with --no-sync 0.5,0.95; lion 0.9,0.99)",
+    ),
     ("--weight-decay", "RATE", f"of weights, but not of norms and biases ({_DEFAULTS.weight_decay})"),
     ("--clip", "NORM", f"largest norm of the gradients; 0: any ({_DEFAULTS.clip})"),
     ("--held-out", "PART", f"of the data, to evaluate on ({_DEFAULTS.held_out})"),
@@ -221,7 +225,11 @@ _PLAN_VALUES = (
     ("--sequence", "N", f"tokens in a sequence ({options.Given.sequence})"),
     ("--lora", "RANK", "train adapters of this rank on all linear layers inside layers (all weights are trained)"),
     ("--pack", "FORMAT", "hold frozen weights in fp8, int8, nf4 or mxfp4, or as they are stored; with --lora"),
-    ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({options.Given.optimizer})"),
+    (
+        "--optimizer",
+        "NAME",
+        f"adamw, adam, lion, muon, adafactor, sgd or sgd-momentum ({options.Given.optimizer})",
+    ),
     (
         "--optimizer-state",
         "|".join(options.OPTIMIZER_STATES),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from rp_optim import Muon, muon_groups
+from rp_optim.optimizers.muon import iteration_of
 from rp_sched import LayerCost, Task
 from rp_transfer import Group, HostLimit, group
 from torch import nn
@@ -15,7 +17,7 @@ from torch import nn
 from roundpipe.cli.estimate.hardware import Machine
 from roundpipe.cli.estimate.meta.meta_model import Packing
 from roundpipe.cli.estimate.meta.observe import Observed, observe
-from roundpipe.cli.estimate.optimizers import state_of
+from roundpipe.cli.estimate.optimizers import muon_state_of, state_of
 from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
@@ -35,6 +37,9 @@ OPTIM_DTYPE = torch.float32
 # Gradient, master and moments read, master, moments and weight written.
 _STEP_BYTES, _STEP_STATE_TIMES = 12, 2
 _WEIGHT_BYTES = 2
+# Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
+# AMX (two reach 0.5e12 to 0.8e12, docs/performance.md), beside 165 GB/s.
+_MUON_FLOPS_PER_BYTE = 30
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Workload:
     """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate.
 
     `expanded_bytes`: of the packed weights of one layer, expanded; the most of any.
+    `hidden`: the trained weights that Muon would orthogonalize.
     """
 
     name: str
@@ -53,6 +59,7 @@ class Workload:
     is_adapted: bool = False
     optimizer_state: str = "fp32"
     expanded_bytes: int = 0
+    hidden: frozenset[torch.Tensor] = frozenset()
 
     @classmethod
     def of(
@@ -81,6 +88,7 @@ class Workload:
             is_adapted,
             optimizer_state,
             max(map(_expanded_bytes, observed.modules)),
+            _hidden(model),
         )
 
     @cached_property
@@ -101,8 +109,13 @@ class Workload:
 
     def _state_bytes(self, kind: str, shards: Shards | None = None) -> int:
         tensors = [tensor for found in self._trainable for tensor in found.tensors]
-        shapes = [tensor.shape for tensor in tensors if shards is None or shards.owns(tensor)]
-        return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind) if shapes else 0
+        own = [tensor for tensor in tensors if shards is None or shards.owns(tensor)]
+        shapes = [tensor.shape for tensor in own]
+        if self.optimizer == "muon":
+            hidden = [tensor.shape for tensor in own if tensor in self.hidden]
+            others = [tensor.shape for tensor in own if tensor not in self.hidden]
+            return muon_state_of(hidden, others, OPTIM_DTYPE, kind)
+        return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind)
 
     def shards(self, machines: int) -> Shards | None:
         """Who owns which parameter, as the machine sees it that owns most; None for one machine."""
@@ -140,8 +153,16 @@ class Workload:
         nbytes = sum(found.layout.nbytes for found in self._trainable)
         # In 8 bits a step moves less, but packing takes as long as that saves on some tens of cores.
         state = self._state_bytes("fp32") if self.optimizer_state == "8bit" else self.optimizer_bytes
-        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * state
+        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
+
+    @cached_property
+    def _muon_flops(self) -> int:
+        """Operations of the matrix products of a step."""
+        if self.optimizer != "muon":
+            return 0
+        group = Muon([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+        return sum(iteration_of(group).flops(one.shape) for one in self.hidden)
 
     @property
     def _trainable(self) -> list[Group]:
@@ -221,6 +242,11 @@ class Workload:
 
 def _expanded_bytes(module: nn.Module) -> int:
     return sum(weight.expanded_nbytes for weight in packed_weights(module))
+
+
+def _hidden(model: nn.Module) -> frozenset[torch.Tensor]:
+    groups = muon_groups(model, lr=0.0)
+    return frozenset(one for group in groups if group["use_muon"] for one in group["params"])
 
 
 def _additions(tasks: Sequence[Task], layers: int) -> list[int]:

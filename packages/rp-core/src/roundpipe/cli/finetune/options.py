@@ -13,8 +13,8 @@ from roundpipe.cli.options import MOST_MICROBATCHES, MOST_STEPS, Given
 
 # Only the built-in job has these: what to write instead.
 _INSTEAD = {"batch_size": "--batch", "seq_len": "--sequence"}
-OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd", "sgd-momentum")
-WITH_BETAS = ("adamw", "adam", "lion")
+OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "muon", "sgd", "sgd-momentum")
+WITH_BETAS = ("adamw", "adam", "lion", "muon")
 SCHEDULES = ("cosine", "constant")
 REPORTS = ("jsonl", "tensorboard")
 ALL_LINEAR = "all-linear"
@@ -209,7 +209,7 @@ def _warm_up(text: str) -> float:
 def _betas(text: str | None, optimizer: str, *, sync: bool) -> tuple[float, float] | None:
     if text is None:
         # Late steps bear less momentum: docs/staleness.md.
-        return (0.9 if sync else 0.5, 0.95) if optimizer in ("adam", "adamw") else None
+        return (0.9 if sync else 0.5, 0.95) if optimizer in ("adam", "adamw", "muon") else None
     if optimizer not in WITH_BETAS:
         raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {optimizer} has none")
     parts = text.split(",")
