@@ -149,6 +149,7 @@ SCHEMA: dict[str, Any] = {
         "layers": int,
         "optimizer": str,
         "optimizer_state": str,
+        "expanded_bytes": int,
     },
     "machine": {
         "gpu": str,
