@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -215,6 +216,8 @@ def take_part(
     double_buffer: bool,
 ) -> None:
     """Train, and tell the losses, the weights and the error that ended it, if any."""
+    # A program that hangs says where: not before machines that are busy with other tests have trained.
+    faulthandler.dump_traceback_later(150, exit=True)
     moment = Moment(phase, fault if int(os.environ["RANK"]) == lost else "none", tell)
     hook(moment)
     found: dict[str, Any] = {"error": None, "first": None, "left": [], "losses": [], "read": []}
