@@ -72,8 +72,10 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(code: str, size: int, port: int | None = None, **environment: str) -> Iterator[Ranks]:
-    """The program on all ranks; leaving the context kills what still runs."""
+def ranks(
+    code: str, size: int, port: int | None = None, imports: str = IMPORTS, **environment: str
+) -> Iterator[Ranks]:
+    """The program on all ranks; leaving the context kills what still runs. `imports`: what was imported before."""
     port = port or free_port()
     with contextlib.ExitStack() as stack:
         programs, pipes = [], []
@@ -86,7 +88,7 @@ def ranks(code: str, size: int, port: int | None = None, **environment: str) -> 
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            program = Program(PRELUDE + code, imports=IMPORTS, stdout=writer, **place, **environment)
+            program = Program(PRELUDE + code, imports=imports, stdout=writer, **place, **environment)
             os.close(writer)
             programs.append(stack.enter_context(program))
             pipes.append(reader)

@@ -95,9 +95,14 @@ class Paired:
         self._meeting.fail(reason)
 
 
-def on_both(body: Callable[[Runtime], Any], delay_s: Callable[[str, int], float]) -> list[Any]:
+def on_both(
+    body: Callable[[Runtime], Any],
+    delay_s: Callable[[str, int], float] = lambda *_: 0.0,
+    *,
+    meeting: Meeting | None = None,
+) -> list[Any]:
     """Run on both machines; what each returned."""
-    meeting = Meeting(delay_s)
+    meeting = meeting or Meeting(delay_s)
 
     def run(rank: int) -> Any:
         # A stand-in, not a subclass: it opens no connection.

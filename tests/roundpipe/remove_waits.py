@@ -185,15 +185,26 @@ WAITS = [
     ),
     Wait("optimizer/reduction.py", "self._ticket.enter()", "machines reduce gradients that have come"),
     Wait("optimizer/reduction.py", "work.wait()", "a step waits for the gradients of other machines"),
-    Wait("optimizer/steps.py", "shared.settle()", "a failed step waits for its transfers"),
-    Wait("optimizer/gathering.py", "work.wait()", "publishing waits for the weights of other machines"),
+    Wait("optimizer/steps.py", "shared.settle(tracer)", "a failed step waits for its transfers"),
+    Wait("optimizer/gathering.py", "each.wait()", "a failed step waits for results that nobody uses"),
+    Wait("optimizer/gathering.py", "work.wait()", "results are sent again when they have been sent"),
     Wait(
         "optimizer/gathering.py",
-        "work.wait()",
+        "copies.wait()\n        copies.tell",
+        "publishing waits for the weights of other machines",
+        "copies.tell",
+    ),
+    Wait(
+        "optimizer/gathering.py",
+        "self._under_way[block].wait()",
         "weights written outside come after the results of other machines",
+    ),
+    Wait(
+        "optimizer/gathering.py",
+        "copies.wait()",
+        "a checkpoint waits for the results of other machines",
         nth=1,
     ),
-    Wait("optimizer/gathering.py", "work.wait()", "a checkpoint waits for the results of other machines", nth=2),
 ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import batch, mlp, plans, square_error
 from roundpipe import CallTime, RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.planning.call_log import CALLS, CallLog
+from roundpipe.planning.call_log import CALLS, CallLog, as_table
 from roundpipe.telemetry.call_span import CallSpan
 from roundpipe.telemetry.layer_times import ModelTimer
 from rp_sched import Plan
@@ -125,6 +125,7 @@ def test_a_model_shows_what_its_plans_promise(runtime: Runtime) -> None:
     assert found.promised_ms is not None
     assert 0 < found.promised_ms < math.inf
     assert found.bound_by is not None
+    assert found.network_ms is None
     if found.measured_ms is not None:
         assert found.error == pytest.approx(found.promised_ms / found.measured_ms - 1)
     assert repr(found.plan) in str(found)
@@ -167,3 +168,13 @@ def test_a_call_ends_with_its_last_gradient(two: Runtime) -> None:
     assert [span.number for span in spans] == [1, 2, 3]
     assert all(span.launched_s < span.ended_s for span in spans)
     assert [span.ended_s for span in spans] == sorted(span.ended_s for span in spans)
+
+
+def test_the_network_of_several_machines_has_a_column_of_its_own() -> None:
+    plan = Plan(fused=range(4))
+    alone = CallTime("m", plan, 98.0, 100.0, 8, "device")
+    shared = CallTime("n", plan, 250.0, 260.0, 8, "network", 250.0)
+    assert "network" not in as_table([alone])
+    _, first, second = as_table([alone, shared]).splitlines()
+    assert [cell.strip() for cell in first.split("|")[-2:]] == ["device", "-"]
+    assert [cell.strip() for cell in second.split("|")[-2:]] == ["network", "250.000 ms"]

@@ -120,6 +120,7 @@ def killed_and_resumed(runs: Runs, folder: Path, kills: int, seed: int) -> None:
         number += 1
 
 
+@pytest.mark.slow
 def test_a_few_kills_change_nothing(tmp_path: Path, runs: Runs) -> None:
     killed_and_resumed(runs, tmp_path, 4, seed=0)
 

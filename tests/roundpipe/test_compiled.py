@@ -155,6 +155,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == compiling.__name__]
 
 
+@pytest.mark.slow
 def test_without_cpp_code_layers_are_compiled_as_usual_with_one_warning(
     graphs: list[bool], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

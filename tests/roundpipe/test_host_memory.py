@@ -453,6 +453,7 @@ def test_a_forecast_is_a_table_of_the_whole_run(one: Runtime, machine: Machine) 
         model.memory_forecast(model)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ten_models_take_what_was_foreseen() -> None:
     # Freed tensors go back to the system at once, instead of into the heap, where the next model would find them.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}

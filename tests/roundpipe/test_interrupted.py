@@ -232,6 +232,7 @@ def test_a_runtime_that_nobody_closed_ends_with_the_process() -> None:
     assert (status, complaints) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 def test_the_right_to_launch_is_free_wherever_an_interrupt_comes(two: Runtime) -> None:
     model = RoundPipe(mlp(), runtime=two)

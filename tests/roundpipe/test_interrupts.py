@@ -182,6 +182,7 @@ def ways(trained: Trained) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", WAYS)
 def test_an_interrupt_at_any_instruction_of_a_call_hangs_nothing(two: Runtime, what: str) -> None:

@@ -213,6 +213,7 @@ def _tensors() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_nothing_grows_over_many_calls(runtime: Runtime) -> None:
     layers = nn.Sequential(*mlp(), nn.BatchNorm1d(3), nn.Dropout(0.1))

@@ -215,6 +215,7 @@ def counted(runtime: Runtime) -> tuple[int, int, int]:
     return tensors(), threading.active_count(), resident
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("calls", [CALLS // 5, pytest.param(CALLS, marks=pytest.mark.nightly)])
 def test_calls_with_faults_end_where_those_that_succeeded_do(calls: int) -> None:

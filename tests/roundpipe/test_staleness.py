@@ -49,6 +49,7 @@ def run_of(chosen: Workload, variant: str, seed: int = 0) -> Run:
     return Run(VARIANTS[variant], seed, STEPS, chosen.rate, 0.95)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder-1m", "finetune", "lora", "convnet"])
 @pytest.mark.parametrize("variant", ["synchronous", "late", "late after 30 %", "late, beta1 from 0.5"])
 def test_the_loop_ends_with_the_weights_of_the_engine(two: Runtime, name: str, variant: str) -> None:

@@ -555,6 +555,7 @@ def test_a_layer_that_moves_from_one_model_to_another_belongs_to_the_other(two: 
 # The end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["row", "auto"])
 def test_a_dropped_model_is_collected_with_its_memory_and_starts_no_thread(runtime: Runtime, kind: str) -> None:
     x, _ = batch(6)

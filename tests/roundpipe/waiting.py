@@ -25,6 +25,7 @@ from roundpipe.device import transfers
 from roundpipe.device.randomness import Drawer, Randomness
 from roundpipe.engine.capture import Captured
 from roundpipe.execution import stage
+from roundpipe.optim import SGD
 from rp_sched import Plan
 from rp_transfer.cpu.backend import CpuDevice
 from safetensors.torch import load_file
@@ -808,6 +809,56 @@ def a_failed_step_waits_for_its_transfers() -> None:
             same(one, other)
 
 
+def fail_and_read_late(runtime: Runtime) -> list[torch.Tensor]:
+    row, model, optimizer = divided(runtime, double_buffer=True)
+    call(model, 0)
+    with pytest.raises(ZeroDivisionError):
+        model.step(lambda: 1 / 0, is_async=False)
+    model.reset()
+    call(model, 1)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    threading.Event().wait(4 * DELAY_S)
+    return [parameter.detach().clone() for parameter in row.parameters()]
+
+
+def a_failed_step_waits_for_results_that_nobody_uses() -> None:
+    """What machines expected of a failed step does not come into the next one's weights."""
+    with Runtime("cpu:1") as alone:
+        truth = fail_and_read_late(alone)
+    # Of the first step.
+    for found in on_both(fail_and_read_late, lambda kind, tag: 3 * DELAY_S * (kind == "gather" and tag < 3)):
+        for one, other in zip(found, truth, strict=True):
+            same(one, other)
+
+
+def change_after_the_optimizer(runtime: Runtime) -> list[torch.Tensor]:
+    row, model, _ = divided(runtime, double_buffer=True)
+    optimizer = SGD(model.optim_parameters(), lr=0.02)
+
+    def step() -> None:
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.optim_parameters():
+                parameter.mul_(0.5)
+        optimizer.zero_grad()
+
+    for number in range(2):
+        call(model, number)
+        model.step(step, is_async=False)
+    return [parameter.detach().clone() for parameter in row.parameters()]
+
+
+def what_is_sent_again_comes_after_what_was_sent() -> None:
+    """Results that a step function changes later replace those that were on their way."""
+    with Runtime("cpu:1") as alone:
+        truth = change_after_the_optimizer(alone)
+    # Of the first step.
+    slow = on_both(change_after_the_optimizer, lambda kind, tag: 2 * DELAY_S * (kind == "gather" and tag < 3))
+    for found in slow:
+        for one, other in zip(found, truth, strict=True):
+            same(one, other)
+
+
 def write_between(runtime: Runtime) -> list[torch.Tensor]:
     row, model, optimizer = divided(runtime, double_buffer=True)
     call(model, 0)
@@ -885,6 +936,8 @@ SCENARIOS: list[Callable[[], None]] = [
     lambda: machines_wait_for_each_other(double_buffer=False, is_async=False),
     lambda: machines_wait_for_each_other(double_buffer=True, is_async=True),
     a_failed_step_waits_for_its_transfers,
+    a_failed_step_waits_for_results_that_nobody_uses,
+    what_is_sent_again_comes_after_what_was_sent,
     what_users_write_comes_after_other_machines_results,
     what_is_saved_has_other_machines_results,
 ]

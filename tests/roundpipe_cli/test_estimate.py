@@ -12,9 +12,10 @@ from roundpipe import RoundPipe, Runtime
 from roundpipe.cli.estimate.cards import CARDS, card_named
 from roundpipe.cli.estimate.foretell import Case, Foretold, foretell
 from roundpipe.cli.estimate.hardware import Machine, _switches, measured
-from roundpipe.cli.estimate.meta_model import adapt
-from roundpipe.cli.estimate.meter import FusedAttention, Meter
-from roundpipe.cli.estimate.observe import observe
+from roundpipe.cli.estimate.meta.meta_model import adapt
+from roundpipe.cli.estimate.meta.meter import FusedAttention, Meter
+from roundpipe.cli.estimate.meta.observe import observe
+from roundpipe.cli.estimate.network import Network
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
 from roundpipe.cli.estimate.workload import Workload
 from rp_presets import to_sequential
@@ -220,6 +221,46 @@ def test_weights_get_second_blocks_where_they_take_little() -> None:
     assert not workload.is_double(ram(15 * weights))
 
 
+def test_fp32_gradients_cost_the_network_half_as_much_again() -> None:
+    workload = Workload.of(on_meta(Qwen3Config(**SHAPE)), sequence=16)
+    layers = range(len(workload.observed.facts))
+    once = [Task("FB", layers, range(4), 0)]
+    twice = [Task("FB", layers, range(2), 0), Task("FB", layers, range(2, 4), 1)]
+    # All tensors, in pairs of a size where there are several, go to the one with least.
+    for machines in (2, 4):
+        shards = workload.shards(machines)
+        assert shards is not None
+        most, others = shards.numel, machines - 1
+        sent = 2 * (workload.trained - most) + 2 * others * most
+        assert workload.traffic_bytes(machines, once) == sent
+        assert workload.traffic_bytes(machines, twice) == max(
+            sent + 2 * (workload.trained - most), 4 * others * most + 2 * (workload.trained - most)
+        )
+    assert workload.traffic_bytes(1, once) == 0
+
+
+def test_adapters_send_what_they_train() -> None:
+    model = on_meta(Qwen3Config(**SHAPE))
+    adapt(model, 4)
+    workload = Workload.of(model, sequence=16, is_adapted=True)
+    layers = range(len(workload.observed.facts))
+    # In fp32, as PEFT makes them: 4 bytes of gradients and of weights, half of them of others.
+    sent = workload.traffic_bytes(2, [Task("FB", layers, range(4), 0)])
+    assert sent == pytest.approx(2 * 4 * workload.trained / 2, rel=0.05)
+
+
+def test_the_documented_networks_are_those_that_hold_up_no_step() -> None:
+    lines = MACHINES.read_text(encoding="utf-8").splitlines()
+    head = next(at for at, line in enumerate(lines) if line.startswith("| tokens a step and machine | at "))
+    rates = [float(cell.split()[1].replace(",", "")) * 1e12 for cell in lines[head].split("|")[2:-1]]
+    rows = [line.split("|")[1:-1] for line in lines[head + 2 : head + 6]]
+    for tokens, *cells in rows:
+        for rate, cell in zip(rates, cells, strict=True):
+            # Eight operations a parameter and token, and 4 * (n - 1) / n bytes a parameter, for n = 8.
+            needed = 7 / 8 * 4 / (8 * float(tokens.replace(",", "")) / rate) / 1e9
+            assert Network.named(8, cell.strip()).gb_s == pytest.approx(needed, rel=0.05)
+
+
 # Machines
 
 
@@ -259,6 +300,7 @@ MEASURED = {
     "4B": ("Qwen3-4B", 1, 32, 8, None, None, 3.52),
     "1B": ("Llama-3.2-1B", 1, 32, 8, None, None, 1.168),
 }
+MACHINES = Path(__file__).parents[2] / "docs" / "machines.md"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "planning.md"
 
 

@@ -116,6 +116,27 @@ def test_each_optimizer_decays_weights_but_no_norms_and_biases(name: str) -> Non
     assert {one.ndim for one in second["params"]} == {1}
 
 
+def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
+    chosen = options("--optimizer", "muon", "--lr", "0.1", "--weight-decay", "0.5", "--betas", "0.8,0.9")
+    with Runtime("cpu:1") as runtime:
+        row = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5))
+        updates = Updates(RoundPipe(row, runtime=runtime), chosen, steps=1)
+
+    found = updates.optimizer.param_groups
+    assert [(group["use_muon"], group["weight_decay"]) for group in found] == [
+        (True, 0.5),
+        (False, 0.5),
+        (False, 0.0),
+    ]
+    assert [[tuple(one.shape) for one in group["params"]] for group in found] == [
+        [(4, 4)],
+        [(5, 4), (5, 4)],
+        [(4,), (4,), (4,), (5,)],
+    ]
+    assert {group["betas"] for group in found if not group["use_muon"]} == {(0.8, 0.9)}
+    assert {group["adjust_lr_fn"] for group in found} == {"match_rms_adamw"}
+
+
 def test_rates_rise_then_fall_or_stay() -> None:
     def rates(**given: Any) -> list[float]:
         return [round(learning_rate(step, steps=10, highest=1.0, **given), 3) for step in range(1, 11)]

@@ -113,9 +113,9 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path: Path) -> None:
 def test_the_second_ctrl_c_is_not_held_back(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interruption() as interruption:
-        assert not interruption.asked
+        assert not interruption.is_asked()
         signal.raise_signal(signal.SIGINT)
-        assert interruption.asked
+        assert interruption.is_asked()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -127,7 +127,7 @@ def test_without_ctrl_c_the_handler_is_given_back() -> None:
     with Interruption() as interruption:
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
-    assert not interruption.asked
+    assert not interruption.is_asked()
 
 
 def test_a_profile_is_written_and_its_summary_printed(

@@ -149,6 +149,7 @@ SCHEMA: dict[str, Any] = {
         "layers": int,
         "optimizer": str,
         "optimizer_state": str,
+        "expanded_bytes": int,
     },
     "machine": {
         "gpu": str,
@@ -159,6 +160,13 @@ SCHEMA: dict[str, Any] = {
         "ram_bytes": int,
         "switches": list,
         "is_measured": bool,
+    },
+    "network": {
+        "machines": int,
+        "gb_s": float,
+        "is_measured": bool,
+        "sent_bytes_a_step": int,
+        "step_s": float,
     },
     "batch": int,
     "sequence": int,
@@ -186,6 +194,7 @@ SCHEMA: dict[str, Any] = {
         "launch_ms": float,
         "gil_ms_per_gb": float,
         "ram_gb_s": float,
+        "network_share_of_its_name": float,
         "layers_are_compiled": bool,
         "operations_are_counted": bool,
     },
@@ -202,7 +211,8 @@ def check(value: Any, schema: Any) -> None:
 
 
 def test_the_json_has_its_schema(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = found(capsys, "--model", config(TINY), *SMALL, "--ram", "2MB", "--num-microbatch", "2")
+    several = ("--machines", "2", "--network", "1Gb")
+    answer = found(capsys, "--model", config(TINY), *SMALL, "--ram", "1MB", "--num-microbatch", "2", *several)
     check(answer, SCHEMA)
     assert answer["plan"]["num_microbatch"] == 2
     assert {"kind", "layers", "tasks"} == answer["plan"]["stages"][0].keys()
@@ -236,6 +246,34 @@ def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: py
     assert "adamw with 8bit state, fp32 masters" in told(capsys, *machine, "--optimizer-state", "8bit")
 
 
+def test_muon_has_half_of_the_state_for_hidden_matrices_and_takes_longer(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = (*SMALL, "--num-microbatch", "2", "--model", config(TINY))
+    adamw, muon = (found(capsys, *machine, "--optimizer", name) for name in ("adamw", "muon"))
+    states = [answer["host_bytes"]["optimizer_state"] for answer in (adamw, muon)]
+    shapes = [found for layer in range(TINY["num_hidden_layers"]) for found in hidden_shapes(TINY)]
+    hidden = sum(rows * cols for rows, cols in shapes)
+    # Beside the moments a counter for each tensor that AdamW updates.
+    assert states[0] - states[1] == 4 * hidden + 4 * len(shapes)
+    busy = [answer["plan"]["busy_s"]["optimizer"] for answer in (adamw, muon)]
+    assert busy[1] > 1.5 * busy[0]
+
+
+def hidden_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
+    """Of the matrices of one layer."""
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config.get("head_dim", width // heads)
+    groups = config["num_key_value_heads"]
+    return [
+        (heads * head, width),
+        (groups * head, width),
+        (groups * head, width),
+        (width, heads * head),
+        *[(inner, width)] * 3,
+    ]
+
+
 def test_less_ram_than_is_proposed_does_not_fit(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(TINY | {"hidden_size": 4096, "intermediate_size": 16384})
     machine = ("--gpu", "RTX 4090", "--batch", "2", "--sequence", "64")
@@ -263,7 +301,68 @@ def test_twice_the_devices_are_told_if_they_pay(config: Write, capsys: pytest.Ca
     assert two > 1.5 * one["plan"]["tokens_per_s"]
 
 
+FOUR = ("--machines", "4", "--network", "100Mb")
+
+
+def test_four_machines_hold_and_send_what_the_arithmetic_says(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = found(capsys, "--model", config(TINY), *SMALL, *FOUR)
+    parameters, host, network = answer["model"]["parameters"], answer["host_bytes"], answer["network"]
+    assert parameters == 512 * 64 + 4 * (64 * (64 + 64 + 3 * 128 + 64) + 2 * 64 + 2 * 16) + 64
+    # 2 + 2 bytes a parameter, 2 for second blocks, and a quarter of 4 for sums, 4 for masters and 8 for moments;
+    # owners have whole parameters, so shares are not quite equal.
+    share = parameters / 4
+    assert host["weights"] == host["second_blocks"] == pytest.approx(2 * parameters, rel=0.01)
+    assert host["gradients"] == pytest.approx(2 * parameters + 4 * share, rel=0.02)
+    assert host["masters"] == pytest.approx(4 * share, rel=0.02)
+    assert host["optimizer_state"] == pytest.approx(8 * share, rel=0.02)
+    # 2 * (n - 1) / n * 2 bytes a parameter each way, at nine tenths of 100 * 10^6 bits a second.
+    assert network["sent_bytes_a_step"] == pytest.approx(2 * 3 / 4 * 2 * parameters, rel=0.05)
+    assert network["gb_s"] == pytest.approx(0.9 * 0.1 / 8)
+    assert network["step_s"] == pytest.approx(network["sent_bytes_a_step"] / (0.9 * 100e6 / 8))
+    assert answer["plan"]["bound_by"] == "network"
+    assert answer["plan"]["step_s"] == answer["plan"]["busy_s"]["network"] == network["step_s"]
+    assert answer["plan"]["tokens_per_s"] == pytest.approx(8 * 64 / network["step_s"])
+    assert answer["plan"]["num_microbatch"] in (4, 8)
+
+
+def test_a_bounding_network_is_told_with_the_nearest_that_pays(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = told(capsys, "--model", config(TINY), *SMALL, *FOUR)
+    assert "4 machines like this; network 0.0112 GB/s from each and as much to it (100Mb)" in shown
+    assert "host memory of each machine  " in shown
+    assert "bound by  the network; busy in a step: network " in shown
+    assert "assumed: a network carries 90% of its name" in shown
+    paying = [line.split(":")[0].strip() for line in shown.split("what would pay\n")[1].splitlines()]
+    assert "--network 10Gb" in paying
+    assert "--batch 16" in paying
+    # One machine has no network.
+    assert "--machines 1" in paying
+
+
+def test_a_fast_network_bounds_nothing_and_more_machines_need_less_memory_each(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(TINY)
+    fast = found(capsys, "--model", path, *SMALL, "--machines", "4", "--network", "11GB")
+    assert fast["plan"]["bound_by"] == "GIL"
+    assert fast["network"]["step_s"] < fast["plan"]["step_s"]
+    short = ("--model", path, *SMALL, "--network", "11GB", "--ram", "1.9MB")
+    assert not found(capsys, *short, "--machines", "2")["fits"]
+    assert "--machines 4" in [change["option"] for change in found(capsys, *short, "--machines", "2")["changes"]]
+    assert found(capsys, *short, "--machines", "4")["fits"]
+
+
 WRONG = {
+    "machines without a network": ["--machines", "2"],
+    "a network of one machine": ["--network", "100Gb"],
+    "a network in no unit": ["--machines", "2", "--network", "100"],
+    "a network in words": ["--machines", "2", "--network", "fast"],
+    "no machine": ["--machines", "0", "--network", "1Gb"],
+    "more machines than sequences": ["--machines", "33", "--network", "1Gb"],
+    "fewer microbatches than machines": ["--machines", "4", "--network", "1Gb", "--num-microbatch", "2"],
     "no model": [],
     "a model that is nowhere": ["--model", "nowhere/config.json"],
     "an empty path": ["--model", ""],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import warnings
 from typing import Any
 
 import torch
 from machine_trainings import Found, adamw, batch, row, square_error, weights, wrapped
 from roundpipe import CheckpointManager, GradScaler, RoundPipe, Runtime
+from roundpipe.checkpoints.writer import Writer
+from roundpipe.errors import CheckpointWarning
 from torch import nn
 
 SAVED = 3
@@ -77,6 +82,33 @@ def trained(
             if isinstance(value, torch.Tensor) and not value.is_meta
         ),
     }
+
+
+def unwritten(runtime: Runtime, *, folder: str) -> list[Any]:
+    """A checkpoint whose files machine 1 cannot write: what is said when the next one is saved."""
+    training = Training(runtime, is_async=False, double_buffer=False, bits=32)
+    manager = CheckpointManager(folder)
+    finish = Writer.finish
+
+    def full(writer: Writer) -> Any:
+        finish(writer)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            training.step(number)
+            if not number and runtime.group is not None and runtime.group.rank:
+                Writer.finish = full
+            manager.save(training.model, step=number, **training.state())
+            with contextlib.suppress(Exception):
+                saving = manager._saving
+                assert saving is not None
+                saving.wait()
+            Writer.finish = finish
+    manager.wait()
+    told = [str(one.message) for one in caught if issubclass(one.category, CheckpointWarning)]
+    return [told, [path.name for path in manager.checkpoints()]]
 
 
 def refused(runtime: Runtime, *, folder: str) -> list[str]:

@@ -120,7 +120,8 @@ def step_function(runtime: Runtime) -> Found:
     found: Found = []
     for place in range(3):
         layers = row()
-        model = wrapped(runtime, layers)
+        # With second blocks, results of the optimizer are on their way when it fails.
+        model = wrapped(runtime, layers, double_buffer=place > 0)
         optimizer = adamw(model.optim_parameters())
         before = weights(layers)
 
@@ -326,6 +327,24 @@ def masters_changed_late(runtime: Runtime) -> Found:
     return [_error(model.synchronize)]
 
 
+def masters_changed_late_on_one(runtime: Runtime) -> Found:
+    """Machine 1 alone changes masters after their step, and then begins another step."""
+    model = wrapped(runtime, row(), double_buffer=True)
+    optimizer = adamw(model.optim_parameters())
+    _call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    runtime.optimizer.wait()
+    with torch.no_grad():
+        for master in model.optim_parameters() if _rank(runtime) else ():
+            master.mul_(2)
+    _call(model)
+    return [
+        _error(
+            lambda: model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False),
+        )
+    ]
+
+
 # What works on one machine alone
 
 
@@ -420,6 +439,7 @@ MISTAKES: dict[str, Callable[[Runtime], Found]] = {
         other_calls,
         other_norms,
         masters_changed_late,
+        masters_changed_late_on_one,
         gradients_read,
         forward_with_gradients,
         outputs,

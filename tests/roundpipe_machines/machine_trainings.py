@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, token_mean
-from roundpipe.optim import SGD, Adafactor, AdamW, clip_grad_norm_
+from roundpipe.optim import SGD, Adafactor, AdamW, Muon, clip_grad_norm_
 from torch import nn
 
 STEPS = 3
@@ -207,6 +207,19 @@ def by_rows_and_columns(runtime: Runtime) -> Found:
     return train(runtime, row(), lambda parameters: Adafactor(parameters, lr=0.03))
 
 
+def by_whole_matrices(runtime: Runtime) -> Found:
+    """Muon, which makes each matrix orthogonal: whoever owns one has all of it."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        every = list(parameters)
+        others = {"params": [one for one in every if one.ndim < 2], "use_muon": False}
+        matrices = {"params": [one for one in every if one.ndim == 2]}
+        # In fp32 the last bits of gradients, which are summed in another order, stay last bits.
+        return Muon([matrices, others], lr=0.03, adjust_lr_fn="match_rms_adamw", ns_dtype=torch.float32)
+
+    return train(runtime, row(), make, is_async=True, clip=0.5)
+
+
 def in_few_bits(runtime: Runtime) -> Found:
     """Moments in bytes and in bf16."""
     found: Found = {}
@@ -305,6 +318,55 @@ def unfrozen_later(runtime: Runtime) -> Found:
     return {"weights": weights(layers)}
 
 
+def changed_after_the_optimizer(runtime: Runtime) -> Found:
+    """What a step function changes after the optimizer's step, when results are on their way already."""
+    return _stepped(runtime, lambda optimizer: (optimizer.step(), _shrink(optimizer)))
+
+
+def _shrink(optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"][1::2]:
+            parameter.mul_(0.9)
+
+
+def stepped_twice(runtime: Runtime) -> Found:
+    """An optimizer steps twice with the same gradients."""
+    return _stepped(runtime, lambda optimizer: (optimizer.step(), optimizer.step()))
+
+
+def _stepped(runtime: Runtime, steps: Callable[[torch.optim.Optimizer], object]) -> Found:
+    layers = row()
+    model = wrapped(runtime, layers, double_buffer=True)
+    optimizer = adamw(model.optim_parameters())
+    losses: list[torch.Tensor] = []
+    for number in range(STEPS):
+        x, y = batch(number)
+        losses.append(model.forward_backward((x,), label=y, loss_fn=square_error))
+        model.step(lambda: (steps(optimizer), optimizer.zero_grad()))
+    model.synchronize()
+    return {"losses": losses, "weights": weights(layers)}
+
+
+def saved_by_one(runtime: Runtime) -> Found:
+    """Only the first machine reads the state dict, once nothing is left to publish."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    saved: Found = {}
+    for number in range(STEPS):
+        x, y = batch(number)
+        model.forward_backward((x,), label=y, loss_fn=square_error)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        if number == 1:
+            model.synchronize()
+            # The others' is their own parameters'.
+            is_first = runtime.group is None or runtime.group.rank == 0
+            source = model.state_dict() if is_first else dict(layers.named_parameters())
+            saved = {name: value.detach().clone() for name, value in source.items()}
+    model.synchronize()
+    return {"saved": saved, "weights": weights(layers)}
+
+
 TRAININGS: dict[str, Callable[[Runtime], Found]] = {
     training.__name__: training
     for training in (
@@ -321,12 +383,16 @@ TRAININGS: dict[str, Callable[[Runtime], Found]] = {
         sixteen_bits,
         of_torch,
         by_rows_and_columns,
+        by_whole_matrices,
         in_few_bits,
         left_in_place,
         scaled,
         by_tokens,
         weights_written_between,
         unfrozen_later,
+        changed_after_the_optimizer,
+        stepped_twice,
+        saved_by_one,
     )
 }
 

@@ -79,3 +79,13 @@ def test_a_machine_that_cannot_save_tells_the_others(tmp_path: Path) -> None:
     assert second[0].startswith("CheckpointError: parameter 0 of optimizer 0")
     assert first[1:] == second[1:] == ["step-00000002", "True"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_that_one_machine_could_not_write_ends_no_training(tmp_path: Path) -> None:
+    every = on_machines(2, "machine_checkpoints", "unwritten", "cpu:1", folder=str(tmp_path / "run"))
+    for told, checkpoints in every:
+        (words,) = told
+        assert words.startswith("an earlier checkpoint failed: ")
+        assert "No space left on device" in words
+        assert checkpoints == ["step-00000001"]

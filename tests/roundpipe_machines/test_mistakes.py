@@ -44,6 +44,7 @@ SAID = {
     "other_calls": [("Disagreement", "machine 0: publishing the weights", None)],
     "other_norms": [("Disagreement", "machine 0: a norm or a check of gradients, machine 1: ending a step", None)],
     "masters_changed_late": [("AloneOnly", "were changed after their step", None)],
+    "masters_changed_late_on_one": [("MachineFailed", "were changed after their step", "AloneOnly")],
     "gradients_read": [("AloneOnly", "roundpipe.optim.clip_grad_norm_", None)] * 2,
     "forward_with_gradients": [("AloneOnly", "train by forward_backward", None)],
     "outputs": [("AloneOnly", "return_outputs=True", None)],

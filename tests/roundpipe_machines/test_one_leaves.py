@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-import pytest
 from on_machines import IMPORTS, environment
 from processes import free_port
 from programs import Program
-from roundpipe.cli import main
 
 _PROGRAM = """
 import os, torch
@@ -73,11 +71,3 @@ def test_a_machine_that_ends_with_an_error_tells_the_others() -> None:
     assert said == "MachineLost rank 1 is lost: it failed: ZeroDivisionError('in the training loop')\n"
     assert failed == 1
     assert "ZeroDivisionError: in the training loop" in complaints
-
-
-def test_the_command_line_refuses_to_train_on_several_machines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train"]) == 2
-    assert "must be started on one machine" in capsys.readouterr().err

@@ -185,6 +185,45 @@ def test_the_end_waits_for_the_thread_that_breaks_connections(monkeypatch: pytes
     assert order == ["broken", "ended"]
 
 
+ASKED = """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+machines = Machines.open(connections=1, timeout_s=20, chunk_bytes=1 << 16)
+block = torch.ones(1 << 22)
+if rank == 1:
+    work = machines.gather(block, 1, tag=0)
+    while not machines._lanes["give"]._to_post.empty():
+        time.sleep(0.001)
+tell("open")
+if rank == 0:
+    signal.sigwait([signal.SIGUSR1])
+    machines.gather(block, 1, tag=0)
+    while not machines._lanes["gather"]._to_post.empty():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    work.wait()
+    machines.close()
+except MachineLost as error:
+    tell(error.rank)
+try:
+    machines.close()
+except rp_dist.DistError:
+    pass
+"""
+
+
+def test_a_machine_that_wakes_when_those_that_asked_are_gone_ends() -> None:
+    # Gloo then forgets sends without an error.
+    with ranks(ASKED, 2) as running:
+        assert running.hear_all() == ["open", "open"]
+        running.send(1, signal.SIGSTOP)
+        running.send(0, signal.SIGUSR1)
+        running.programs[0].end()
+        running.send(1, signal.SIGCONT)
+        assert running.hear(1) == 0
+        assert running.programs[1].end()[::2] == (0, "")
+
+
 STOPPED = """
 machines = Machines.open(connections=1, timeout_s=2)
 tell(0)

@@ -120,6 +120,7 @@ def test_an_error_keeps_no_outcome_alive() -> None:
             gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 def test_interrupts_of_whoever_submits_and_waits_stop_no_worker() -> None:
     chance = random.Random(0)

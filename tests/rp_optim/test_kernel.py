@@ -384,6 +384,7 @@ def test_a_library_in_the_wheel_that_cannot_be_loaded_is_told_of(
     assert f"the wheel's own library could not be loaded: {broken}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick_compiler")
 def test_several_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each compiles by itself.

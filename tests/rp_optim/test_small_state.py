@@ -25,7 +25,7 @@ from rp_optim.kernels.packed import (
     unpack_signed,
 )
 
-from .training import gradients, start, train_linked, train_plain
+from .training import gradients, muon, start, train_linked, train_plain
 
 MAKERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Adam": (rp_optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -36,6 +36,7 @@ MAKERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "SGD, Nesterov's": (rp_optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     "Lion": (rp_optim.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     "Adafactor": (rp_optim.Adafactor, {"lr": 1e-2}),
+    "Muon": (muon, {"lr": 1e-2}),
 }
 KINDS = ("bf16", "8bit")
 makers = pytest.mark.parametrize(("make", "options"), MAKERS.values(), ids=MAKERS.keys())

@@ -10,6 +10,15 @@ import rp_optim
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import training
+
+
+def muon_of_groups(groups: Any, **options: Any) -> torch.optim.Optimizer:
+    """Muon's steps for matrices and stacks of them, in whichever group, and AdamW's for the others."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return training.muon(parameters, **options)
+
+
 SHAPES = [(3, 5), (7,), (3, 5), (2, 3, 4, 4), ()]
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": rp_optim.Adam,
@@ -24,6 +33,8 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD with momentum in 8 bits": lambda params: rp_optim.SGD(params, momentum=0.9, state="8bit"),
     "Lion in 8 bits": lambda params: rp_optim.Lion(params, state="8bit"),
     "Adafactor in bf16": lambda params: rp_optim.Adafactor(params, state="bf16"),
+    "Muon": muon_of_groups,
+    "Muon in 8 bits": lambda params: muon_of_groups(params, state="8bit"),
     "Adafactor in 8 bits": lambda params: rp_optim.Adafactor(params, state="8bit"),
     "torch's Adam": torch.optim.Adam,
     "torch's AdamW in one kernel": lambda params: torch.optim.AdamW(params, fused=True),

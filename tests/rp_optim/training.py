@@ -92,6 +92,15 @@ def train_linked(
     return [master.data for master in masters], weights
 
 
+def muon(parameters: Sequence[torch.Tensor], **options: Any) -> rp_optim.Muon:
+    """Muon for all matrices and stacks of them, and AdamW with the same rate for the others."""
+    others = [one for one in parameters if one.dim() not in (2, 3)]
+    matrices = [one for one in parameters if one.dim() in (2, 3)]
+    return rp_optim.Muon(
+        [{"params": others, "use_muon": False, "lr": options.get("lr", 1e-3)}, {"params": matrices}], **options
+    )
+
+
 def combinations(**options: Sequence[Any]) -> list[dict[str, Any]]:
     """Every choice of one value for each option."""
     return [dict(zip(options, values, strict=True)) for values in product(*options.values())]

@@ -107,7 +107,7 @@ def test_a_directory_without_safetensors_is_refused(checkpoint: Path) -> None:
 def test_a_quantized_checkpoint_is_refused(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match=r"is quantized, by its config\.json: load the model with transformers"):
+    with pytest.raises(ValueError, match=r"is quantized, by its config\.json: pass pack='stored' to roundpipe"):
         load_pretrained(checkpoint)
 
 

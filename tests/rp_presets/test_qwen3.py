@@ -553,6 +553,7 @@ def test_gradient_checkpointing_is_refused():
         to_sequential(model)
 
 
+@pytest.mark.slow
 def test_attention_whose_mask_is_no_tensor_is_refused():
     model = make_model()
     model.config._attn_implementation = "flex_attention"

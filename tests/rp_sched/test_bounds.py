@@ -92,6 +92,7 @@ def test_two_hundred_layers_on_sixty_four_devices_are_legitimate():
     assert len(order(made, **size)) >= 64
 
 
+@pytest.mark.slow
 def test_a_thousand_calls_are_legitimate():
     tasks = [Task("FB", range(200), range(at, at + 16), at // 16) for at in range(0, 256, 16)]
     timeline = simulate([tasks] * 1000, [LAYER] * 200, devices=64, microbatches=256, mode="fused")

@@ -37,6 +37,7 @@ def test_eight_h200s_are_worth_more_than_seven_at_a_quarter_of_the_launching():
     assert bound == "device"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "title",

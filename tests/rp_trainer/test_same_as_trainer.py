@@ -11,7 +11,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roun
 from rp_trainer import RoundPipeOptions, RoundPipeTrainer, SteppedByEngine
 from tiny import ARGUMENTS, assert_same, causal_lm, logs, padded, rows, weights
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 DATA = rows()
 
@@ -289,3 +289,47 @@ def test_devices_are_those_of_the_environment_if_none_are_given(tmp_path, monkey
         monkeypatch.setattr("roundpipe.models.wrap.default_runtime", lambda: runtime)
         trainer = script(RoundPipeTrainer, tmp_path, {"num_train_epochs": 1}, roundpipe=RoundPipeOptions())
         assert trainer.model_wrapped.engine.runtime is runtime
+
+
+class Dropping(TrainerCallback):
+    """Leaves the gradients of one step out."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del args, control
+        if state.global_step == 1:
+            kwargs["optimizer"].zero_grad()
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gradients_that_a_callback_drops_are_not_used(tmp_path, options, accumulated):
+    settings = {"gradient_accumulation_steps": accumulated, "num_train_epochs": 1, "max_grad_norm": 0}
+    runs = [
+        script(kind, tmp_path, settings, callbacks=[Dropping()], **given)
+        for kind, given in ((RoundPipeTrainer, {"roundpipe": options}), (Trainer, {}))
+    ]
+    assert_same(*runs, names=("loss", "learning_rate"))
+
+
+class Unfreezing(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del args, control
+        if state.global_step == 2:
+            kwargs["model"].model.embed_tokens.requires_grad_(True)
+
+
+def test_an_optimizer_may_have_parameters_that_are_frozen_for_a_while(tmp_path, options):
+    def run(kind: type[Trainer], **given: Any) -> Trainer:
+        model = causal_lm()
+        model.model.embed_tokens.requires_grad_(False)
+        made = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = {"num_train_epochs": 1, "gradient_accumulation_steps": 2}
+        given["callbacks"] = [Unfreezing()]
+        return script(kind, tmp_path, settings, model=model, optimizers=(made, None), **given)
+
+    found = run(RoundPipeTrainer, roundpipe=options)
+    assert_same(found, run(Trainer))
+    assert not torch.equal(weights(found)["model.embed_tokens.weight"], weights_of(causal_lm()))
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return model.state_dict()["model.embed_tokens.weight"]

@@ -178,6 +178,7 @@ def collect_at(function: str, line: int) -> None:
     sys.settrace(trace)
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize("line", range(1, 8))
 def test_a_buffer_may_be_given_back_in_the_middle_of_taking_another(host: HostMemory, line: int) -> None:

@@ -121,6 +121,7 @@ def living_tickets() -> int:
     return sum(type(thing) is Ticket for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_stream", [True, False])
 def test_a_line_of_a_thousand_turns_keeps_no_old_tickets(on_stream: bool) -> None:
     stream, line, before = CpuBackend(1).devices[0].compute, Turns(), living_tickets()

@@ -42,6 +42,8 @@ from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.token_mean import TokenMean, token_mean
 from roundpipe.models.wrap import wrap_model_to_roundpipe
 from roundpipe.optimizer.scaler import GradScaler
+from roundpipe.packing.frozen import pack_frozen, unpack_frozen
+from roundpipe.packing.weight import PackedWeight
 from roundpipe.planning.call_log import CallTime
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.execute_plan import ModelExecutePlan
@@ -72,6 +74,7 @@ __all__ = [
     "ModelExecutePlan",
     "OptimizerCtx",
     "OwnLoss",
+    "PackedWeight",
     "RoundPipe",
     "RoundPipeError",
     "RoundPipePackedData",
@@ -89,9 +92,11 @@ __all__ = [
     "get_recompute_data",
     "load_checkpoint",
     "optim",
+    "pack_frozen",
     "profile",
     "save_checkpoint",
     "save_for_recompute",
     "token_mean",
+    "unpack_frozen",
     "wrap_model_to_roundpipe",
 ]

@@ -20,8 +20,14 @@ from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.wrap import wrap_model_to_roundpipe
+from roundpipe.packing.formats import format_of
+from roundpipe.packing.frozen import pack_frozen
+from roundpipe.packing.weight import PackedWeight, as_parameter
 from roundpipe.runtime.host_limit import current_limit
 from roundpipe.runtime.runtime import Runtime
+
+# What `pack` is for a checkpoint that is packed already.
+STORED = "stored"
 
 
 def from_pretrained(
@@ -29,6 +35,7 @@ def from_pretrained(
     model_class: type[Any] | None = None,
     *,
     adapt: Callable[[Any], nn.Module] | None = None,
+    pack: str | None = None,
     **options: Any,
 ) -> RoundPipe | AutoRoundPipe:
     """Load a checkpoint of transformers and wrap it; its weights go from mapped files into the model's blocks.
@@ -37,6 +44,8 @@ def from_pretrained(
         directory: a local checkpoint of safetensors files, such as one of the hub's cache.
         model_class: a class of transformers; default: ``AutoModelForCausalLM``.
         adapt: called with the loaded model before it is wrapped, such as to add adapters; returns what to wrap.
+        pack: freeze the model and hold its matrices in few bits, as `pack_frozen` does: its format, or
+            ``"stored"`` to keep those of a checkpoint in FP8 or MXFP4 as they are. Then adapters are trained.
         options: those of `wrap_model_to_roundpipe` and `RoundPipe` are passed to it, all others, such as `dtype`,
             to `model_class.from_pretrained`.
 
@@ -61,18 +70,44 @@ def from_pretrained(
 
     A `HostMemoryWarning` tells, before anything is loaded, if the checkpoint's weights do not fit into memory.
 
-    Raises what `rp_presets.load_pretrained` and `wrap_model_to_roundpipe` raise, and `TypeError` if `adapt` is not
-    callable or does not return a module.
+    Raises what `rp_presets.load_pretrained`, `rp_presets.load_packed`, `pack_frozen` and `wrap_model_to_roundpipe`
+    raise, and `TypeError` if `adapt` is not callable or does not return a module.
     """
     if adapt is not None and not callable(adapt):
         raise TypeError(f"adapt must be a function of the loaded model, but is {adapt!r} instead")
+    if pack not in (None, STORED):
+        format_of(pack)
     wrapping = {name: options.pop(name) for name in _WRAPPING & options.keys()}
     wrapping.setdefault("name", caller())
-    _warn_if_short(directory, options, wrapping)
+    if pack is None:
+        _warn_if_short(directory, options, wrapping)
     with GivingBack():
-        model = rp_presets.load_pretrained(directory, model_class, **options)
+        model = _loaded(directory, model_class, pack, options)
         model = model if adapt is None else adapt(model)
     return wrap_model_to_roundpipe(model, **wrapping)
+
+
+def _loaded(
+    directory: str | os.PathLike[str], model_class: type[Any] | None, pack: str | None, options: dict[str, Any]
+) -> Any:
+    if pack is None:
+        return rp_presets.load_pretrained(directory, model_class, **options)
+    if pack == STORED:
+        return _as_stored(*rp_presets.load_packed(directory, model_class, **options))
+    model = rp_presets.load_pretrained(directory, model_class, **options).requires_grad_(False)
+    pack_frozen(model, pack)
+    return model
+
+
+def _as_stored(model: nn.Module, stored: Mapping[str, rp_presets.StoredPacked]) -> nn.Module:
+    model.requires_grad_(False)
+    for name, one in stored.items():
+        place, _, own = name.rpartition(".")
+        like = model.get_parameter(name)
+        form = format_of(one.format, transposed=one.format == "mxfp4")
+        packed = PackedWeight(form, one.codes, one.scales, like.shape, like.dtype)
+        model.get_submodule(place).register_parameter(own, as_parameter(packed))
+    return model
 
 
 def _warn_if_short(

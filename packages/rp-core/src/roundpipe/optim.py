@@ -6,9 +6,11 @@ from rp_optim import (
     Adam,
     AdamW,
     Lion,
+    Muon,
     available_kernels,
     clip_grad_norm_,
     kernel_in_use,
+    muon_groups,
     use_kernel,
 )
 
@@ -18,8 +20,10 @@ __all__ = [
     "Adam",
     "AdamW",
     "Lion",
+    "Muon",
     "available_kernels",
     "clip_grad_norm_",
     "kernel_in_use",
+    "muon_groups",
     "use_kernel",
 ]

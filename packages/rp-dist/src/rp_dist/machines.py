@@ -28,6 +28,9 @@ from rp_dist.opening import Opening, Place
 CHUNK_BYTES = 4 << 20
 _BUFFER_BYTES = 128 << 20
 _AGREEING = -1
+# Gloo forgets a send whose receiver asks for it and is gone in the same moment, as when a machine was stopped and
+# wakes: no error ends the wait for it. Its thread does nothing any more.
+_STUCK_S = 2.0
 # A machine that lives but takes no part is a mistake, or waits for one.
 PATIENCE_S = 3600.0
 
@@ -35,9 +38,10 @@ PATIENCE_S = 3600.0
 class Machines:
     """This machine (`rank`) among `size` of them, opened with `Machines.open`; a context manager.
 
-    All machines call the same methods with the same tags, owners and sizes, those of one kind in the same order;
-    kinds may interleave differently on each. A machine that dies, hangs, loses its link or fails raises
-    `MachineLost` in all calls of all others, within `timeout_s`, and every call after that raises it, too.
+    All machines call the same methods with the same tags, owners and sizes: sums (`reduce`) in the same order,
+    copies in any, as long as the tags of those under way differ, and by less than 2^20. A machine that dies,
+    hangs, loses its link or fails raises `MachineLost` in all calls of all others, within `timeout_s`, and every
+    call after that raises it, too.
 
     `link_gb_s`: GB/s that the slowest machine sends while it receives as much, measured when opened; infinite for
     one machine. `sent_bytes`, `received_bytes`: of blocks, since opened.
@@ -54,9 +58,8 @@ class Machines:
         self._is_closed = False
         self._sent_before, self._received_before = wire.sent_bytes, wire.received_bytes
         control.on_loss = wire.abort
-        self._lanes = {
-            kind: Lane(name, wire) for kind, name in ((REDUCE, "send"), (GATHER, "gather"), (PASS, "pass"))
-        }
+        # Copies that leave do not wait for the end of those that arrive.
+        self._lanes = {name: Lane(name, wire) for name in ("send", "give", "gather", "pass")}
         others = max(1, self.size - 1)
         count = max(2, min(2 * len(wire.groups), _BUFFER_BYTES // (others * chunk_bytes)))
         self._reducer = Reducer(wire, chunk_bytes, count)
@@ -177,14 +180,15 @@ class Machines:
             _check_out(block, target)
             self._reducer.launch(Reduction(block, target, place, chunk, work))
         else:
-            self._lanes[REDUCE].launch(partial(self._send, _pieces(block, chunk), [owner], place), work)
+            self._lanes["send"].launch(partial(self._send, _pieces(block, chunk), [owner], place), work)
         return self._started(work, block)
 
     def gather(self, block: Tensor, owner: int, *, tag: int) -> Work:
         """Copy the owner's block into everybody's. block: (numel,) on the host, contiguous, of any dtype."""
         self._check(block, owner, tag)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        return self._copy(GATHER, block, owner, others if self.rank == owner else [], tag)
+        lane = self._lanes["give" if self.rank == owner else "gather"]
+        return self._copy(lane, GATHER, block, owner, others if self.rank == owner else [], tag)
 
     def pass_on(self, block: Tensor, source: int, target: int, *, tag: int) -> Work:
         """Copy the source's block into the target's; other machines need not call it."""
@@ -192,9 +196,9 @@ class Machines:
         self._check(block, target, tag)
         if self.rank not in (source, target) or source == target:
             return self._started(Work(self._control.raise_error), block[:0])
-        return self._copy(PASS, block, source, [target] if self.rank == source else [], tag)
+        return self._copy(self._lanes["pass"], PASS, block, source, [target] if self.rank == source else [], tag)
 
-    def _copy(self, kind: int, block: Tensor, source: int, targets: list[int], tag: int) -> Work:
+    def _copy(self, lane: Lane, kind: int, block: Tensor, source: int, targets: list[int], tag: int) -> Work:
         work = Work(self._control.raise_error)
         place = slot(kind, tag, block.nbytes)
         pieces = _pieces(block, self._piece(block))
@@ -203,7 +207,7 @@ class Machines:
             if self.rank == source
             else partial(self._receive, pieces, source, place)
         )
-        self._lanes[kind].launch(post, work)
+        lane.launch(post, work)
         return self._started(work, block)
 
     def _piece(self, block: Tensor) -> int:
@@ -261,10 +265,10 @@ class Machines:
         finally:
             self._end()
 
-    def _drain(self) -> None:
+    def _drain(self, limit_s: float | None = None) -> None:
         for lane in self._lanes.values():
-            lane.close()
-        self._reducer.close()
+            lane.close(limit_s)
+        self._reducer.close(limit_s)
 
     def _end(self) -> None:
         if self._is_closed:
@@ -273,7 +277,7 @@ class Machines:
         atexit.unregister(self._end)
         self._wire.abort()
         self._control.end()
-        self._drain()
+        self._drain(_STUCK_S)
         self._wire.close()
         if self._makes_default and dist.is_initialized():
             dist.destroy_process_group()

@@ -18,6 +18,8 @@ from rp_optim.masters import UNCHANGED, Master, Ready, link, unlink
 from rp_optim.optimizers.adafactor import Adafactor
 from rp_optim.optimizers.adam import Adam, AdamW
 from rp_optim.optimizers.lion import Lion
+from rp_optim.optimizers.muon import Muon
+from rp_optim.optimizers.muon_groups import muon_groups
 from rp_optim.optimizers.sgd import SGD
 from rp_optim.optimizers.state_size import state_bytes
 from rp_optim.pair import GradientPair
@@ -41,6 +43,7 @@ __all__ = [
     "KernelUnavailable",
     "Lion",
     "Master",
+    "Muon",
     "NonFiniteGradients",
     "OptimError",
     "OptimizerThread",
@@ -53,6 +56,7 @@ __all__ = [
     "clip_grad_norm_",
     "kernel_in_use",
     "link",
+    "muon_groups",
     "state_bytes",
     "unlink",
     "use_kernel",

@@ -122,9 +122,14 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _forget_steps(self) -> None:
         """Drop what only small state counts, if this one is whole."""
-        if self._kind == "fp32" and not self._counts_steps:
-            for _, parameter in self._members():
+        for group, parameter in self._members() if self._kind == "fp32" else ():
+            if not self._counts(group):
                 self.state.get(parameter, {}).pop("step", None)
+
+    def _counts(self, group: Group) -> bool:
+        """Whether the state of this group's parameters has a "step" tensor even if it is not small."""
+        del group
+        return self._counts_steps
 
     def _check_group(self, group: Group) -> None:
         check_option_flags(type(self).__name__, group)
@@ -169,7 +174,7 @@ class HostOptimizer(torch.optim.Optimizer):
             return
         self._check_parameter(parameter)
         state = self.state.get(parameter, {})
-        if self._counts_steps:
+        if self._counts(group):
             check_counter(state.get("step"))
         for name, shape in self._state_shapes(group, parameter).items():
             if self._kind != "fp32":
@@ -183,7 +188,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _bytes_of(self, group: Group, parameter: torch.Tensor) -> int:
         shapes = self._state_shapes(group, parameter)
-        counts = self._counts_steps or (self._kind != "fp32" and bool(shapes))
+        counts = self._counts(group) or (self._kind != "fp32" and bool(shapes))
         own = sum(nbytes_of(self._kind, shape, parameter.dtype) for shape in shapes.values())
         return own + (_counter_dtype().itemsize if counts else 0)
 

@@ -57,10 +57,8 @@ def load_pretrained(
         TypeError: `model_class` has no `from_pretrained`, or the model does not take an option.
         ValueError: an option, or the checkpoint, asks for what is not supported; the message says what to do.
     """
-    _check_options(options)
-    _check_checkpoint(Path(directory), directory, str(options.get("subfolder") or ""))
-    loader = _checked_class(model_class)
-    with _one_by_one():
+    loader = check_loading(directory, model_class, options)
+    with one_by_one():
         return loader.from_pretrained(
             os.fspath(directory), **{**options, "use_safetensors": True, "local_files_only": True}
         )
@@ -86,10 +84,10 @@ def checkpoint_bytes(
     (29, 17)
     """
     folder = Path(directory) / subfolder
-    return sum(_nbytes(tensor, dtype) for file in _weight_files(folder) for tensor in _tensors_in(file))
+    return sum(_nbytes(tensor, dtype) for file in weight_files(folder) for tensor in _tensors_in(file))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that transformers reads. Others beside them may hold the same weights under other names."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -110,6 +108,25 @@ def _nbytes(tensor: Mapping[str, Any], dtype: torch.dtype | None) -> int:
     start, end = tensor["data_offsets"]
     is_floating = tensor["dtype"].startswith(("F", "BF"))
     return end - start if dtype is None or not is_floating else math.prod(tensor["shape"]) * dtype.itemsize
+
+
+def check_loading(
+    directory: str | os.PathLike[str],
+    model_class: Any,
+    options: Mapping[str, Any],
+    *,
+    may_be_packed: bool = False,
+) -> Any:
+    """Check the arguments of `load_pretrained`, and return the class that loads. Raises what that raises."""
+    _check_options(options)
+    folder, subfolder = Path(directory), str(options.get("subfolder") or "")
+    _check_checkpoint(folder, directory, subfolder)
+    if not may_be_packed and read_config(folder / subfolder).get("quantization_config"):
+        raise ValueError(
+            f"{directory} is quantized, by its config.json: pass pack='stored' to roundpipe.from_pretrained, "
+            f"which keeps FP8 and MXFP4 as they are; or {_LATER}"
+        )
+    return _checked_class(model_class)
 
 
 def _checked_class(model_class: Any) -> Any:
@@ -150,17 +167,16 @@ def _check_checkpoint(directory: Path, given: object, subfolder: str) -> None:
             f"{directory / subfolder} has no safetensors files; save the checkpoint as such: load it with "
             "transformers, then call save_pretrained"
         )
-    if _read_config(directory / subfolder).get("quantization_config"):
-        raise ValueError(f"{directory} is quantized, by its config.json: {_LATER}")
 
 
-def _read_config(directory: Path) -> Mapping[str, Any]:
+def read_config(directory: Path) -> Mapping[str, Any]:
+    """The content of a checkpoint's ``config.json``; empty if there is none."""
     file = directory / "config.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 @contextmanager
-def _one_by_one() -> Generator[None]:
+def one_by_one() -> Generator[None]:
     """Keep transformers from reading tensors ahead on other threads, with the one switch that it has for that."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)

@@ -14,6 +14,7 @@ from accelerate.utils import convert_to_fp32  # pyright: ignore[reportMissingTyp
 from roundpipe import AutoRoundPipe, RoundPipe
 from torch import nn
 
+from rp_trainer.optimizer import SteppedByEngine
 from rp_trainer.rows import settings_for, unadapted
 
 Engine = RoundPipe | AutoRoundPipe
@@ -26,11 +27,11 @@ class OnDevices(nn.Module):
         engine: the wrapped model.
         autocast_dtype: layers run under autocast to it, as `bf16` of the arguments asks; None: they do not.
 
-    `zero_grad` does nothing: a step drops the gradients that it has used, and an asynchronous one still reads them
-    when the loop calls it. `engine.zero_grad` drops those of calls that no step has used.
+    `optimizer`: the one that trains the model; None while nothing does. Its `zero_grad` is also the model's.
     """
 
     engine: Engine
+    optimizer: SteppedByEngine | None = None
 
     def __init__(self, engine: Engine, autocast_dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -42,10 +43,18 @@ class OnDevices(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the devices; its outputs are on the host."""
+        if torch.is_grad_enabled():
+            self.note_gradients()
         with self.autocast(), self._adapters.as_trained():
             outputs = self._call(args, kwargs)
         # As Accelerate does with a model that it runs under autocast.
         return outputs if self._autocast_dtype is None else convert_to_fp32(outputs)  # pyright: ignore[reportUnknownVariableType]
+
+    def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine's: a loss and its gradients in one call."""
+        self.note_gradients()
+        with self.autocast():
+            return self.engine.forward_backward(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(self.engine, RoundPipe):
@@ -91,9 +100,15 @@ class OnDevices(nn.Module):
             else:
                 vars(model)["forward"] = own
 
+    def note_gradients(self) -> None:
+        """There are gradients that no step has used, or will be."""
+        if self.optimizer is not None:
+            self.optimizer.note_gradients()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: steps drop the gradients."""
-        del set_to_none
+        """Drop the gradients that no step has used."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> OnDevices:
         """Set training mode, of the user's model, too."""

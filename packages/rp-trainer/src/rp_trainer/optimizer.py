@@ -35,14 +35,12 @@ class SteppedByEngine(torch.optim.Optimizer):
         optimizer: one over parameters of the user's model: torch's, RoundPipe's, or another that reads ``.grad``.
         asynchronous: whether `step` returns before the step is over.
 
-    Its groups are those of `optimizer`, with the masters in place of the parameters, so schedulers set learning
-    rates as ever; a step takes the settings that the groups have when it is launched.
+    Its groups are those of `optimizer`, so schedulers set learning rates as ever; a step takes the settings that
+    the groups have when it is launched. Frozen parameters may be among them: they train from the first step after
+    somebody has set their ``requires_grad``.
 
-    Raises `ValueError` if `optimizer` has a parameter that is not one of the model's.
+    Raises `ValueError` if `optimizer` has a parameter that trains and is not one of the model's.
     """
-
-    # Whether frozen parameters may stay in the groups, where steps pass over them.
-    _keeps_frozen = False
 
     def __init__(
         self, engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer, *, asynchronous: bool = False
@@ -50,12 +48,13 @@ class SteppedByEngine(torch.optim.Optimizer):
         # Not super().__init__(): torch would run the hooks of optimizers around `step`, where nothing steps yet.
         self._engine = engine
         self._asynchronous = asynchronous
-        _train_masters(engine, optimizer, keeps_frozen=self._keeps_frozen)
         # What schedulers see, and what steps: settings of the latter change in steps only.
         self.shown = optimizer
-        self._stepping = with_own_groups(optimizer)
+        self._stepping = _with_own_groups(optimizer)
+        self._train_masters()
         self._clipping = _Clipping()
         self._last: Future[float] | None = None
+        self._has_gradients = False
 
     # What a trainer's loop asks for, before the step
 
@@ -86,12 +85,25 @@ class SteppedByEngine(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError("a closure must not be given: the gradients are there when the step runs")
+        self._follow_flags()
         clipping, self._clipping = self._clipping, _Clipping()
         # For a scheduler that was made with this optimizer, and asks whether it has stepped.
         vars(self.shown)["_opt_called"] = True
         run = partial(self._carry_out, _settings(self.shown.param_groups), clipping)
         self._engine.step(run, is_async=self._asynchronous)
         self._last = clipping.norm
+        self._has_gradients = False
+
+    def note_gradients(self) -> None:
+        """There are gradients that no step has used."""
+        self._has_gradients = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that no step has used. It does not wait for an asynchronous step."""
+        del set_to_none
+        if self._has_gradients or not self._asynchronous:
+            self._engine.zero_grad()
+        self._has_gradients = False
 
     def _last_norm(self) -> torch.Tensor | None:
         """The norm of the last step; None if it failed, which the model's next call tells."""
@@ -130,7 +142,7 @@ class SteppedByEngine(torch.optim.Optimizer):
         """The optimizer that steps, with the settings of the next step: for `roundpipe.save_checkpoint`."""
         self.finish()
         # A new one: settings of one that has stepped must change in steps only.
-        self._stepping = with_own_groups(self._stepping)
+        self._stepping = _with_own_groups(self._stepping)
         _set(self._stepping.param_groups, _settings(self.shown.param_groups))
         return self._stepping
 
@@ -168,45 +180,53 @@ class SteppedByEngine(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model that are trained from now on."""
-        self.finish()
         self.shown.add_param_group(param_group)
-        _train_masters(self._engine, self.shown, keeps_frozen=self._keeps_frozen)
-        self._stepping.param_groups.append(dict(self.shown.param_groups[-1]))
+        self._follow_flags()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: steps drop the gradients that they have used."""
-        del set_to_none
+    # Which parameters train
+
+    def _follow_flags(self) -> None:
+        """Step the masters of what trains now."""
+        if _flags(self.shown.param_groups) == self._flags:
+            return
+        self.finish()
+        # A new one: groups of one that has stepped must not change.
+        self._stepping = _with_own_groups(self._stepping)
+        self._stepping.param_groups += map(dict, self.shown.param_groups[len(self._stepping.param_groups) :])
+        self._train_masters()
+
+    def _train_masters(self) -> None:
+        """Put the master weights in the place of the model's own parameters, in what steps."""
+        masters = _masters_of(self._engine, self.shown.param_groups)
+        for group, shown in zip(self._stepping.param_groups, self.shown.param_groups, strict=True):
+            group["params"] = [masters[one] for one in shown["params"]]
+        state = self._stepping.state
+        for one in [one for one in state if one in masters]:
+            state[masters[one]] = state.pop(one)
+        self._flags = _flags(self.shown.param_groups)
 
 
 def _fill(norm: torch.Tensor, found: Future[float]) -> None:
     norm.fill_(found.result())
 
 
-def _train_masters(
-    engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer, *, keeps_frozen: bool
-) -> None:
-    """Put the master weights in the place of the model's own parameters."""
-    masters = masters_of(engine, optimizer.param_groups, keeps_frozen=keeps_frozen)
-    for group in optimizer.param_groups:
-        group["params"] = [masters[one] for one in group["params"]]
-    for one in [one for one in optimizer.state if one in masters]:
-        optimizer.state[masters[one]] = optimizer.state.pop(one)
+def _flags(groups: Iterable[Mapping[str, Any]]) -> list[list[bool]]:
+    return [[one.requires_grad for one in group["params"]] for group in groups]
 
 
-def masters_of(
-    engine: RoundPipe | AutoRoundPipe, groups: Iterable[Mapping[str, Any]], *, keeps_frozen: bool
+def _masters_of(
+    engine: RoundPipe | AutoRoundPipe, groups: Iterable[Mapping[str, Any]]
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """The master weight of each parameter in groups; with `keeps_frozen` a frozen one stands for itself.
+    """The master weight of each parameter in groups; a frozen one stands for itself.
 
-    Raises `ValueError` for a parameter that is not a trained one of the model.
+    Raises `ValueError` for one that trains and is not a parameter of the model.
     """
     masters = dict(engine.optim_named_parameters())
     found: dict[torch.Tensor, torch.Tensor] = {master: master for master in masters.values()}
     own = engine.named_model.named_parameters()
     found.update((one, masters[name]) for name, one in own if name in masters)
     listed: list[torch.Tensor] = [one for group in groups for one in group["params"]]
-    if keeps_frozen:
-        found.update((one, one) for one in listed if not one.requires_grad)
+    found.update((one, one) for one in listed if not one.requires_grad)
     return {one: _master(one, found) for one in listed}
 
 
@@ -219,7 +239,7 @@ def _master(one: torch.Tensor, masters: Mapping[torch.Tensor, torch.Tensor]) -> 
     )
 
 
-def with_own_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _with_own_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A copy with the same state, whose groups have settings of their own."""
     found = copy.copy(optimizer)
     found.param_groups = [dict(group) for group in optimizer.param_groups]

@@ -150,8 +150,10 @@ class RoundPipeMixin(_Base):
         if _is_stepped(optimizer):
             return optimizer
         refuse_optimizer(optimizer)
-        engine = self._wrapped().engine
-        return SteppedByEngine(engine, optimizer, asynchronous=self._options.asynchronous)
+        found = self._wrapped()
+        made = SteppedByEngine(found.engine, optimizer, asynchronous=self._options.asynchronous)
+        found.optimizer = made
+        return made
 
     @property
     def _steps(self) -> SteppedByEngine:
@@ -215,6 +217,7 @@ class RoundPipeMixin(_Base):
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         is_scaled = is_counted if is_scaled is None else is_scaled
         scale = 1.0 if is_scaled else 1.0 / self.current_gradient_accumulation_steps
+        self._wrapped().note_gradients()
         with self._wrapped().autocast(), self.compute_loss_context_manager():
             return loss_of_step(engine, prepared, scale).float()
 

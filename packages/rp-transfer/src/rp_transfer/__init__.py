@@ -20,7 +20,7 @@ from rp_transfer.errors import (
     Unordered,
     is_out_of_memory,
 )
-from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, tensors_of
+from rp_transfer.memory.blocks import Group, Kind, Layout, Span, group, inner_tensors, tensors_of
 from rp_transfer.memory.files import GivingBack, MappedFiles
 from rp_transfer.memory.limits import HostLimit, host_limits, resident_bytes, tightest
 from rp_transfer.memory.pages import give_back_freed
@@ -60,6 +60,7 @@ __all__ = [
     "give_back_freed",
     "group",
     "host_limits",
+    "inner_tensors",
     "is_out_of_memory",
     "open_backend",
     "parse_devices",

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import rp_presets
 import torch
-from rp_presets import Conversion
 from torch import nn
 
 from roundpipe.models.base import RoundPipeBase
 from roundpipe.models.current import as_it_is
+from roundpipe.packing.weight import PackedWeight, expand
 
 Kind = Literal["model", "adapter"]
+
+
+class Conversion(Protocol):
+    """Tensors that are saved in another form: see `rp_presets.Conversion`."""
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Their names in `Layout.tensors`."""
+        ...
+
+    @property
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """What they become, by saved name; on the meta device."""
+        ...
+
+    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors to save."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How a model is saved.
 
-    `tensors`: its parameters and buffers by their names in its state dict, each once. `computed`: what else the
+    `tensors`: its parameters and buffers by their names in its state dict, each once; of a packed weight codes and
+    scales. `computed`: what else the
     state dict has. `exported`: the name of each weight of a whole model by its name in the files. `dropped`:
     further names of tied tensors, with the one that counts.
     """
@@ -63,13 +82,68 @@ def layout_of(model: RoundPipeBase) -> Layout:
     first: dict[int, str] = {}
     for name, tensor in held.items():
         first.setdefault(id(tensor), name)
-    tensors = {name: held[name] for name in first.values()}
+    tensors = {inner: part for name in first.values() for inner, part in _parts(name, held[name]).items()}
     dropped = {name: first[id(tensor)] for name, tensor in held.items() if first[id(tensor)] != name}
     if is_adapted(module):
         return Layout("adapter", module, tensors, computed, dropped=dropped)
     if not rp_presets.saves_itself(module):
         return Layout("model", module, tensors, computed, {name: name for name in tensors}, dropped=dropped)
-    saved = rp_presets.saved_layout(module, {name: tensor.detach() for name, tensor in held.items()})
-    exported = {name: first[id(held[inner])] for name, inner in saved.names.items()}
-    conversions = saved.conversions
+    packed = {name: one for name, one in held.items() if isinstance(one, PackedWeight)}
+    saved = rp_presets.saved_layout(module, {name: _outline(tensor) for name, tensor in held.items()})
+    exported = {name: first[id(held[inner])] for name, inner in saved.names.items() if inner not in packed}
+    conversions = (
+        *(_Expanded(packed, one.sources, one.results, one) for one in saved.conversions),
+        *(
+            _Expanded(packed, (inner,), {name: torch.empty_like(_outline(packed[inner]), device="meta")})
+            for name, inner in saved.names.items()
+            if inner in packed
+        ),
+    )
     return Layout("model", module, tensors, computed, exported, conversions, dropped)
+
+
+def _parts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if isinstance(tensor, PackedWeight):
+        return {f"{name}.codes": tensor.codes, f"{name}.scales": tensor.scales}
+    return {name: tensor}
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or one like a packed weight without its memory."""
+    if isinstance(tensor, PackedWeight):
+        return torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
+    return tensor.detach()
+
+
+class _Expanded:
+    """A conversion, or none, of weights of which some are packed: these are saved expanded.
+
+    `names`: of the weights; `sources` has codes and scales in the place of packed ones.
+    """
+
+    def __init__(
+        self,
+        packed: Mapping[str, PackedWeight],
+        names: Sequence[str],
+        results: Mapping[str, torch.Tensor],
+        conversion: Conversion | None = None,
+    ) -> None:
+        self._packed = {name: packed[name] for name in names if name in packed}
+        self._conversion = conversion
+        self._names = names
+        self.sources = tuple(
+            part for name in names for part in (_parts(name, packed[name]) if name in packed else (name,))
+        )
+        self.results = results
+
+    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors to save, by saved name, from those of `sources`."""
+        whole = {
+            name: expand(self._packed[name], tensors[f"{name}.codes"], tensors[f"{name}.scales"])
+            if name in self._packed
+            else tensors[name]
+            for name in self._names
+        }
+        if self._conversion is not None:
+            return self._conversion.convert(whole)
+        return dict(zip(self.results, whole.values(), strict=True))

@@ -17,7 +17,7 @@ from roundpipe.checkpoints.disk import remove, remove_leftovers
 from roundpipe.checkpoints.load import LoadedCheckpoint, load_checkpoint
 from roundpipe.checkpoints.manifest import OWN, is_finished
 from roundpipe.checkpoints.save import Optimizers, SavingCheckpoint, save_checkpoint
-from roundpipe.errors import CheckpointDamaged, CheckpointError, CheckpointWarning, in_words
+from roundpipe.errors import CheckpointDamaged, CheckpointError, CheckpointWarning, MachineFailed, in_words
 from roundpipe.models.base import RoundPipeBase
 
 _LOG = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class CheckpointManager:
         """Wait for the last one; warn if it failed."""
         try:
             self.wait()
-        except CheckpointError as error:
+        except (CheckpointError, MachineFailed) as error:
             warnings.warn(f"an earlier checkpoint failed: {error}", CheckpointWarning, stacklevel=3)
 
     def wait(self) -> None:

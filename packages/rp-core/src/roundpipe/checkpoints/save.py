@@ -147,7 +147,7 @@ class SavingCheckpoint:
             writer.start()
         except OSError as error:
             self._give_up(made, "the folder", error)
-            raise _told(self.path, error) from error
+            raise self._named(error) from error
         except (RoundPipeError, DistError):
             self._give_up(made)
             raise
@@ -199,7 +199,7 @@ class SavingCheckpoint:
             self._end(made, layout, snapshot, sums)
         except BaseException as error:
             self._give_up(made, "the files", error)
-            told = self._error = _told(self.path, error)
+            told = self._error = self._named(error)
             _LOG.error("%s", told)
             if told is not error:
                 raise told from error
@@ -233,6 +233,11 @@ class SavingCheckpoint:
         if self._together is not None and error is not None:
             self._together.tell(what, error)
         _remove(made)
+
+    def _named(self, error: BaseException) -> BaseException:
+        """The error to raise: where a machine is lost, that."""
+        lost = None if self._together is None else self._together.lost
+        return lost or _told(self.path, error)
 
     # For users
 
@@ -270,8 +275,8 @@ def _write_rest(made: Path, layout: Layout, snapshot: Snapshot) -> None:
 
 
 def _told(path: Path, error: BaseException) -> BaseException:
-    """An error that names the checkpoint, unless it is one of the engine's."""
-    if isinstance(error, RoundPipeError) or not isinstance(error, Exception):
+    """An error that names the checkpoint, unless it is one of the engine's, or a machine is lost."""
+    if isinstance(error, RoundPipeError | DistError) or not isinstance(error, Exception):
         return error
     told = error.strerror or str(error) if isinstance(error, OSError) else in_words(error)
     return CheckpointError(

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from roundpipe.cli.arguments import known_options, parse
 from roundpipe.cli.config_file import with_config
-from roundpipe.cli.errors import Diverged, Refused, Unwritable
-from roundpipe.cli.finetune.options import read_fine_tuning
+from roundpipe.cli.errors import Diverged, Lost, Refused, ToldElsewhere, Unwritable
+from roundpipe.cli.finetune.options import FineTuning, read_fine_tuning
 from roundpipe.cli.interrupt import Interrupted
-from roundpipe.cli.options import Given, read_options
+from roundpipe.cli.options import Given, Options, read_options
 from roundpipe.errors import HostMemoryShort
+
+if TYPE_CHECKING:
+    from roundpipe.cli.crew import Crew
 
 FAILED = 1
 REFUSED = 2
@@ -32,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(parse(sys.argv[1:] if arguments is None else arguments))
     except (Refused, HostMemoryShort) as refusal:
         return _complain(str(refusal), REFUSED)
-    except (Diverged, Unwritable) as failure:
+    except (Diverged, Unwritable, Lost) as failure:
         return _complain(str(failure), FAILED)
+    except ToldElsewhere as told:
+        return told.exit_code
     except OSError as error:
         _drop_output()
         return _complain(str(error), FAILED)
@@ -44,20 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _refuse_machines() -> None:
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise Refused(
-            "roundpipe train must be started on one machine, but WORLD_SIZE says that torchrun started several; "
-            "a training loop of your own runs on several: see docs/machines.md"
-        )
-
-
 def _run(given: Given) -> None:
     # Imported late, so that help and a mistyped option need not wait for torch.
     if given.command == "env":
-        from roundpipe.cli.env import env
-
-        env(given.devices, json=given.json)
+        _tell(given)
         return
     if given.command == "plan":
         from roundpipe.cli.estimate.options import read_plan_options
@@ -67,18 +63,44 @@ def _run(given: Given) -> None:
 
         plan(plan_options)
         return
-    _refuse_machines()
+    if _is_alone():
+        _train(_checked(given))
+        return
+    from roundpipe.cli.crew import joined
+
+    with joined() as crew:
+        _train(crew.all(lambda: _checked(given)), crew)
+
+
+def _is_alone() -> bool:
+    """Whether torchrun has not started several processes."""
+    return os.environ.get("WORLD_SIZE", "1") in ("", "1")
+
+
+def _tell(given: Given) -> None:
+    """Tell of this machine, and of the network to others if there are some."""
+    from roundpipe.cli.crew import joined
+    from roundpipe.cli.env import env
+
+    with nullcontext() if _is_alone() else joined() as crew:
+        env(given.devices, json=given.json, crew=crew)
+
+
+def _checked(given: Given) -> Options | FineTuning:
     given = with_config(given, known_options())
-    if given.model is not None:
-        tuning = read_fine_tuning(given)
+    return read_options(given) if given.model is None else read_fine_tuning(given)
+
+
+def _train(options: Options | FineTuning, crew: Crew | None = None) -> None:
+    """Train on the machines of `crew`, or on this one alone."""
+    if isinstance(options, FineTuning):
         from roundpipe.cli.finetune.run import fine_tune
 
-        fine_tune(tuning)
+        fine_tune(options, crew)
         return
-    options = read_options(given)
     from roundpipe.cli.train import train
 
-    train(options)
+    train(options, crew=crew)
 
 
 def _show_anything(stdout: Any) -> None:  # Any: a text file, or what a test puts in its place

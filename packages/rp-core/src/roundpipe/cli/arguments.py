@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
             description=(
                 "With --model, fine-tune that model on --data. Without, train a small Qwen3 model, with random "
                 "weights and bytes for tokens, on text. With no option the text is the Python standard library's "
-                "own source, and the devices are this machine's GPUs or, where there is none, two CPU devices."
+                "own source, and the devices are this machine's GPUs or, where there is none, two CPU devices. "
+                "Started by torchrun on several machines, all train together."
             ),
             allow_abbrev=False,
         )
@@ -178,6 +179,7 @@ _TUNING_VALUES = (
     ("--tokenizer", "FOLDER", "the tokenizer (the model's)"),
     ("--config", "FILE", "options in YAML, by the same names without dashes; those given here count first"),
     ("--lora", "RANK", "train adapters of this rank, with PEFT (all weights are trained)"),
+    ("--pack", "FORMAT", "hold frozen weights in fp8, int8, nf4 or mxfp4, or as they are stored; with --lora"),
     ("--lora-alpha", "NUMBER", "adapters count by this over the rank (twice the rank)"),
     ("--sequence", "N", f"tokens in a sequence ({_DEFAULTS.sequence})"),
     ("--batch", "N", "sequences in a call (8)"),
@@ -185,8 +187,12 @@ _TUNING_VALUES = (
     ("--epochs", "N", f"times that all data is trained on ({_DEFAULTS.epochs})"),
     ("--schedule", "NAME", f"learning rate after the warm-up: cosine or constant ({_DEFAULTS.schedule})"),
     ("--warm-up", "N", f"steps, or a part of all steps below 1, in which the rate rises ({_DEFAULTS.warm_up})"),
-    ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({_DEFAULTS.optimizer})"),
-    ("--betas", "B,B", "of adamw, adam and lion (0.9,0.95, with --no-sync 0.5,0.95; lion 0.9,0.99)"),
+    ("--optimizer", "NAME", f"adamw, adam, lion, muon, adafactor, sgd or sgd-momentum ({_DEFAULTS.optimizer})"),
+    (
+        "--betas",
+        "B,B",
+        "of adamw, adam, lion and what muon leaves to adamw (0.9,0.95, with --no-sync 0.5,0.95; lion 0.9,0.99)",
+    ),
     ("--weight-decay", "RATE", f"of weights, but not of norms and biases ({_DEFAULTS.weight_decay})"),
     ("--clip", "NORM", f"largest norm of the gradients; 0: any ({_DEFAULTS.clip})"),
     ("--held-out", "PART", f"of the data, to evaluate on ({_DEFAULTS.held_out})"),
@@ -213,10 +219,17 @@ _PLAN_VALUES = (
     ("--ram-gb-s", "RATE", "10^9 bytes a second of host memory (165)"),
     ("--link", "RATE", "10^9 bytes a second to each GPU, and as many back (the GPU's)"),
     ("--switches", "N,N", "GPUs behind each PCIe switch, which share one link, such as 4,4 (none)"),
+    ("--machines", "N", f"machines like this, which share each step ({options.Given.machines})"),
+    ("--network", "RATE", "of each machine: 100Gb, bits a second by name, or 11GB, bytes a second as measured"),
     ("--batch", "N", f"sequences in a step ({options.Given.batch})"),
     ("--sequence", "N", f"tokens in a sequence ({options.Given.sequence})"),
     ("--lora", "RANK", "train adapters of this rank on all linear layers inside layers (all weights are trained)"),
-    ("--optimizer", "NAME", f"adamw, adam, lion, adafactor, sgd or sgd-momentum ({options.Given.optimizer})"),
+    ("--pack", "FORMAT", "hold frozen weights in fp8, int8, nf4 or mxfp4, or as they are stored; with --lora"),
+    (
+        "--optimizer",
+        "NAME",
+        f"adamw, adam, lion, muon, adafactor, sgd or sgd-momentum ({options.Given.optimizer})",
+    ),
     (
         "--optimizer-state",
         "|".join(options.OPTIMIZER_STATES),

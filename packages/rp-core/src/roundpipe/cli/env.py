@@ -8,22 +8,34 @@ from pathlib import Path
 import rp_optim
 import torch
 
-from roundpipe.cli.environment.facts import as_json, as_text
+from roundpipe.cli.crew import Crew
+from roundpipe.cli.environment.facts import Fact, Section, as_json, as_text
 from roundpipe.cli.environment.hardware import hardware
 from roundpipe.cli.environment.software import CUPY, installed, kernels, settings, software
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def env(devices: str | None, *, json: bool) -> None:
+def env(devices: str | None, *, json: bool, crew: Crew | None = None) -> None:
     """Print versions, memory, devices, rates, kernels, and what is missing with the command that mends it.
+
+    `crew`: the machines that torchrun started, of which the first prints what it is, and the network between them.
 
     Raises `Refused` for a devices string or a limit of memory that cannot be parsed.
     """
     machine, problems = hardware(devices)
-    sections = [software(), *machine, kernels(), settings()]
+    sections = [software(), *machine, *_network(crew), kernels(), settings()]
     show = as_json if json else as_text
     print(show(sections, [*_missing(), *problems]), flush=True)
+
+
+def _network(crew: Crew | None) -> Iterator[Section]:
+    """What was measured when the machines opened."""
+    if crew is not None and crew.machines is not None:
+        rate, connections = crew.machines.link_gb_s, crew.machines.connections
+        words = f"{rate:.3g} GB/s from each and as much to it, over {connections} connections to each other"
+        link = {"gb_s": rate, "connections": connections}
+        yield Section("machines", (Fact("number", crew.size), Fact("network", link, words)))
 
 
 def _missing() -> Iterator[str]:

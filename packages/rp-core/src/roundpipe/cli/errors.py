@@ -11,3 +11,15 @@ class Unwritable(Exception):
 
 class Diverged(Exception):
     """The loss or the gradients are not finite; `main` prints the message as one line and returns 1."""
+
+
+class Lost(Exception):
+    """Another machine is lost, or has failed; `main` prints the message as one line and returns 1."""
+
+
+class ToldElsewhere(Exception):
+    """All machines end so, and the first one tells why; `main` prints nothing and returns `exit_code`."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"exit code {exit_code}; the first machine tells why")
+        self.exit_code = exit_code

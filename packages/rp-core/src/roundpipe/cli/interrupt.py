@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,21 +24,32 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Inside the context the first Ctrl-C sets `asked` and prints a notice; the second raises `KeyboardInterrupt`.
+    """Inside the context the first Ctrl-C is noted and prints a notice; the second raises `KeyboardInterrupt`.
 
     So does SIGTERM, whose second one ends the process. Does nothing outside the main thread, which alone receives
-    signals. `number`: the signal.
+    signals. `agree`: with other machines, from the signal that came here to the one that all heed; 0 for none.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.number: int = signal.SIGINT
+    def __init__(self, agree: Callable[[int], int] = int) -> None:
+        self._noted = self._heeded = 0
+        self._agree = agree
         self._before: dict[int, Any] = {}  # Any: what signal.signal returns
         self._in_charge = False
 
+    @property
+    def number(self) -> int:
+        """The signal, once `is_asked`."""
+        return self._heeded
+
+    def is_asked(self) -> bool:
+        """Whether a signal asks to end, here or on another machine; all machines ask at the same places."""
+        if not self._heeded:
+            self._heeded = self._agree(self._noted)
+        return self._heeded != 0
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.asked, self.number = True, number
+        self._noted = number
         self._give_back()
         # Not through `sys.stderr`: the signal may interrupt a write to it, and streams are not reentrant.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _NOTICE)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roundpipe.cli.errors import Refused
+from roundpipe.loading import STORED
+from roundpipe.packing.formats import FORMATS
 
 # Above what any job needs: a larger value is a mistake that would otherwise exhaust time or memory.
 MOST_STEPS = 10**9
@@ -18,6 +20,7 @@ MOST_MICROBATCHES = 2**14
 
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIMIZER_STATES = ("fp32", "bf16", "8bit")
+PACKINGS = (*FORMATS, STORED)
 # Options that the built-in job does not have.
 NEED_A_MODEL = frozenset(
     [
@@ -37,6 +40,7 @@ NEED_A_MODEL = frozenset(
         "lora_targets",
         "no_packing",
         "optimizer",
+        "pack",
         "report",
         "resume",
         "save_every",
@@ -76,12 +80,15 @@ class Given(argparse.Namespace):
     ram: str | None = None
     ram_gb_s: str | None = None
     link: str | None = None
+    machines: str = "1"
+    network: str | None = None
     switches: str | None = None
     batch: str = "32"
     sequence: str = "2048"
     lora: str | None = None
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
+    pack: str | None = None
     utilisation: str | None = None
     tokenizer: str | None = None
     eval_data: list[str] | None = None
@@ -229,6 +236,17 @@ def optimizer_state(text: str) -> str:
     if text not in OPTIMIZER_STATES:
         raise Refused(f"--optimizer-state must be one of {', '.join(OPTIMIZER_STATES)}, but is {text!r}")
     return text
+
+
+def packing(given: Given) -> str | None:
+    """How frozen weights are packed; None if they are not."""
+    if given.pack is None:
+        return None
+    if given.pack not in PACKINGS:
+        raise Refused(f"--pack must be one of {', '.join(PACKINGS)}, but is {given.pack!r}")
+    if given.lora is None:
+        raise Refused("--pack needs --lora: packed weights are frozen, so adapters are what is trained")
+    return given.pack
 
 
 def path(flag: str, text: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -85,6 +86,22 @@ def _locked_file(folder: Path) -> int:
             if os.path.samestat(os.fstat(file), path.stat()):
                 return file
         os.close(file)
+
+
+def mark(folder: Path) -> str:
+    """Write a word into the lock that this process has, and return it: whoever reads it there sees this folder."""
+    word = secrets.token_hex(8)
+    with writing(f"--output {folder}"):
+        (folder / _LOCK).write_text(word, encoding="ascii")
+    return word
+
+
+def is_marked(folder: Path, word: str) -> bool:
+    """Whether the folder's lock has this word in it."""
+    try:
+        return (folder / _LOCK).read_text(encoding="ascii") == word
+    except (OSError, ValueError):
+        return False
 
 
 def has_run(folder: Path) -> bool:

@@ -15,6 +15,7 @@ def plan(options: PlanOptions) -> None:
     Raises `Refused` for a model or a machine that cannot be planned for.
     """
     workload = workload_of(options)
-    found = foretell(Case(workload, machine_of(options), options.batch, options.num_microbatch))
+    case = Case(workload, machine_of(options), options.batch, options.num_microbatch, options.network)
+    found = foretell(case)
     show = as_json if options.json else as_text
     print(show(found, changes(options, found)), flush=True)

@@ -231,10 +231,18 @@ def tensorboard_writer() -> Any:  # Any: torch leaves it untyped
 
 
 class Progress:
-    """The progress bar, on stderr. `done`: steps of an earlier run."""
+    """The progress bar, on stderr. `done`: steps of an earlier run. `is_shown`: whether there is one."""
 
-    def __init__(self, steps: int, *, done: int = 0) -> None:
-        self._bar = tqdm(total=steps, initial=done, desc="train", unit="step", file=sys.stderr, dynamic_ncols=True)
+    def __init__(self, steps: int, *, done: int = 0, is_shown: bool = True) -> None:
+        self._bar = tqdm(
+            total=steps,
+            initial=done,
+            desc="train",
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            disable=not is_shown,
+        )
 
     def step(self, figures: StepFigures) -> None:
         """Show one training step as done."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -22,6 +23,8 @@ from roundpipe.device.lazy_hooks import register_lazy_hooks
 from roundpipe.device.parametrizing import cache_by_thread
 from roundpipe.device.recompute import prepares
 from roundpipe.errors import in_words
+from roundpipe.packing.expansion import Expansions, PackedTwin
+from roundpipe.packing.weight import PackedWeight, packed_weights
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, LayerState
 
@@ -85,6 +88,10 @@ class Twins:
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
+        self.expansions = Expansions()
+        # Packed weights by the id of the host's.
+        self._packed: dict[int, PackedTwin] = {}
+        self._packed_in: dict[int, list[PackedTwin]] = {}
 
     def ensure(self, indices: range) -> None:
         """Build the missing and the spoilt twins of these layers, on the thread that makes the call."""
@@ -121,6 +128,12 @@ class Twins:
                 module.training = flag
             self._flags[index] = training
         return twin
+
+    @contextmanager
+    def expanded(self, index: int) -> Generator[None]:
+        """Let a layer's packed weights be expanded while its forward runs."""
+        with self.expansions.of(index, self._packed_in[index]):
+            yield
 
     def check(self, index: int) -> None:
         """Refuse a layer whose forward added, replaced or removed a module, parameter or buffer.
@@ -176,6 +189,8 @@ class Twins:
             self._nothing[dtype] = _nothing(dtype, self._device)
         for twin in self.tensors(block):
             twin.data = self._nothing[dtype]
+        # They may be of this block.
+        self.expansions.forget()
 
     def _built(self, layer: LayerState) -> torch.nn.Module:
         twin = self._copy(layer)
@@ -189,6 +204,9 @@ class Twins:
         for block in layer.blocks:
             for tensor in block.tensors:
                 memo[id(tensor)] = self._twin_tensor(tensor)
+        packed = packed_weights(layer.module)
+        memo |= {id(one): self._packed_twin(one).parameter for one in packed}
+        self._packed_in[layer.index] = [self._packed_twin(one) for one in packed]
         for module in layer.module.modules():
             for name in _HOOK_TABLES:
                 table: object = getattr(module, name)
@@ -200,6 +218,12 @@ class Twins:
                 f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied to a device: copy.deepcopy "
                 f"raised {in_words(error)}; keep locks, files and streams out of layers"
             ) from error
+
+    def _packed_twin(self, weight: PackedWeight) -> PackedTwin:
+        if id(weight) not in self._packed:
+            codes, scales = self._twin_tensor(weight.codes), self._twin_tensor(weight.scales)
+            self._packed[id(weight)] = PackedTwin(weight, codes, scales, self._device)
+        return self._packed[id(weight)]
 
     def _twin_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._tensors:

@@ -21,6 +21,7 @@ from roundpipe.errors import HostMemoryWarning
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.model_state import Block, ModelState, PinMode, moves
+from roundpipe.state.shards import Shards
 
 # Share of the host's memory up to which weights get second blocks by default.
 SECOND_BLOCKS_SHARE = 1 / 16
@@ -56,7 +57,9 @@ class Foresight:
         Adam's state is likely. A model in training mode is likely to be trained.
         """
         # Second blocks that nobody has asked for are left out where they do not fit.
-        whole = needed_by(groups, pin, optim_dtype, second_blocks=double_buffer is True)
+        whole = needed_by(
+            groups, pin, optim_dtype, second_blocks=double_buffer is True, shards=self._shards(groups)
+        )
         final, peak = _growth([found for found in groups if moves(found, pin)])
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
         held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
@@ -69,6 +72,15 @@ class Foresight:
         self._check(replace(certain, passing_bytes=passing), (), tells_likely=True)
         if whole.masters and (in_training_mode or optim_dtype is not None):
             self._warn(likely(trained))
+
+    def _shards(self, groups: Sequence[Group]) -> Shards | None:
+        """Who will own which parameter of a model that is not in its blocks yet; None for one machine."""
+        machines = self._runtime.group
+        if machines is None:
+            return None
+        shards = Shards(machines.rank, machines.size)
+        shards.assign([found.tensors for found in groups if found.kind == "trainable"])
+        return shards
 
     def check_rebuilding(self, state: ModelState, groups: Sequence[Group]) -> None:
         """Check a model whose blocks are about to be made anew: the old ones are freed when all are made."""

@@ -11,6 +11,7 @@ from rp_transfer import Group
 
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.model_state import Block, ModelState, PinMode, moves
+from roundpipe.state.shards import Shards
 
 _NAMES = {
     "weights": "weights",
@@ -92,13 +93,15 @@ def needed_by(
     *,
     second_blocks: bool,
     additions: int = 1,
+    shards: Shards | None = None,
 ) -> HostBytes:
     """What a model will hold once it is trained, without the optimizer's state and activations.
 
     `blocks`: the model's, or the groups that they will be made from. `additions`: how many tasks add to each
-    gradient between two steps.
+    gradient between two steps. `shards`: which machine owns which parameter of groups, if there are several;
+    blocks know it.
     """
-    return added(_needed(block, pin, optim_dtype, second_blocks, additions) for block in blocks)
+    return added(_needed(block, pin, optim_dtype, second_blocks, additions, shards) for block in blocks)
 
 
 def gradient_bytes(block: Group | Block, additions: int) -> int:
@@ -113,18 +116,21 @@ def gradient_bytes(block: Group | Block, additions: int) -> int:
     return min(additions, most) * layout.nbytes
 
 
-def _owned(block: Group | Block) -> list[torch.Tensor]:
+def _owned(block: Group | Block, shards: Shards | None) -> list[torch.Tensor]:
     """The parameters that this machine updates: all, unless there are several."""
-    return [block.tensors[index] for index in block.owned] if isinstance(block, Block) else list(block.tensors)
+    if isinstance(block, Block):
+        return [block.tensors[index] for index in block.owned]
+    return [tensor for tensor in block.tensors if shards is None or shards.owns(tensor)]
 
 
-def _total_bytes(block: Group | Block, additions: int) -> int:
+def _total_bytes(block: Group | Block, additions: int, shards: Shards | None) -> int:
     """Bytes of the sums over machines, which go beside one 16-bit block of gradients."""
-    is_apart = isinstance(block, Block) and block.rank is not None and additions == 1
+    is_divided = block.rank is not None if isinstance(block, Block) else shards is not None
+    is_apart = is_divided and additions == 1
     dtype = sum_dtype(block.layout.dtype)
     if not is_apart or dtype == block.layout.dtype:
         return 0
-    return sum(tensor.numel() * dtype.itemsize for tensor in _owned(block))
+    return sum(tensor.numel() * dtype.itemsize for tensor in _owned(block, shards))
 
 
 def _held(block: Block) -> HostBytes:
@@ -141,7 +147,12 @@ def _beside_weights(block: Block) -> tuple[int, int]:
 
 
 def _needed(
-    block: Group | Block, pin: PinMode, optim_dtype: torch.dtype | None, second_blocks: bool, additions: int
+    block: Group | Block,
+    pin: PinMode,
+    optim_dtype: torch.dtype | None,
+    second_blocks: bool,
+    additions: int,
+    shards: Shards | None,
 ) -> HostBytes:
     is_moved = moves(block, pin) if isinstance(block, Group) else block.memory is not None
     nbytes = layout_bytes = block.layout.nbytes
@@ -152,6 +163,6 @@ def _needed(
     return HostBytes(
         weights=nbytes,
         second_blocks=layout_bytes if is_moved and second_blocks else 0,
-        gradients=gradient_bytes(block, additions) + _total_bytes(block, additions),
-        masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in _owned(block)),
+        gradients=gradient_bytes(block, additions) + _total_bytes(block, additions, shards),
+        masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in _owned(block, shards)),
     )

@@ -232,6 +232,7 @@ class HostParameters:
         """Update the masters from weights that the caller has written."""
         self._refresh()
         self._forget_failed_step()
+        self.state.mixed = None
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Give replaced parameters the masters of the old ones; call it before `take_over`.
@@ -261,11 +262,13 @@ class HostParameters:
             block.complete = {}
         self.state.unpublished = is_behind and bool(self.state.trainable)
         self.state.failed = None
+        self.state.mixed = None
         self.state.version += 1
 
     def settle_weights(self) -> None:
         """Publish the last step's result, if calls do not read it yet, and wait for all who write weights."""
         self.raise_late_errors()
+        self._refuse_mixed()
         if self.state.unpublished:
             self.publish()
         for block in self.state.blocks:
@@ -286,6 +289,7 @@ class HostParameters:
         `training`: also refuse to continue after a failed step or with incomplete gradients.
         """
         self.raise_late_errors()
+        self._refuse_mixed()
         if training:
             self._refuse_half_made()
         self._exposure.take_back()
@@ -319,6 +323,13 @@ class HostParameters:
             if self._observer is not None:
                 self._observer.note_over(work)
         return [error for work in over if (error := work.outcome()) is not None] + self._updates.errors()
+
+    def _refuse_mixed(self) -> None:
+        if self.state.mixed is not None:
+            raise StepFailed(
+                f"the publication of a step of model {self.name!r} failed half-way ({self.state.mixed}): some "
+                "weights are of that step, others of the one before; load a state, or start from a checkpoint"
+            )
 
     def _refuse_failed(self) -> None:
         if self.state.failed is not None:

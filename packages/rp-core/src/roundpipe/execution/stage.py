@@ -278,7 +278,12 @@ class Stage:
         enter_memory = self._memory.again if again else self._memory.first
 
         def body() -> Any:
-            with self._part("forward of {}", state), self._timed(layer, again), enter_memory(layer, microbatch):
+            with (
+                self._part("forward of {}", state),
+                self._timed(layer, again),
+                enter_memory(layer, microbatch),
+                self._twins.expanded(layer),
+            ):
                 return twin(*call[0], **call[1])
 
         has_buffers = layer in self._buffered
@@ -313,9 +318,12 @@ class Stage:
         buffers = self._weights.buffers(self._call.state.layers[layer])
         versions = self._weights.versions(buffers)
         # A seed of its own: the recomputation skips `prepare` and must still draw the numbers of forward.
-        found = self._seeded(
-            Drawer("prepare", layer), microbatch, lambda: prepare(*call[0], **call[1]), again=False
-        )
+
+        def body() -> Any:
+            with self._twins.expanded(layer):
+                return prepare(*call[0], **call[1])
+
+        found = self._seeded(Drawer("prepare", layer), microbatch, body, again=False)
         if self._weights.versions(buffers) != versions:
             raise TypeError("prepare wrote a buffer, but recomputation does not call it; write it in forward")
         return self._memory.keep_prepared(layer, microbatch, found)
@@ -416,7 +424,8 @@ class Stage:
     def _used_bytes(self, microbatch: int) -> int | None:
         # Measured on the first microbatch: no later one is larger.
         is_measured = self._times is not None and microbatch == self._task.microbatches.start
-        return self._device.memory().used_bytes if is_measured else None
+        # What stays expanded of the layer before goes when the next one is expanded.
+        return self._device.memory().used_bytes - self._twins.expansions.nbytes if is_measured else None
 
     def _mark_backward(self, layer: int, microbatch: int, output: Any) -> None:
         place = ("in {0}, backward, microbatch {1}", layer, microbatch)
@@ -514,6 +523,7 @@ class Stage:
     def _propagate(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         with self._call.without_autocast(), self._part("backward"), self._weights.adding():
             torch.autograd.backward(tensors, grads)
+        self._twins.expansions.forget()
         if self._times is not None:
             self._times.leave_backward(self._device.compute)
 

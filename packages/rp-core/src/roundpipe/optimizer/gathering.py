@@ -3,76 +3,205 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
-from rp_dist import Work
+from rp_dist import DistError, Work
 from rp_transfer import Ticket
 
-from roundpipe.errors import AloneOnly
+from roundpipe.errors import AloneOnly, in_words
 from roundpipe.runtime.machines import MachineGroup
 from roundpipe.state.model_state import Block, ModelState
+from roundpipe.telemetry.tracing import GATHER, SILENT, Tracer
 
 # How many blocks' turns a publication holds while their weights come from other machines.
 _HELD = 3
 
 
+class Copies:
+    """One block's new weights under way, in pieces that have one owner each; used on one thread at a time.
+
+    `number`: of the first piece among the group's transfers. What others own is expected from the beginning; what
+    this machine owns is sent when it is complete.
+    """
+
+    def __init__(self, group: MachineGroup, block: Block) -> None:
+        self._group = group
+        self._block = block
+        self._pieces = block.gathered()
+        self._number = group.count_gathered(len(self._pieces))
+        # By piece; one that was sent too early has another one.
+        self._works: dict[int, list[Work]] = {}
+        self._is_stale: set[int] = set()
+        for place, (owner, _) in enumerate(self._pieces):
+            if owner != group.rank:
+                self._launch(place, self._number + place)
+
+    def _launch(self, place: int, number: int) -> None:
+        owner, piece = self._pieces[place]
+        self._works.setdefault(place, []).append(self._group.gather(piece, owner, number))
+
+    def note_complete(self, index: int) -> None:
+        """A parameter of a second block has its result: send its segment, if that has all of them."""
+        place = next(at for at, segment in enumerate(self._block.segments) if index in segment.indices)
+        if place in self._works:
+            # Another optimizer, or another step of this one, in the same step function.
+            self._is_stale.add(place)
+        elif all(each in self._block.complete for each in self._block.segments[place].indices):
+            self._launch(place, self._number + place)
+
+    def stale(self, is_stale: Callable[[int], bool]) -> list[int]:
+        """The segments whose parameters were changed after they were sent. `is_stale`: of a parameter's index."""
+        changed = {
+            place
+            for place in self._works
+            if self._pieces[place][0] == self._group.rank
+            and any(map(is_stale, self._block.segments[place].indices))
+        }
+        return sorted(self._is_stale | changed)
+
+    def send_rest(self) -> None:
+        """Send what was not sent yet."""
+        for place in range(len(self._pieces)):
+            if place not in self._works:
+                self._launch(place, self._number + place)
+
+    def send_again(self, place: int) -> None:
+        """Send a segment once more, on all machines."""
+        for work in self._works[place]:
+            work.wait()
+        self._launch(place, self._group.count_gathered(1))
+
+    def wait(self) -> None:
+        """Wait until all pieces have arrived here, and elsewhere those of this machine."""
+        for work in self._all():
+            work.wait()
+
+    def _all(self) -> list[Work]:
+        return [work for works in self._works.values() for work in works]
+
+    def tell(self, tracer: Tracer) -> None:
+        """Tell of what this machine has sent."""
+        for place, (owner, piece) in enumerate(self._pieces):
+            for work in self._works[place] if owner == self._group.rank else ():
+                if work.ended_s is not None:
+                    name = f"weights of {self._block}"
+                    tracer.past(GATHER, "gather", name, work.launched_s, work.ended_s, piece.nbytes)
+
+
 class Gathering:
     """The new weights of one model; used on the optimizer's thread, or when that has nothing to do.
 
-    With a second block they come there while devices read the first; without one, in the block's turn.
+    With a second block they come there while devices read the first, each segment as soon as a step has updated
+    its parameters; without one, in the block's turn.
     """
 
     def __init__(self, group: MachineGroup, state: ModelState) -> None:
         self._group = group
         self._state = state
-        self._under_way: dict[Block, list[Work]] = {}
+        self._under_way: dict[Block, Copies] = {}
 
-    def begin(self) -> None:
-        """Begin to gather a step's result, as far as there are second blocks for it."""
+    # A step, with second blocks
+
+    def expect(self) -> None:
+        """A step begins: its results come to the second blocks from now on."""
         for block in self._state.trainable:
-            if block.back is not None:
-                self._begin(block)
+            if block.back is not None and block not in self._under_way:
+                self._under_way[block] = Copies(self._group, block)
 
-    def _begin(self, block: Block) -> None:
-        if block in self._under_way:
-            return
-        block.write(self._state.backend, self._masters(block))
-        self._under_way[block] = [self._group.gather(piece, owner) for owner, piece in block.gathered()]
+    def note_complete(self, block: Block, index: int) -> None:
+        """A parameter has its result, in the second block."""
+        if (copies := self._under_way.get(block)) is not None:
+            copies.note_complete(index)
+
+    def changed(self) -> list[list[int]]:
+        """The segments, of each block, that this machine has to send again when all have taken the step."""
+        return [copies.stale(self._is_stale(block)) for block, copies in self._under_way.items()]
+
+    def _is_stale(self, block: Block) -> Callable[[int], bool]:
+        masters = self._masters(block)
+        return lambda index: block.complete.get(index) != masters[index]._version
+
+    def complete(self, changed: Sequence[Sequence[Sequence[int]]]) -> None:
+        """All machines have taken the step: send the rest, and what has changed, as each machine told."""
+        for block, copies in self._under_way.items():
+            block.write(self._state.backend, self._masters(block))
+            copies.send_rest()
+        for number, copies in enumerate(self._under_way.values()):
+            for place in sorted(place for told in changed for place in told[number]):
+                copies.send_again(place)
+
+    def give_up(self) -> None:
+        """The step has failed: the others wait for what they expect of it, which nobody uses."""
+        copies = [self._under_way.pop(block) for block in list(self._under_way)]
+        # Where a machine is lost, the step has raised that.
+        with suppress(DistError):
+            for each in copies:
+                each.send_rest()
+            for each in copies:
+                each.wait()
+
+    def skip(self) -> None:
+        """A step could not begin here: the others wait for what they expect of it, as in `give_up`."""
+        with suppress(DistError):
+            self.wait()
+            self._under_way.clear()
+            self.expect()
+            self.give_up()
 
     def _masters(self, block: Block) -> list[torch.Tensor]:
         return [self._state.masters[parameter] for parameter in block.tensors]
 
-    def publish(self, turns: Mapping[Block, Ticket], enter: Callable[[Block, Ticket], None]) -> None:
+    # Publication
+
+    def publish(
+        self, turns: Mapping[Block, Ticket], enter: Callable[[Block, Ticket], None], tracer: Tracer = SILENT
+    ) -> None:
         """Publish each block in its turn, a few at a time; `enter` waits for a turn.
 
         After a failed step nothing is published: the masters are a mixture of old and new.
         """
         held: deque[tuple[Block, Ticket]] = deque()
-        for block, ticket in turns.items():
-            enter(block, ticket)
-            if self._state.failed is None:
-                self._begin(block)
-            held.append((block, ticket))
-            if len(held) == _HELD:
-                self._finish(*held.popleft())
-        while held:
-            self._finish(*held.popleft())
+        published = 0
+        try:
+            for block, ticket in turns.items():
+                enter(block, ticket)
+                if self._state.failed is None:
+                    self._begin(block)
+                held.append((block, ticket))
+                if len(held) == _HELD:
+                    self._finish(*held.popleft(), tracer)
+                    published += 1
+            while held:
+                self._finish(*held.popleft(), tracer)
+                published += 1
+        except BaseException as error:
+            if published or any(block.back is None for block, _ in held):
+                self._state.mixed = in_words(error)
+            raise
 
-    def _finish(self, block: Block, ticket: Ticket) -> None:
-        is_there = self._wait(block)
+    def _begin(self, block: Block) -> None:
+        if block in self._under_way:
+            return
+        block.write(self._state.backend, self._masters(block))
+        copies = self._under_way[block] = Copies(self._group, block)
+        copies.send_rest()
+
+    def _finish(self, block: Block, ticket: Ticket, tracer: Tracer) -> None:
+        is_there = self._wait(block, tracer)
         if is_there and self._state.failed is None:
             self._refuse_changed(block)
             block.swap()
         ticket.leave()
 
-    def _wait(self, block: Block) -> bool:
+    def _wait(self, block: Block, tracer: Tracer) -> bool:
         """Wait for a block's weights; returns whether they were under way."""
-        works = self._under_way.pop(block, None)
-        for work in works or ():
-            work.wait()
-        if works is None:
+        copies = self._under_way.pop(block, None)
+        if copies is None:
             return False
+        copies.wait()
+        copies.tell(tracer)
         written = block.host_tensors() if block.back is None else (block.back,)
         self._state.backend.host_touch(write=written, what="weights from other machines")
         return True
@@ -86,6 +215,8 @@ class Gathering:
                 "result already; change them in the step function"
             )
 
+    # Between steps
+
     def take_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """The masters of these parameters were just set from them, on every machine: publish that, too."""
         chosen = set(parameters)
@@ -93,8 +224,7 @@ class Gathering:
             self._take_over(block, [index for index, one in enumerate(block.tensors) if one in chosen])
 
     def _take_over(self, block: Block, indices: Iterable[int]) -> None:
-        for work in self._under_way[block]:
-            work.wait()
+        self._under_way[block].wait()
         masters = self._masters(block)
         for index in indices:
             with torch.no_grad():
@@ -103,11 +233,5 @@ class Gathering:
 
     def wait(self) -> None:
         """Wait until the results that are under way are in the second blocks."""
-        for works in self._under_way.values():
-            for work in works:
-                work.wait()
-
-    def settle(self) -> None:
-        """Wait for everything that is under way, and forget it."""
-        for block in list(self._under_way):
-            self._wait(block)
+        for copies in self._under_way.values():
+            copies.wait()

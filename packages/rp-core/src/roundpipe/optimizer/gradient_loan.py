@@ -12,6 +12,7 @@ from rp_optim import UNCHANGED, GradientPair, link, unlink
 from rp_optim.masters import Share
 from rp_transfer import Ticket
 
+from roundpipe.optimizer.gathering import Gathering
 from roundpipe.optimizer.reduction import Incomplete, ReducedBlock
 from roundpipe.state.gradient import Gradient
 from roundpipe.state.master import reading
@@ -24,7 +25,8 @@ class Loan:
 
     `ticket`: the turn on the gradients, entered when the step first reads one of them. A failed step leaves the
     weights that devices read unchanged, since they are published only after the step function has returned.
-    `reduced`: the gradients' sum over machines, if there are several, and `share`: asks the others.
+    `reduced`: the gradients' sum over machines, if there are several, `share`: asks the others, and `gathering`:
+    sends them results.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class Loan:
         tracer: Tracer = SILENT,
         reduced: ReducedBlock | None = None,
         share: Share | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
         self._reduced = reduced
+        self._gathering = gathering
         self._share = share
         self._tracer = tracer
         assert block.gradient is not None
@@ -145,6 +149,8 @@ class Loan:
 
     def _note_complete(self, index: int) -> None:
         self.block.complete[index] = self._lent[index]._version
+        if self._gathering is not None:
+            self._gathering.note_complete(self.block, index)
 
 
 def take_back(loans: Sequence[Loan]) -> None:

@@ -20,6 +20,7 @@ from roundpipe.errors import MachineFailed
 from roundpipe.runtime.machines import MachineGroup
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.state.shards import Segment
+from roundpipe.telemetry.tracing import REDUCE, Tracer
 
 
 class Incomplete(BaseException):
@@ -50,6 +51,7 @@ class ReducedBlock:
         self._ticket = ticket
         self._num_runs = num_runs
         self._works: list[Work] = []
+        self._nbytes: list[int] = []
         # By index: the sums of this machine's parameters that have a gradient on any machine.
         self._sums: dict[int, torch.Tensor] = {}
         # Settled when sums are under way, or never will be.
@@ -93,6 +95,7 @@ class ReducedBlock:
             if own := written.intersection(segment.indices):
                 total = self._gradient.total(segment, part) if segment.owner == self._rank else None
                 self._works.append(group.reduce(segment.of(part), segment.owner, total))
+                self._nbytes.append(segment.of(part).nbytes)
                 if total is not None:
                     self._sums.update((index, self._view(segment, index, total)) for index in own)
 
@@ -122,13 +125,16 @@ class ReducedBlock:
         self._state.backend.host_touch(read=written, write=written, what="sums over machines")
         self._is_over = True
 
-    def settle(self) -> None:
+    def settle(self, tracer: Tracer) -> None:
         """Wait until nothing reads or writes these gradients any more."""
         self._begun.wait()
-        for work in self._works:
+        for work, nbytes in zip(self._works, self._nbytes, strict=True):
             # The step has raised it, or another error.
             with suppress(Exception):
                 work.wait()
+            if work.ended_s is not None:
+                name = f"gradients of {self.block}"
+                tracer.past(REDUCE, "reduce", name, work.launched_s, work.ended_s, nbytes)
 
     def sum(self, index: int) -> torch.Tensor | None:
         """The sum of one parameter's gradients over the machines, contiguous.
@@ -158,11 +164,11 @@ class Reduction:
             if failure is not None:
                 block.cancel(failure)
 
-    def settle(self) -> None:
+    def settle(self, tracer: Tracer) -> None:
         """Wait until nothing reads or writes gradients for this step any more."""
         self._outcome.wait()
         for block in self._blocks:
-            block.settle()
+            block.settle(tracer)
 
 
 def _nothing() -> None:

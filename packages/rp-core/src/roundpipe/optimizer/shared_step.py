@@ -11,6 +11,7 @@ from rp_dist import Disagreement
 from roundpipe.errors import RoundPipeError
 from roundpipe.optimizer.reduction import ReducedBlock, Reduction
 from roundpipe.runtime.machines import MachineGroup, check_same
+from roundpipe.telemetry.tracing import Tracer
 
 
 class SharedStep:
@@ -49,15 +50,16 @@ class SharedStep:
             self._is_over = True
             raise
 
-    def end(self) -> None:
-        """The step function has ended.
+    def end(self, changed: object) -> list[Any]:
+        """The step function has ended; returns what each machine has `changed`, JSON, since it was sent.
 
         Raises as `Talk.say` does if it has failed elsewhere, and `rp_dist.Disagreement` if optimizers have
         stepped otherwise there.
         """
-        told = self._say("ending a step", {"what optimizers stepped": self._stepped()})
+        told = self._say("ending a step", [{"what optimizers stepped": self._stepped()}, changed])
         self._is_over = True
-        check_same("a step", told)
+        check_same("a step", [facts for facts, _ in told])
+        return [found for _, found in told]
 
     def tell(self, error: BaseException) -> None:
         """The step has failed here."""
@@ -74,6 +76,6 @@ class SharedStep:
         finally:
             self._is_over = True
 
-    def settle(self) -> None:
+    def settle(self, tracer: Tracer) -> None:
         """Wait until nothing reads or writes gradients for this step any more."""
-        self._reduction.settle()
+        self._reduction.settle(tracer)

@@ -151,7 +151,9 @@ class Part:
         """A loan for each block's gradients."""
         share = None if shared is None else shared.share
         return [
-            Loan(self.state, block, ticket, self._num_runs, tracer, self._reduced.get(block), share)
+            Loan(
+                self.state, block, ticket, self._num_runs, tracer, self._reduced.get(block), share, self.gathering
+            )
             for block, ticket in self._gradients.items()
         ]
 
@@ -185,8 +187,7 @@ def run_step(
 ) -> None:
     """Run a step function over the gradients of all parts; publish all results or, if it failed, none."""
     try:
-        for part in parts:
-            _publish(tracer, part.name, part.state, part.before, part.gathering)
+        _publish_before(parts, tracer, shared)
         is_taken = True
         if all(part.state.failed is None for part in parts):
             with tracer.on_host(OPTIMIZER, "step", f"step of {name}"):
@@ -195,9 +196,22 @@ def run_step(
             _publish(tracer, part.name, part.state, part.after, part.gathering)
     finally:
         if shared is not None:
-            shared.settle()
+            shared.settle(tracer)
         for part in parts:
             part.leave()
+
+
+def _publish_before(parts: Sequence[Part], tracer: Tracer, shared: SharedStep | None) -> None:
+    try:
+        for part in parts:
+            _publish(tracer, part.name, part.state, part.before, part.gathering)
+    except BaseException as error:
+        if shared is not None:
+            shared.tell(error)
+        for part in parts:
+            if part.gathering is not None:
+                part.gathering.skip()
+        raise
 
 
 def _update(
@@ -205,7 +219,11 @@ def _update(
 ) -> bool:
     """Take the step; returns whether there were gradients for it."""
     loans = [loan for part in parts for loan in part.loans(tracer, shared)]
+    gatherings = [part.gathering for part in parts if part.gathering is not None]
     try:
+        # First: the others expect what this machine owns, also if it fails from here on.
+        for gathering in gatherings:
+            gathering.expect()
         for loan in loans:
             loan.lend()
         begun = time.perf_counter()
@@ -213,10 +231,12 @@ def _update(
             step_fn()
         _note_speed(parts[0].machine, loans, time.perf_counter() - begun)
         take_back(loans)
-        _end(parts, shared)
+        if shared is not None:
+            _end(gatherings, shared)
     except Incomplete as incomplete:
         _note_incomplete(parts, loans, incomplete, shared)
         abandon(loans)
+        _give_up(gatherings)
         if incomplete.cause is not None:
             raise incomplete.cause from None
         return False
@@ -225,6 +245,7 @@ def _update(
         if shared is not None:
             shared.tell(error)
         abandon(loans)
+        _give_up(gatherings)
         add_note(error, f"RoundPipe: in model {name!r}, in the step function, on the optimizer's thread")
         _note_failed(parts, in_words(error))
         _note_reduced(parts, in_words(error), shared)
@@ -232,14 +253,16 @@ def _update(
     return True
 
 
-def _end(parts: Sequence[Part], shared: SharedStep | None) -> None:
-    """All machines have taken the step: their results may go to the others."""
-    if shared is None:
-        return
-    shared.end()
-    for part in parts:
-        if part.gathering is not None:
-            part.gathering.begin()
+def _end(gatherings: Sequence[Gathering], shared: SharedStep) -> None:
+    """All machines have taken the step: the others get the rest of their results."""
+    told = shared.end([gathering.changed() for gathering in gatherings])
+    for number, gathering in enumerate(gatherings):
+        gathering.complete([changed[number] for changed in told])
+
+
+def _give_up(gatherings: Sequence[Gathering]) -> None:
+    for gathering in gatherings:
+        gathering.give_up()
 
 
 def _note_incomplete(
@@ -294,7 +317,7 @@ def _publish(tracer: Tracer, name: str, state: ModelState, turns: Turns, gatheri
         if gathering is None:
             _publish_blocks(tracer, state, turns)
         else:
-            gathering.publish(turns, partial(_enter, tracer))
+            gathering.publish(turns, partial(_enter, tracer), tracer)
 
 
 def _enter(tracer: Tracer, block: Block, ticket: Ticket) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from rp_sched import Course, LayerCost, Mode, Plan, Resource, simulated_ms
 
@@ -32,7 +33,8 @@ class CallTime:
 
     `what`: the model and the kind of call. `promised_ms`: simulated with what was measured of layers, links and
     host; None while calls of this kind are not measured. `measured_ms`: the median of the last `calls` calls; None
-    if there were none. `bound_by`: what the simulation keeps busy for the longest time.
+    if there were none. `bound_by`: what the simulation keeps busy for the longest time, or the
+    network between machines if a step's traffic takes longer: `network_ms`, None for one machine.
 
     A call counts if it was launched before the last call's gradients were on the host, and nothing else between
     them: from the end of that one to its own end, when its own gradients are there. Where the caller waits for its
@@ -44,7 +46,8 @@ class CallTime:
     promised_ms: float | None
     measured_ms: float | None
     calls: int
-    bound_by: Resource | None
+    bound_by: Resource | Literal["network"] | None
+    network_ms: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -64,6 +67,8 @@ def as_table(times: Sequence[CallTime]) -> str:
     calls  |          plan |  promised |   measured | error | bound by
     m      | Plan(FB[0:4]) | 98.000 ms | 100.000 ms | -2.0% |   device
     """
+    # Of several machines.
+    has_network = any(one.network_ms is not None for one in times)
     rows = [
         [
             one.what,
@@ -72,10 +77,12 @@ def as_table(times: Sequence[CallTime]) -> str:
             _ms(one.measured_ms),
             _error(one.error),
             one.bound_by or "-",
+            *([_ms(one.network_ms)] if has_network else []),
         ]
         for one in times
     ]
-    return table(["calls", "plan", "promised", "measured", "error", "bound by"], rows)
+    more = ["network"] if has_network else []
+    return table(["calls", "plan", "promised", "measured", "error", "bound by", *more], rows)
 
 
 def _ms(ms: float | None) -> str:
@@ -106,12 +113,13 @@ class _UnderPlan:
         self._ms: deque[float] = deque(maxlen=CALLS)
         self._told: float | None = None
 
-    def note(self, call: CallSpan) -> None:
-        """Add a call; it counts if it follows the one before."""
+    def note(self, call: CallSpan, network_ms: float | None) -> None:
+        """Add a call; it counts if it follows the one before. `network_ms`: see `CallTime`."""
         if self._last is not None and call.follows(self._last):
             self._ms.append((call.ended_s - self._last.ended_s) * 1e3)
         self._last = call
-        self._compare(self.promised(self.plan))
+        promised = self.promised(self.plan)
+        self._compare(None if promised is None else max(promised, network_ms or 0.0))
 
     @property
     def calls(self) -> int:
@@ -167,7 +175,7 @@ class CallLog:
     def note(self, mode: Mode, microbatches: int, call: CallSpan) -> None:
         """A call is over; log what it shows of its plan's promise."""
         if (under := self._plans.get((mode, microbatches))) is not None:
-            under.note(call)
+            under.note(call, self._network_ms(mode, under.plan))
 
     def measured_ms(self, mode: Mode, microbatches: int, plan: Plan) -> float | None:
         """What calls under this plan take; None until `CALLS` calls have shown it."""
@@ -185,14 +193,22 @@ class CallLog:
     def _time(self, mode: Mode, microbatches: int, under: _UnderPlan) -> CallTime:
         course = self._course(mode, microbatches, under) if under.timer.estimator.samples else None
         devices = self._pricing.devices
+        alone_ms = None if course is None else _simulated_ms(course, devices)
+        network_ms = self._network_ms(mode, under.plan)
+        is_slow = (network_ms or 0.0) > (alone_ms or 0.0)
         return CallTime(
             what=under.timer.what,
             plan=under.plan,
-            promised_ms=None if course is None else _simulated_ms(course, devices),
+            promised_ms=None if alone_ms is None else max(alone_ms, network_ms or 0.0),
             measured_ms=under.measured_ms,
             calls=under.calls,
-            bound_by=None if course is None else course.bottleneck(devices),
+            bound_by=None if course is None else "network" if is_slow else course.bottleneck(devices),
+            network_ms=network_ms,
         )
+
+    def _network_ms(self, mode: Mode, plan: Plan) -> float | None:
+        # Other calls leave no gradients that machines share.
+        return self._pricing.network_ms(plan) if mode == "fused" else None
 
     def _course(self, mode: Mode, microbatches: int, under: _UnderPlan) -> Course:
         guesses = under.guesses()

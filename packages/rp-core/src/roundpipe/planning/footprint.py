@@ -7,6 +7,7 @@ tokens, samples or pixels); a part of them, such as autocast's casts of weights,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import rp_batch
 import torch
 from rp_sched import LayerCost, Task
 
+from roundpipe.packing.weight import packed_weights
 from roundpipe.state.model_state import LayerState
 
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
@@ -60,6 +62,8 @@ class Footprint:
         self._working: dict[int, int] = {}
         # What tasks that ran out of memory were foreseen to take, by the rows of their microbatches.
         self._too_much: dict[int, int] = {}
+        # Packed weights of one layer are expanded at a time.
+        self._expanded = max((_expanded_bytes(layer) for layer in layers), default=0)
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
         # For each layer, kept bytes by rows, for the fewest and the most rows measured.
         self._measured: dict[int, dict[int, int]] = {}
@@ -77,9 +81,12 @@ class Footprint:
         return 0 if self.is_measured else self._guessed[layer] * rows
 
     def working_at(self, rows: int) -> int:
-        """The workspace for so many rows: of the next more that were measured; beyond the most in proportion."""
+        """The workspace for so many rows: of the next more that were measured; beyond the most in proportion.
+
+        Before: that of expanded weights.
+        """
         if not self._working:
-            return 0
+            return self._expanded
         most = self._most_working_rows
         if rows > most:
             return self._working[most] * rows // most
@@ -197,11 +204,13 @@ def _joined(ends: Mapping[int, int], rows: int, nbytes: int) -> dict[int, int]:
 
 
 def _guessed_bytes_per_row(layer: LayerState) -> int:
+    # Of packed weights, the shapes and dtypes that they have once expanded.
+    tensors = [*layer.module.parameters(), *layer.module.buffers()]
     widths = sum(
-        tensor.shape[0] + tensor[0].numel()
-        for block in layer.blocks
-        for tensor in block.tensors
-        if tensor.ndim > 1 and tensor.numel()
+        tensor.shape[0] + math.prod(tensor.shape[1:]) for tensor in tensors if tensor.ndim > 1 and tensor.numel()
     )
-    sizes = [tensor.element_size() for block in layer.blocks for tensor in block.tensors]
-    return _GUESSED_FACTOR * widths * max(sizes, default=1)
+    return _GUESSED_FACTOR * widths * max((tensor.dtype.itemsize for tensor in tensors), default=1)
+
+
+def _expanded_bytes(layer: LayerState) -> int:
+    return sum(weight.expanded_nbytes for weight in packed_weights(layer.module))

@@ -14,6 +14,7 @@ from typing import Any
 import rp_sched
 from rp_sched import LayerCost, Limits, Mode, Plan, Task
 
+from roundpipe.packing.weight import packed_weights
 from roundpipe.planning.adaptive import PlanInUse
 from roundpipe.planning.call_log import CallLog
 from roundpipe.planning.footprint import Footprint, resident_bytes, rows_of
@@ -345,8 +346,9 @@ def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:
     # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
     own = [block for block in layer.blocks if max(block.users) == layer.index]
     nbytes = sum(block.nbytes for block in own)
+    expanded = sum(one.expanded_nbytes - one.packed_nbytes for one in packed_weights(layer.module))
     return LayerCost(
-        _FORWARD_MS_PER_BYTE * (nbytes + 1),
+        _FORWARD_MS_PER_BYTE * (nbytes + expanded + 1),
         weight_bytes=nbytes,
         trainable_bytes=sum(block.nbytes for block in own if block.kind == "trainable"),
         kept_bytes=kept_bytes,

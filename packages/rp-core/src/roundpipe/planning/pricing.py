@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from rp_sched import Course, Device, Host, LayerCost, Limits
+from rp_sched import Course, Device, Host, LayerCost, Limits, Plan
+from rp_transfer import Group
 
 from roundpipe.planning.footprint import Footprint
 from roundpipe.planning.probe import probed
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.execute_plan import MODEL_SHARE
 from roundpipe.state.gradient import sum_dtype
-from roundpipe.state.model_state import ModelState
+from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.layer_times import ModelTimer
 from roundpipe.telemetry.machine import Rates, near
 
@@ -92,6 +93,27 @@ class Pricing:
             share = course.loads.limits.host.launch_gil_share
             timer.note_gil(call_ms, launch_ms, course.loads_ms(self.devices)["GIL"] - share * launch_ms)
 
+    def network_ms(self, plan: Plan) -> float | None:
+        """How long a step's traffic takes on the link between the machines, if each call has a step.
+
+        None for one machine. The link is as it was measured when the machines opened, the same on all.
+        """
+        group, shards = self._runtime.group, self._state.shards
+        if group is None or shards is None:
+            return None
+        spans = [
+            stage
+            for kind, stages, groups in plan.phases()
+            for stage in stages
+            for _ in range(len(groups) or 1)
+            if kind.adds_gradients
+        ]
+        traffic = shards.traffic_bytes(
+            (block.tensors, gradient_itemsize(block, spans), block.layout.dtype.itemsize)
+            for block in self._state.trainable
+        )
+        return traffic / (group.machines.link_gb_s * 1e6)
+
     @property
     def devices(self) -> int:
         """The number of devices."""
@@ -152,6 +174,19 @@ def host_of(state: ModelState) -> Host:
         gradient_buffers=2 if pairs_gradients(state) else 1,
         optimizer_bytes=Host().optimizer_bytes * numel * _WEIGHT_BYTES / nbytes if nbytes else 0.0,
     )
+
+
+def gradient_itemsize(block: Group | Block, spans: Iterable[range]) -> int:
+    """Bytes of a number of a block's gradients, to which tasks of these layers add: fp32 if there are several.
+
+    >>> import torch
+    >>> found = Group("trainable", (1,), (torch.zeros(8, dtype=torch.bfloat16),))
+    >>> gradient_itemsize(found, [range(2)]), gradient_itemsize(found, [range(2), range(1, 3)])
+    (2, 4)
+    """
+    dtype, users = block.layout.dtype, frozenset(block.users)
+    adding = sum(not users.isdisjoint(span) for span in spans)
+    return (sum_dtype(dtype) if adding > 1 else dtype).itemsize
 
 
 def pairs_gradients(state: ModelState) -> bool:

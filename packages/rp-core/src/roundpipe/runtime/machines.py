@@ -102,6 +102,11 @@ class MachineGroup:
         self.rank: int = machines.rank
         self.size: int = machines.size
         self._is_own = is_own
+        if self.size > 1:
+            _LOG.info(
+                "machine %d of %d: each sends %.3g GB/s and receives as much, over %d connections to each other",
+                *(self.rank, self.size, machines.link_gb_s, machines.connections),
+            )
         self.calls = Talk(machines, 0)
         self.steps = Talk(machines, 1)
         self.blocks = Talk(machines, 2)
@@ -132,10 +137,14 @@ class MachineGroup:
         self._num_reduced += 1
         return self.machines.reduce(block, owner, tag=self._num_reduced, out=out)
 
-    def gather(self, block: torch.Tensor, owner: int) -> Work:
-        """Begin to copy the owner's block (numel,) into everybody's; on the optimizer's thread."""
-        self._num_gathered += 1
-        return self.machines.gather(block, owner, tag=self._num_gathered)
+    def count_gathered(self, count: int) -> int:
+        """The number of the first of so many transfers, which all machines gather; on the optimizer's thread."""
+        self._num_gathered += count
+        return self._num_gathered - count
+
+    def gather(self, block: torch.Tensor, owner: int, number: int) -> Work:
+        """Begin to copy the owner's block (numel,) into everybody's; `number`: see `count_gathered`."""
+        return self.machines.gather(block, owner, tag=number)
 
     def share(self, count: int) -> range:
         """This machine's microbatches of so many.

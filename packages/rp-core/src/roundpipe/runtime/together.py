@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rp_dist import DistError
 
 from roundpipe.errors import CheckpointError
 from roundpipe.runtime.machines import MachineGroup, Talk
@@ -15,13 +18,15 @@ from roundpipe.runtime.machines import MachineGroup, Talk
 class Together:
     """One checkpoint of the machines: what they tell each other, one thing after another, while it is written.
 
-    Once a machine has told an error, or nothing is left to tell, the machines go their own ways.
+    Once a machine has told an error, or nothing is left to tell, the machines go their own ways. `lost`: what
+    ended the machines' work meanwhile, if anything did: other errors of the checkpoint follow from it.
     """
 
     rank: int
     talk: Talk
     path: Path
     is_over: bool = False
+    lost: DistError | None = None
 
     @classmethod
     def of(cls, group: MachineGroup, path: Path) -> Together:
@@ -35,17 +40,22 @@ class Together:
 
     def say(self, what: str, value: Any = None) -> list[Any]:
         """See `Talk.say`."""
+        return self._say(what, value)
+
+    def _say(self, what: str, value: Any = None, error: BaseException | None = None) -> list[Any]:
         try:
-            return self.talk.say(f"{what} of a checkpoint", value)
-        except BaseException:
+            return self.talk.say(f"{what} of a checkpoint", value, error=error)
+        except BaseException as failure:
             self.is_over = True
+            self.lost = failure if isinstance(failure, DistError) else None
             raise
 
     def tell(self, what: str, error: BaseException) -> None:
         """Tell that this machine could not do it."""
         if not self.is_over:
-            self.is_over = True
-            self.talk.tell(f"{what} of a checkpoint", error)
+            # Whoever is gone cannot be told.
+            with suppress(Exception):
+                self._say(what, error=error)
 
     def agree_on_folder(self, made: Path | None, path: Path) -> tuple[Path, Path]:
         """The folder that the first machine made, and its final name.

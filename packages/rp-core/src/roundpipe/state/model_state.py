@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from rp_optim import write_weights
-from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, tensors_of
+from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, inner_tensors, tensors_of
 
 from roundpipe.state.gradient import Gradient
 from roundpipe.state.master import EngineMaster, refuse_reads, watch_reads
@@ -204,12 +204,13 @@ def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
     `places`: maps an address in a second block to that in the first, since publication swaps the two.
     """
     tensors = tuple(
-        (id(tensor), tensor.requires_grad, _place(tensor, places), _has_hooks(tensor))
+        (id(inner), tensor.requires_grad, _place(inner, places), _has_hooks(tensor))
         for modules in walked
         for module in modules
         for table in (module._parameters, module._buffers)  # pyright: ignore[reportPrivateUsage] - as `tensors_of` goes by
         for tensor in table.values()
         if tensor is not None
+        for inner in inner_tensors(tensor)
     )
     return walked, tensors
 
@@ -333,8 +334,9 @@ class ModelState:
     not published yet. `quiet`: see `Randomness`. `num_runs`: number of launched runs that add gradients;
     `stepped_runs`: those of them whose gradients a step takes or somebody dropped. `broken`: the first of them
     that failed and left part of its gradients. `failed`: the error of a step that left part of its update. Both
-    store text: an error object would keep its frames alive. `shards`: which machine owns which parameter; None for
-    one machine. `is_stepping`: a step function is running; only the
+    store text: an error object would keep its frames alive. `mixed`: why some weights are of one step and some of
+    the next, until a state is loaded: publishing them failed, as where a machine was lost. `shards`: which machine
+    owns which parameter; None for one machine. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
     whether trained weights have second blocks; None until that is decided.
     """
@@ -367,6 +369,7 @@ class ModelState:
         self.broken: Broken | None = None
         self._breaking = threading.Lock()
         self.failed: str | None = None
+        self.mixed: str | None = None
         self.is_stepping = False
         self.is_part = False
         self.build(foresee)

@@ -86,6 +86,29 @@ class Shards:
         """Whether this machine updates it."""
         return self._owners[tensor] == self.rank
 
+    def traffic_bytes(self, blocks: Iterable[tuple[Sequence[torch.Tensor], int, int]]) -> int:
+        """What a machine sends in a step, and receives: the most of any machine, of either way.
+
+        Gradients go to the owners, and weights come from there. `blocks`: tensors, and the bytes of a number of
+        their gradients and of their weights.
+
+        >>> shards = Shards(rank=0, size=2)
+        >>> tensors = [torch.zeros(30), torch.zeros(10)]
+        >>> shards.assign([tensors])
+        >>> shards.traffic_bytes([(tensors, 2, 2)]), shards.traffic_bytes([(tensors, 4, 2)])
+        (80, 140)
+        """
+        gradients, weights = [0] * self.size, [0] * self.size
+        for tensors, gradient_bytes, weight_bytes in blocks:
+            for tensor in tensors:
+                gradients[self._owners[tensor]] += tensor.numel() * gradient_bytes
+                weights[self._owners[tensor]] += tensor.numel() * weight_bytes
+        others = self.size - 1
+        return max(
+            max(sum(gradients) - gradient + others * weight, others * gradient + sum(weights) - weight)
+            for gradient, weight in zip(gradients, weights, strict=True)
+        )
+
     def replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """A parameter was replaced by another one, which has the same owner."""
         if old in self._owners:

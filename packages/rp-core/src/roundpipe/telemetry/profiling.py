@@ -23,8 +23,9 @@ class profile:  # noqa: N801 - used like a function
 
     Args:
         path: the file, in the Trace Event Format, for Perfetto (ui.perfetto.dev) and ``chrome://tracing``. It has
-            a row for each stream of each device, one for the caller and one for the optimizer's thread. Each wait
-            names what it waits for. An existing file is replaced.
+            a row for each stream of each device, one for the caller and one for the optimizer's thread; with
+            several machines also for gradients and weights on their way. Each wait names what it waits for. An
+            existing file is replaced.
         nvtx: also emit the spans as NVTX ranges. Under Nsight Systems and with ``ROUNDPIPE_NVTX=1`` these are
             emitted always, with or without a profile.
 

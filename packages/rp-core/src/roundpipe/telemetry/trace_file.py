@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from roundpipe.telemetry.tracing import CALLER, HOST, OPTIMIZER, Span
+from roundpipe.telemetry.tracing import CALLER, GATHER, HOST, OPTIMIZER, REDUCE, Span
 
 TraceEvent = dict[str, str | int | float | dict[str, str | int]]
 
 _US_PER_S = 1e6
 _ROWS = {
-    HOST: (CALLER, OPTIMIZER),
+    HOST: (CALLER, OPTIMIZER, REDUCE, GATHER),
     "": ("compute", "weights_in", "activations_in", "results_out", "gradients_out"),
 }
 
@@ -26,14 +26,15 @@ def trace_events(spans: Sequence[Span]) -> dict[str, str | list[TraceEvent]]:
     """
     places = [HOST, *sorted({span.place for span in spans} - {HOST})]
     numbers = {place: number for number, place in enumerate(places)}
-    names = [event for place, number in numbers.items() for event in _names(place, number)]
+    used = {span.row for span in spans} | {CALLER, OPTIMIZER, *_ROWS[""]}
+    names = [event for place, number in numbers.items() for event in _names(place, number, used)]
     return {"displayTimeUnit": "ms", "traceEvents": names + [_event(span, numbers[span.place]) for span in spans]}
 
 
-def _names(place: str, number: int) -> Iterator[TraceEvent]:
+def _names(place: str, number: int, used: Collection[str]) -> Iterator[TraceEvent]:
     yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": place}}
     yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
-    for row, name in enumerate(_rows(place)):
+    for row, name in ((row, name) for row, name in enumerate(_rows(place)) if name in used):
         yield {"ph": "M", "name": "thread_name", "pid": number, "tid": row, "args": {"name": name}}
 
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,14 +21,19 @@ from rp_transfer import Device, Event, Stream
 
 from roundpipe.errors import Busy
 
-SpanKind = Literal["task", "layer", "upload", "download", "wait", "step", "publication", "call"]
+SpanKind = Literal[
+    "task", "layer", "upload", "download", "wait", "step", "publication", "call", "reduce", "gather"
+]
 """`task`: one microbatch of a task, from its first use of the device to its last. `layer`: one layer of that.
 `upload`, `download`: a copy between host and device. `wait`: a stream or thread is blocked. `step`, `publication`:
-work of the optimizer's thread. `call`: the caller is inside a model's method."""
+work of the optimizer's thread. `call`: the caller is inside a model's method. `reduce`, `gather`: gradients on
+their way to the machine that owns them, and new weights from there."""
 
 HOST = "host"
 CALLER = "caller"
 OPTIMIZER = "optimizer"
+REDUCE = "reduce"
+GATHER = "gather"
 COMPUTE = "compute"
 NOTHING = nullcontext()
 # Nsight Systems sets the first in the processes it starts; users set the second.
@@ -109,6 +114,13 @@ class Tracer:
         del row, kind, name, reason
         return NOTHING
 
+    def past(self, row: str, kind: SpanKind, name: str, start_s: float, end_s: float, nbytes: int) -> None:
+        """Span of what other threads of the host did between these times of `time.perf_counter`.
+
+        Those of one row go one after another: each begins when the one before has ended, at the earliest.
+        """
+        del row, kind, name, start_s, end_s, nbytes
+
     def waiting(self, device: Device, reason: str, what: str, *parts: object) -> AbstractContextManager[None]:
         """Span of a wait for `what` that keeps the device's compute stream, or the thread that feeds it, idle."""
         del device, reason, what, parts
@@ -133,6 +145,7 @@ class Recorder(Tracer):
         self._ranges = ranges
         self._zero_s = time.perf_counter()
         self._spans: list[Span] = []
+        self._past: list[Span] = []
         self._timed: list[_Timed] = []
         self._clocks: dict[Device, _Clock] = {}
         self._lock = threading.Lock()
@@ -177,6 +190,11 @@ class Recorder(Tracer):
         if self._keep:
             self._spans.append(Span(HOST, row, kind, name, start_s, self._now_s(), 0, reason))
 
+    def past(self, row: str, kind: SpanKind, name: str, start_s: float, end_s: float, nbytes: int) -> None:
+        """See `Tracer.past`."""
+        if self._keep:
+            self._past.append(Span(HOST, row, kind, name, start_s - self._zero_s, end_s - self._zero_s, nbytes))
+
     def copying(
         self, device: Device, stream: Stream, kind: SpanKind, name: str, leaves: Iterable[object]
     ) -> AbstractContextManager[None]:
@@ -201,7 +219,7 @@ class Recorder(Tracer):
             # A task may add its gradient downloads to the queue while it is being waited for.
             self._followed.popleft().wait()
         self.settle(list(self._clocks))
-        return sorted(self._spans, key=lambda span: (span.start_s, -span.end_s))
+        return sorted([*self._spans, *_in_turn(self._past)], key=lambda span: (span.start_s, -span.end_s))
 
     def settle(self, devices: Iterable[Device]) -> None:
         """Read the times of these devices' spans; must run before the devices are closed."""
@@ -230,6 +248,15 @@ class Recorder(Tracer):
 
     def _range(self, name: str) -> AbstractContextManager[None]:
         return _nvtx_range(name) if self._ranges else NOTHING
+
+
+def _in_turn(spans: Iterable[Span]) -> Iterator[Span]:
+    """The spans of each row, none of which begins before the one before has ended."""
+    ended_s: dict[str, float] = {}
+    for span in sorted(spans, key=lambda span: span.end_s):
+        start_s = max(span.start_s, ended_s.get(span.row, 0.0))
+        ended_s[span.row] = span.end_s
+        yield replace(span, start_s=min(start_s, span.end_s))
 
 
 def _measured(timed: _Timed, clock: _Clock) -> Span:

@@ -51,8 +51,8 @@ class Lane:
                 work.finish(error)
             del job, work
 
-    def close(self) -> None:
-        """Finish what is queued, and end the threads."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Finish what is queued, and end the threads; after `limit_s` leave those that do not end."""
         self._to_post.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(limit_s)

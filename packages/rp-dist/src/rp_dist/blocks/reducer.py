@@ -63,10 +63,10 @@ class Reducer:
         """Queue a reduction."""
         self._queue.put(reduction)
 
-    def close(self) -> None:
-        """Finish what is queued, and end the thread."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Finish what is queued, and end the thread; after `limit_s` leave it if it does not end."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(limit_s)
 
     def _run(self) -> None:
         under_way: deque[_Chunk] = deque()

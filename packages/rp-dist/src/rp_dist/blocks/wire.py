@@ -21,7 +21,9 @@ from torch import Tensor
 
 from rp_dist.control import GRACE_S, LEFT, Control
 
-_TAG_BITS = 29
+_TAG_BITS = 20
+_SIZE_BITS = 9
+TAGS_APART = 1 << _TAG_BITS
 _NEVER_SENT = (1 << 31) - 1
 REDUCE, GATHER, PASS = range(3)
 
@@ -29,9 +31,11 @@ REDUCE, GATHER, PASS = range(3)
 def slot(kind: int, tag: int, nbytes: int) -> int:
     """Gloo's tag of a transfer. Pieces of one slot, pair and connection arrive in the order they were posted.
 
-    The size is part of it: gloo ends the process where a piece is longer than what was posted for it.
+    Tags that differ by less than `TAGS_APART` never share one. The size is part of it: gloo ends the process where
+    a piece is longer than what was posted for it.
     """
-    return kind << _TAG_BITS | crc32(f"{tag} {nbytes}".encode()) & ((1 << _TAG_BITS) - 1)
+    size = crc32(str(nbytes).encode()) & ((1 << _SIZE_BITS) - 1)
+    return (kind << _TAG_BITS | tag % TAGS_APART) << _SIZE_BITS | size
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,14 @@ _RELEASE_S = 1.0
 
 
 class Work:
-    """A transfer under way. Its block may not be changed, nor read where it arrives, until `wait` has returned."""
+    """A transfer under way. Its block may not be changed, nor read where it arrives, until `wait` has returned.
+
+    `launched_s`, `ended_s`: when it was launched and when it ended, by `time.perf_counter`; None until it has.
+    """
 
     def __init__(self, raise_loss: Callable[[], None]) -> None:
+        self.launched_s = time.perf_counter()
+        self.ended_s: float | None = None
         self._raise_loss = raise_loss
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -44,4 +49,5 @@ class Work:
         """Say that it is complete, or what went wrong; the first time counts."""
         if not self._ended.is_set():
             self._error = error
+            self.ended_s = time.perf_counter()
             self._ended.set()

@@ -16,6 +16,7 @@ from rp_optim.kernels.updates import (
     LionNumbers,
     LionUpdate,
     Matrices,
+    MomentumUpdate,
     Move,
     SGDNumbers,
     SGDUpdate,
@@ -151,6 +152,12 @@ def _lion_job(update: LionUpdate) -> _Job:
     return _job(update.spot, (update.exp_avg,), numbers=numbers, small=update.small)
 
 
+def _momentum_job(update: MomentumUpdate) -> _Job:
+    numbers = {"beta1": update.keep, "gain1": 1 - update.keep}
+    flags = _NESTEROV if update.nesterov else 0
+    return _job(update.spot, (update.buffer,), flags, numbers, update.small)
+
+
 def _gains(numbers: AdamNumbers | LionNumbers) -> dict[str, float]:
     return {"gain1": 1 - numbers.beta1, "gain2": 1 - numbers.beta2}
 
@@ -262,6 +269,14 @@ class NativeKernel:
     def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
         """See `Kernel.vector_apply`."""
         self._call("vector_apply", _job(spot, (variance,), numbers={"eps": least} | _fields_of(move)))
+
+    def momentum(self, update: MomentumUpdate) -> None:
+        """See `Kernel.momentum`."""
+        self._call("momentum", _momentum_job(update))
+
+    def move(self, spot: Spot, move: Move) -> None:
+        """See `Kernel.move`."""
+        self._call("move", _job(spot, numbers=_fields_of(move)))
 
     def to_weight(self, spots: Sequence[Spot]) -> None:
         """See `Kernel.to_weight`."""

@@ -27,6 +27,7 @@ from rp_optim.kernels.updates import (
     LionNumbers,
     LionUpdate,
     Matrices,
+    MomentumUpdate,
     Move,
     SGDNumbers,
     SGDUpdate,
@@ -224,6 +225,21 @@ def _lion(spot: Spot, numbers: LionNumbers, state: _State) -> None:
         _write(spot, place, param * numbers.shrink - direction * numbers.rate)
 
 
+def _momentum(update: MomentumUpdate, state: _State) -> None:
+    spot = update.spot.flat()
+    for place, param, grad in _pieces(spot):
+        mean = _lerp(state.read(0, place, param), grad, 1 - update.keep)
+        state.write(0, place, mean)
+        if spot.weight is not None:
+            spot.weight[place] = _ahead(grad, mean, update.keep) if update.nesterov else mean
+
+
+def _ahead(grad: torch.Tensor, mean: torch.Tensor, keep: float) -> torch.Tensor:
+    # As by `_lerp`, but goes by 1 - keep, as the compiled kernels do.
+    near = 1 - keep < 0.5
+    return mean - (mean - grad) * (1 - keep) if near else grad + (mean - grad) * keep
+
+
 class TorchKernel:
     """A `Kernel` made of torch's operations.
 
@@ -255,6 +271,16 @@ class TorchKernel:
         """See `Kernel.lion`."""
         for update in updates:
             _lion(update.spot.flat(), update.numbers, _State(update.small, flat(update.exp_avg)))
+
+    def momentum(self, update: MomentumUpdate) -> None:
+        """See `Kernel.momentum`."""
+        _momentum(update, _State(update.small, flat(update.buffer)))
+
+    def move(self, spot: Spot, move: Move) -> None:
+        """See `Kernel.move`."""
+        spot = spot.flat()
+        for place, param, grad in _pieces(spot):
+            _write(spot, place, param * move.shrink - grad * move.rate)
 
     def to_weight(self, spots: Sequence[Spot]) -> None:
         """See `Kernel.to_weight`."""

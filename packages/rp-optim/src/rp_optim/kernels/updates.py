@@ -163,6 +163,21 @@ class LionUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class MomentumUpdate:
+    """The first part of a Muon step: ``buffer = buffer * keep + grad * (1 - keep)``, as torch's ``lerp``.
+
+    The update is the buffer; with `nesterov`, ``grad * (1 - keep) + buffer * keep``. It is written into the spot's
+    `weight`, and the spot's `param` is left alone.
+    """
+
+    spot: Spot
+    keep: float
+    nesterov: bool
+    buffer: torch.Tensor
+    small: Small | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Matrices:
     """The shape of a parameter as a stack of matrices: ``(batch, rows, cols)``."""
 
@@ -185,7 +200,10 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The numbers of an Adafactor step: ``param = param * shrink - rate * grad / sqrt(variance)``."""
+    """How a parameter moves by an update: ``param = param * shrink - rate * update``.
+
+    Adafactor's update is ``grad / sqrt(variance)``.
+    """
 
     shrink: float
     rate: float
@@ -214,6 +232,14 @@ class Kernel(Protocol):
 
     def lion(self, updates: Sequence[LionUpdate]) -> None:
         """Run Lion steps."""
+        ...
+
+    def momentum(self, update: MomentumUpdate) -> None:
+        """Run the first part of a Muon step."""
+        ...
+
+    def move(self, spot: Spot, move: Move) -> None:
+        """Update the parameter by the gradient; see `Move`."""
         ...
 
     def to_weight(self, spots: Sequence[Spot]) -> None:

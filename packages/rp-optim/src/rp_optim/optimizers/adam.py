@@ -18,7 +18,31 @@ from rp_optim.kernels.updates import AdamNumbers, AdamUpdate
 Scalar = float | torch.Tensor
 
 
-class Adam(HostOptimizer, torch.optim.Adam):
+class AdamSteps(HostOptimizer):
+    """Optimizers that update some or all of their parameters by Adam."""
+
+    def _adam_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        return dict.fromkeys(names, parameter.shape)
+
+    def _step_by_adam(self, taken: Sequence[Taken]) -> None:
+        steps = count_steps([self.state[each.parameter] for each in taken])
+        # Nearly all parameters share a group and a step count, so numbers are computed once for each pair.
+        alike = {(id(each.group), step): each.group for each, step in zip(taken, steps, strict=True)}
+        numbers = {key: _numbers(group, key[1]) for key, group in alike.items()}
+        updates = [
+            self._one_by_adam(each, numbers[id(each.group), step], step)
+            for each, step in zip(taken, steps, strict=True)
+        ]
+        for kernel, some in by_kernel(updates):
+            kernel.adam(some)
+
+    def _one_by_adam(self, taken: Taken, numbers: AdamNumbers, step: int) -> AdamUpdate:
+        found, small = self._kept_state(taken, step)
+        return AdamUpdate(taken.spot, numbers, **found, small=small)
+
+
+class Adam(AdamSteps, torch.optim.Adam):
     """Adam (Kingma and Ba, 2015) in one pass over host memory.
 
     Takes the arguments of ``torch.optim.Adam``; `foreach` and `fused` are accepted and change nothing. Its
@@ -66,23 +90,10 @@ class Adam(HostOptimizer, torch.optim.Adam):
         )
 
     def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
-        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-        return dict.fromkeys(names, parameter.shape)
+        return self._adam_shapes(group, parameter)
 
     def _update(self, taken: Sequence[Taken]) -> None:
-        steps = count_steps([self.state[each.parameter] for each in taken])
-        # Nearly all parameters share a group and a step count, so numbers are computed once for each pair.
-        alike = {(id(each.group), step): each.group for each, step in zip(taken, steps, strict=True)}
-        numbers = {key: _numbers(group, key[1]) for key, group in alike.items()}
-        updates = [
-            self._one(each, numbers[id(each.group), step], step) for each, step in zip(taken, steps, strict=True)
-        ]
-        for kernel, some in by_kernel(updates):
-            kernel.adam(some)
-
-    def _one(self, taken: Taken, numbers: AdamNumbers, step: int) -> AdamUpdate:
-        found, small = self._kept_state(taken, step)
-        return AdamUpdate(taken.spot, numbers, **found, small=small)
+        self._step_by_adam(taken)
 
 
 def _numbers(group: Group, step: int) -> AdamNumbers:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from rp_trainer.lightning.optimizer import named_like
 from rp_trainer.lightning.precision import HostPrecision, on_host
 from rp_trainer.lightning.refusals import chosen, only_optimizer, refuse_processes, refuse_several
-from rp_trainer.lightning.within_steps import WithinSteps
+from rp_trainer.on_devices import OnDevices
 from rp_trainer.options import RoundPipeOptions
 
 # What a checkpoint has beside Lightning's own entries.
@@ -52,7 +52,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         super().__init__(device="cpu", accelerator=CPUAccelerator())
         self._name = model
         self._options = options or RoundPipeOptions()
-        self._on_devices: WithinSteps | None = None
+        self._on_devices: OnDevices | None = None
 
     # What a trainer tells a strategy that has these attributes
 
@@ -98,7 +98,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     # The model
 
     @property
-    def on_devices(self) -> WithinSteps:
+    def on_devices(self) -> OnDevices:
         """What stands for the submodule within steps; its attribute `engine` is the wrapped model.
 
         Raises `RuntimeError` before a trainer has set it up.
@@ -123,7 +123,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             engine = self._options.wrap(model, f"{type(module).__name__}.{name}")
         # Gradients of an earlier training that was broken off.
         engine.zero_grad()
-        self._on_devices = WithinSteps(engine, dtype)
+        self._on_devices = OnDevices(engine, dtype)
 
     @contextmanager
     def _in_place(self) -> Generator[None]:

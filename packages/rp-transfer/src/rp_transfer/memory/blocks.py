@@ -176,15 +176,32 @@ def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
 
 
 def tensors_of(module: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
-    """Yield a module's parameters and buffers, each once, with their kinds.
+    """Yield a module's parameters and buffers, each once, with their kinds; see `inner_tensors` for packed ones.
 
     >>> [(kind, tuple(tensor.shape)) for kind, tensor in tensors_of(torch.nn.Linear(2, 3))]
     [('trainable', (3, 2)), ('trainable', (3,))]
     """
     for parameter in module.parameters():
-        yield ("trainable" if parameter.requires_grad else "frozen"), parameter
+        for tensor in inner_tensors(parameter):
+            yield ("trainable" if parameter.requires_grad else "frozen"), tensor
     for buffer in module.buffers():
-        yield "buffer", buffer
+        for tensor in inner_tensors(buffer):
+            yield "buffer", tensor
+
+
+def inner_tensors(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold a tensor's bytes: itself, or those inside one that wraps others.
+
+    Such a class names them by torch's ``__tensor_flatten__``.
+
+    >>> [tuple(inner.shape) for inner in inner_tensors(torch.ones(3))]
+    [(3,)]
+    """
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    if flatten is None:
+        return (tensor,)
+    names: list[str] = flatten(tensor)[0]
+    return tuple(inner for name in names for inner in inner_tensors(getattr(tensor, name)))
 
 
 def _own_storage(block: torch.Tensor, span: Span) -> torch.Tensor:

@@ -46,7 +46,7 @@ def hardware(devices: str | None) -> tuple[list[Section], list[str]]:
 
 
 def _measured(devices: str | None, problems: list[str]) -> tuple[tuple[MemoryUse, ...], Rates]:
-    with Runtime(devices, strict=False) as runtime:
+    with Runtime(devices, strict=False, machines=False) as runtime:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PinningWarning)
             rates = probe(runtime)

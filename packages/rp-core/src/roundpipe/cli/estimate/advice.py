@@ -8,7 +8,8 @@ from typing import Any
 
 from roundpipe.cli.estimate.cards import CARDS
 from roundpipe.cli.estimate.foretell import Foretold, foretell
-from roundpipe.cli.estimate.meta_model import model_of
+from roundpipe.cli.estimate.meta.meta_model import model_of, packing_of
+from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.options import PlanOptions
 from roundpipe.cli.estimate.workload import Workload
 
@@ -18,11 +19,15 @@ RANK = 16
 _PAYS = 1.05
 _SHORTEST = 128
 _GB = 10**9
+# In 10^9 bits a second, as they are sold.
+_NETWORKS = (10, 25, 40, 50, 100, 200, 400, 800)
 # Ways to keep the same state, the more exact first, and optimizers with less of it.
 _SMALLER_KINDS = ("bf16", "8bit")
 _SMALLER_STATES = ("lion", "adafactor")
 # Amounts of RAM to try, each larger by what was short.
 _MOST_TRIED = 8
+# The smallest that fits weights of any shape.
+_PACKING = "nf4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ def _smaller(options: PlanOptions, now: Foretold) -> Iterator[Change]:
         yield from _for_devices(options, now)
     if options.lora is None:
         yield _change(f"--lora {RANK}", now, workload=_of(options, lora=RANK))
+    elif options.pack is None:
+        yield _change(f"--pack {_PACKING}", now, workload=_of(options, pack=_PACKING))
     if not now.forecast.fits:
         yield from _for_host(options, now)
 
@@ -71,6 +78,8 @@ def _for_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
 def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     """The microbatches stay as they are: what the host holds hardly depends on them."""
     count = None if now.planned is None else now.planned.microbatches
+    if 1 < now.case.machines <= options.batch // 2:
+        yield _more_machines(now)
     for kind in _SMALLER_KINDS if options.optimizer_state == "fp32" else ():
         workload = replace(now.case.workload, optimizer_state=kind)
         change = _change(f"--optimizer-state {kind}", now, workload=workload, microbatches=count)
@@ -105,6 +114,28 @@ def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     yield _change(f"--batch {2 * options.batch}", now, batch=2 * options.batch)
     devices = 2 * now.case.machine.devices
     yield _change(f"--devices {devices}", now, machine=now.case.machine.with_devices(devices))
+    if now.case.machines > 1:
+        yield from _of_machines(options, now)
+
+
+def _of_machines(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+    """The next faster network that pays, and other numbers of machines: also one, which needs no network."""
+    network = now.case.network
+    for gigabits in _NETWORKS:
+        found = Network.named(network.machines, f"{gigabits}Gb")
+        if found.gb_s > network.gb_s:
+            change = _change(f"--network {found.name}", now, network=found)
+            if change.then.tokens_per_s > _PAYS * now.tokens_per_s:
+                yield change
+                break
+    if 2 * network.machines <= options.batch:
+        yield _more_machines(now)
+    yield _change("--machines 1", now, network=ONE_MACHINE)
+
+
+def _more_machines(now: Foretold) -> Change:
+    network = replace(now.case.network, machines=2 * now.case.machines)
+    return _change(f"--machines {network.machines}", now, network=network)
 
 
 def _change(option: str, now: Foretold, **changed: Any) -> Change:  # Any: fields of `Case`
@@ -113,18 +144,19 @@ def _change(option: str, now: Foretold, **changed: Any) -> Change:  # Any: field
     return Change(option, foretell(case, settles=False))
 
 
-def _of(options: PlanOptions, *, sequence: int | None = None, lora: int | None = None) -> Workload:
-    """The workload with another sequence, or with adapters."""
-    return workload_of(replace(options, sequence=sequence or options.sequence, lora=lora or options.lora))
+def _of(options: PlanOptions, **changed: Any) -> Workload:  # Any: fields of `PlanOptions`
+    """The workload with another sequence, with adapters, or with packed weights."""
+    return workload_of(replace(options, **changed))
 
 
 def workload_of(options: PlanOptions) -> Workload:
     """The workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
     return Workload.of(
-        model_of(options.model, options.lora),
+        model_of(options.model, options.lora, pack=options.pack),
         sequence=options.sequence,
         optimizer=options.optimizer,
         optimizer_state=options.optimizer_state,
         utilisation=options.utilisation,
         is_adapted=options.lora is not None,
+        packing=packing_of(options.model, options.pack),
     )

@@ -6,15 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rp_sched import Resource
-
 from roundpipe.cli.estimate.advice import Change
-from roundpipe.cli.estimate.foretell import Foretold, Planned
+from roundpipe.cli.estimate.foretell import Bound, Foretold, Planned
 from roundpipe.cli.estimate.hardware import GIL_MS_PER_GB
+from roundpipe.cli.estimate.network import NETWORK_SHARE
 from roundpipe.planning.pricing import LAUNCH_MS
 
 # In the words of the documentation.
-_BOUNDS: Mapping[Resource, str] = {
+_BOUNDS: Mapping[Bound, str] = {
     "device": "the devices' arithmetic",
     "link": "the links",
     "switch": "the switches that links share",
@@ -22,6 +21,7 @@ _BOUNDS: Mapping[Resource, str] = {
     "GIL": "launching (the GIL)",
     "additions": "additions of gradients on the host",
     "optimizer": "the optimizer",
+    "network": "the network",
 }
 _KINDS = {"F": "forward", "FB": "both", "B": "backward"}
 _MOST_STAGES = 16
@@ -43,6 +43,7 @@ def as_json(found: Foretold, changes: Sequence[Change]) -> str:
             "short": _short(found),
             "model": _model(found),
             "machine": _machine(found),
+            "network": _network(found),
             "batch": found.case.batch,
             "sequence": found.case.workload.sequence,
             "host_bytes": _host_bytes(found),
@@ -53,6 +54,7 @@ def as_json(found: Foretold, changes: Sequence[Change]) -> str:
                 "launch_ms": LAUNCH_MS,
                 "gil_ms_per_gb": GIL_MS_PER_GB,
                 "ram_gb_s": found.case.machine.ram_gb_s,
+                "network_share_of_its_name": NETWORK_SHARE,
                 "layers_are_compiled": True,
                 "operations_are_counted": found.case.workload.observed.is_counted,
             },
@@ -85,6 +87,7 @@ def _model(found: Foretold) -> dict[str, Any]:
         "layers": len(workload.observed.facts) - 2,
         "optimizer": workload.optimizer,
         "optimizer_state": workload.optimizer_state,
+        "expanded_bytes": workload.expanded_bytes,
     }
 
 
@@ -99,6 +102,19 @@ def _machine(found: Foretold) -> dict[str, Any]:
         "ram_bytes": None if machine.ram is None else machine.ram.total_bytes,
         "switches": [list(switch.devices) for switch in machine.switches],
         "is_measured": machine.is_measured,
+    }
+
+
+def _network(found: Foretold) -> dict[str, Any] | None:
+    network, planned = found.case.network, found.planned
+    if network.machines == 1:
+        return None
+    return {
+        "machines": network.machines,
+        "gb_s": network.gb_s,
+        "is_measured": not network.name,
+        "sent_bytes_a_step": None if planned is None else planned.traffic_bytes,
+        "step_s": None if planned is None else planned.network_ms / 1e3,
     }
 
 
@@ -121,7 +137,7 @@ def _plan(found: Foretold, planned: Planned) -> dict[str, Any]:
         "step_s": planned.ms / 1e3,
         "tokens_per_s": found.tokens_per_s,
         "bound_by": planned.bound_by,
-        "busy_s": {name: ms / 1e3 for name, ms in planned.course.loads_ms(planned.devices).items()},
+        "busy_s": {name: ms / 1e3 for name, ms in planned.busy_ms().items()},
     }
 
 
@@ -156,6 +172,7 @@ def _headings(found: Foretold) -> Iterator[str]:
     workload, machine = found.case.workload, found.case.machine
     parts = len(workload.observed.facts)
     what = f"adapters of {_billion(workload.trained)}" if workload.is_adapted else "full fine-tuning"
+    what += " on packed weights" if workload.expanded_bytes else ""
     yield (
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
         f"{workload.optimizer}{_state(workload.optimizer_state)}, fp32 masters"
@@ -167,6 +184,13 @@ def _headings(found: Foretold) -> Iterator[str]:
         f"{machine.devices} x {card.name}: {_gb(card.memory_bytes)} each, link {card.link_gb_s:.3g} GB/s, "
         f"{card.tflops:.3g} TFLOP/s{source}; {_switches(found)}{ram}, {machine.ram_gb_s:.3g} GB/s"
     )
+    network = found.case.network
+    if network.machines > 1:
+        source = network.name or "measured"
+        yield (
+            f"{network.machines} machines like this; network {network.gb_s:.3g} GB/s from each and as much to it "
+            f"({source})"
+        )
     yield f"a step: {found.case.batch} sequences of {workload.sequence} tokens"
 
 
@@ -198,7 +222,8 @@ def _host(found: Foretold) -> Iterator[str]:
     whole = found.forecast.whole
     told = [(name, nbytes) for name, nbytes in whole.by_kind() if nbytes > _SMALL * whole.total]
     kinds = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in told)
-    yield f"host memory  {_gb(whole.total)}, and {_gb(found.forecast.reserve_bytes)} kept free: {kinds}"
+    each = " of each machine" if found.case.machines > 1 else ""
+    yield f"host memory{each}  {_gb(whole.total)}, and {_gb(found.forecast.reserve_bytes)} kept free: {kinds}"
     if not found.forecast.fits and not found.case.workload.is_adapted:
         yield _a_parameter(found)
 
@@ -207,6 +232,11 @@ def _a_parameter(found: Foretold) -> str:
     """What weights, masters and states, and one block of gradients, take of it."""
     whole = found.forecast.whole
     least = whole.total - whole.activations - whole.second_blocks - whole.buffers
+    if found.case.machines > 1:
+        return (
+            f"  full fine-tuning needs {least / found.case.workload.parameters:.3g} bytes a parameter on each of "
+            f"{found.case.machines} machines, {_gb(least)} before activations"
+        )
     least -= max(whole.gradients - whole.weights, 0)
     more = whole.total - whole.activations - least
     beside = f"; {_gb(more)} more where several tasks add to gradients" if more > _SMALL * least else ""
@@ -231,14 +261,20 @@ def _run_summary(found: Foretold, planned: Planned) -> Iterator[str]:
     memory = _gb(machine.card.memory_bytes)
     yield f"device memory  {_gb(planned.device_bytes)} of {memory} at most, workspace included"
     chosen = "chosen" if found.case.microbatches is None else "as given"
-    yield f"num_microbatch  {planned.microbatches} ({chosen}), of {_counted(planned.sequences, 'sequence')}"
+    each = f", {planned.course.microbatches} on a machine" if found.case.machines > 1 else ""
+    yield f"num_microbatch  {planned.microbatches} ({chosen}), of {_counted(planned.sequences, 'sequence')}{each}"
     yield f"a step  {_seconds(planned.ms)}, {_rounded(found.tokens_per_s)} tokens/s"
-    busy = planned.course.loads_ms(planned.devices)
+    if found.case.machines > 1:
+        yield (
+            f"network  {_gb(planned.traffic_bytes)} from and to each machine in a step, "
+            f"{_seconds(planned.network_ms)}; all else takes {_seconds(planned.machine_ms)}"
+        )
+    busy = planned.busy_ms()
     others = ", ".join(f"{name} {_seconds(ms)}" for name, ms in sorted(busy.items(), key=_by_time) if ms)
     yield f"bound by  {_BOUNDS[planned.bound_by]}; busy in a step: {others}"
 
 
-def _by_time(item: tuple[Resource, float]) -> float:
+def _by_time(item: tuple[Bound, float]) -> float:
     return -item[1]
 
 
@@ -275,9 +311,12 @@ def _result(then: Foretold) -> str:
 def _assumptions(found: Foretold) -> Iterator[str]:
     workload = found.case.workload
     counted = "" if workload.observed.is_counted else "; operations guessed from the shapes of weights"
+    expanding = ", expanding packed weights no time" if workload.expanded_bytes else ""
+    if found.case.network.name.endswith("b"):
+        yield f"assumed: a network carries {NETWORK_SHARE:.0%} of its name, beside everything else a step does"
     yield (
         f"assumed: compiled layers that reach {workload.utilisation:.3g} of the TFLOP/s (--utilisation){counted}; "
-        f"launching a layer {LAUNCH_MS} ms. GB is 10^9 bytes."
+        f"launching a layer {LAUNCH_MS} ms{expanding}. GB is 10^9 bytes."
     )
 
 

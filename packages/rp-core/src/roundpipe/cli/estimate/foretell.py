@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rp_sched import Course, Dealer, LayerCost, Limits, Resource, Search, Task, simulate, simulated_ms
 
 from roundpipe.cli.estimate.hardware import Machine
+from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.workload import Workload, size_of
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.planning.microbatches import counts_of, fastest
 
+Bound = Resource | Literal["network"]
 # Calls that are simulated to see how much memory devices use.
 _CALLS = 2
 
@@ -20,35 +24,62 @@ _CALLS = 2
 class Case:
     """What is asked: training on a machine with so many sequences in a step.
 
-    `microbatches`: None chooses the number whose plan is fastest.
+    `microbatches`: None chooses the number whose plan is fastest. `network`: how many such machines share a step,
+    its batch and its microbatches.
     """
 
     workload: Workload
     machine: Machine
     batch: int
     microbatches: int | None = None
+    network: Network = ONE_MACHINE
+
+    @property
+    def machines(self) -> int:
+        """How many there are."""
+        return self.network.machines
+
+    def counts(self) -> dict[int, int]:
+        """The numbers of microbatches to try, by what a machine has of them, fewest first."""
+        if self.microbatches is not None:
+            return {math.ceil(self.microbatches / self.machines): self.microbatches}
+        own = counts_of(math.ceil(self.batch / self.machines))
+        return {count: min(count * self.machines, self.batch) for count in own}
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A plan that fits the devices, and what it takes.
 
-    `sequences`: of the largest microbatch. `ms`: of a step. `device_bytes`: the most on a device at once, with
-    workspace; 0 if it was not simulated. `tasks`: of one call.
+    `microbatches`: of all machines. `sequences`: of the largest microbatch. `machine_ms`: of a step without the
+    network. `device_bytes`: the most on a device at once, with workspace; 0 if it was not simulated. `tasks`: of
+    one call. `traffic_bytes`: what a machine sends in a step, and receives; `network_ms`: for how long.
     """
 
     course: Course
     microbatches: int
     sequences: int
-    ms: float
+    machine_ms: float
     device_bytes: int
     devices: int
     tasks: tuple[Task, ...]
+    traffic_bytes: int = 0
+    network_ms: float = 0.0
 
     @property
-    def bound_by(self) -> Resource:
-        """The resource that is busy for the longest time."""
-        return self.course.bottleneck(self.devices)
+    def ms(self) -> float:
+        """Of a step: traffic goes on beside everything else, so the longer of both counts."""
+        return max(self.machine_ms, self.network_ms)
+
+    @property
+    def bound_by(self) -> Bound:
+        """What is busy for the longest time."""
+        return "network" if self.network_ms > self.machine_ms else self.course.bottleneck(self.devices)
+
+    def busy_ms(self) -> dict[Bound, float]:
+        """For how long each is busy in a step."""
+        found: dict[Bound, float] = {**self.course.loads_ms(self.devices)}
+        return {**found, "network": self.network_ms} if self.network_ms else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +112,19 @@ class Foretold:
 
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
     """Plan, simulate and add up. `settles`: search for longer than for a first plan, and simulate the result."""
-    counts = counts_of(case.batch) if case.microbatches is None else [case.microbatches]
+    counts = case.counts()
     found = fastest(
         counts,
-        lambda count: _problem(case, size_of(case.batch, count)),
+        lambda own: _problem(case, size_of(case.batch, counts[own])),
         devices=case.machine.devices,
         mode="fused",
     )
-    planned = None if found is None else _planned(*found, case, settles=settles)
+    own = list(counts)[-1] if found is None else found[0]
+    count = counts[own]
+    planned = None if found is None else _planned(count, found[1], case, settles=settles)
     tasks = () if planned is None else planned.tasks
-    count = counts[-1] if planned is None else planned.microbatches
-    forecast = case.workload.forecast(tasks, count, size_of(case.batch, count), case.machine)
-    short = 0 if planned else min(_lacking_bytes(case, size_of(case.batch, count)) for count in counts)
+    forecast = case.workload.forecast(tasks, own, size_of(case.batch, count), case.machine, case.machines)
+    short = 0 if planned else min(_lacking_bytes(case, size_of(case.batch, one)) for one in counts.values())
     return Foretold(case, planned, forecast, short)
 
 
@@ -107,8 +139,8 @@ def _problem(case: Case, sequences: int) -> tuple[list[LayerCost], Limits]:
     workload, machine = case.workload, case.machine
     limits = machine.limits(
         workload.working_bytes(sequences),
-        optimizer_bytes=workload.step_bytes,
-        double_buffer=machine.ram is not None and workload.is_double(machine.ram),
+        optimizer_bytes=workload.step_bytes(case.machines),
+        double_buffer=machine.ram is not None and workload.is_double(machine.ram, case.machines),
     )
     return workload.costs(sequences, machine.card.tflops), limits
 
@@ -119,16 +151,19 @@ def _planned(count: int, search: Search, case: Case, *, settles: bool) -> Planne
     dealer = Dealer(devices)
     calls = [dealer.deal(course) for _ in range(_CALLS)]
     sequences = size_of(case.batch, count)
+    traffic = case.workload.traffic_bytes(case.machines, calls[0])
     return Planned(
         course=course,
         microbatches=count,
         sequences=sequences,
-        ms=simulated_ms(course, devices) if settles else search.best_ms,
+        machine_ms=simulated_ms(course, devices) if settles else search.best_ms,
         device_bytes=_peak_bytes(course, calls, devices) + case.workload.working_bytes(sequences)
         if settles
         else 0,
         devices=devices,
         tasks=calls[0],
+        traffic_bytes=traffic,
+        network_ms=traffic / (case.network.gb_s * 1e6),
     )
 
 

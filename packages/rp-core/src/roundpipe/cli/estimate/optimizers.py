@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from rp_optim import SGD, Adafactor, Adam, AdamW, Lion, state_bytes
+from rp_optim import SGD, Adafactor, Adam, AdamW, Lion, Muon, state_bytes
 from torch import nn
 
 # Any: options that differ by optimizer.
@@ -16,6 +16,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adam": Adam,
     "adafactor": Adafactor,
     "lion": Lion,
+    "muon": Muon,
     "sgd": SGD,
     "sgd-momentum": partial(SGD, momentum=0.9),
 }
@@ -29,10 +30,23 @@ def state_of(name: str, shapes: Sequence[torch.Size], dtype: torch.dtype, kind: 
     >>> state_of("adamw", [torch.Size((10, 10))], torch.float32, "8bit")
     220
     """
-    optimizer: torch.optim.Optimizer = OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, dtype=dtype))], state=kind)
+    if not shapes:
+        return 0
+    optimizer: torch.optim.Optimizer = OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, 1, dtype=dtype))], state=kind)
     # Host optimizers take no parameters without memory, but only shapes count here.
     masters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
     optimizer.param_groups[0]["params"] = masters
     found = state_bytes(optimizer)
     assert found is not None
     return found
+
+
+def muon_state_of(
+    hidden: Sequence[torch.Size], others: Sequence[torch.Size], dtype: torch.dtype, kind: str = "fp32"
+) -> int:
+    """Bytes of Muon's state for matrices of these shapes, and of AdamW's for the other masters.
+
+    >>> muon_state_of([torch.Size((10, 10))], [torch.Size((10, 10))], torch.float32)
+    1204
+    """
+    return state_of("muon", hidden, dtype, kind) + state_of("adamw", others, dtype, kind)

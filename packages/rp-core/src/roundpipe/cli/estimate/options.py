@@ -9,12 +9,14 @@ from pathlib import Path
 
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.cards import CARDS, Card, card_named
+from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
-from roundpipe.cli.options import MOST_MICROBATCHES, Given, optimizer_state
+from roundpipe.cli.options import MOST_MICROBATCHES, Given, optimizer_state, packing
 from roundpipe.runtime.host_limit import parse_bytes
 
 THIS = "this"
 MOST_DEVICES = 256
+MOST_MACHINES = 256
 MOST_BATCH = 2**16
 MOST_SEQUENCE = 2**24
 MOST_RANK = 2**14
@@ -26,8 +28,8 @@ class PlanOptions:
     """What to plan for.
 
     None: `card`, this machine's, measured; `ram_bytes`, not known, or this machine's; `link_gb_s`, the card's;
-    `lora`, full fine-tuning; `num_microbatch`, chosen; `utilisation` and `ram_gb_s`, as documented. `switches`:
-    how many cards are behind each.
+    `lora`, full fine-tuning; `pack`, no packed weights; `num_microbatch`, chosen; `utilisation` and `ram_gb_s`, as
+    documented. `switches`: how many cards are behind each.
     """
 
     model: Path
@@ -42,9 +44,11 @@ class PlanOptions:
     lora: int | None
     optimizer: str
     optimizer_state: str
+    pack: str | None
     num_microbatch: int | None
     utilisation: float | None
     json: bool = False
+    network: Network = ONE_MACHINE
 
 
 def read_plan_options(given: Given) -> PlanOptions:
@@ -73,10 +77,33 @@ def read_plan_options(given: Given) -> PlanOptions:
         lora=None if given.lora is None else _whole("--lora", given.lora, MOST_RANK),
         optimizer=_optimizer(given.optimizer),
         optimizer_state=optimizer_state(given.optimizer_state),
+        pack=packing(given),
         num_microbatch=_microbatches(given.num_microbatch, batch),
         utilisation=None if given.utilisation is None else _part("--utilisation", given.utilisation),
         json=given.json,
+        network=_network(given, batch),
     )
+
+
+def _network(given: Given, batch: int) -> Network:
+    machines = _whole("--machines", given.machines, MOST_MACHINES)
+    if (machines > 1) != (given.network is not None):
+        raise Refused(
+            f"--machines {machines} needs --network, such as --network 100Gb"
+            if machines > 1
+            else "--network is between --machines, which must be 2 at least"
+        )
+    if given.network is None:
+        return ONE_MACHINE
+    if batch < machines or given.num_microbatch not in ("auto", *map(str, range(machines, batch + 1))):
+        raise Refused(
+            f"--batch and --num-microbatch must be at least --machines, {machines}, but are {batch} and "
+            f"{given.num_microbatch}"
+        )
+    try:
+        return Network.named(machines, given.network)
+    except ValueError as error:
+        raise Refused(f"--network {error}") from None
 
 
 def _config_file(text: str) -> Path:

@@ -8,18 +8,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from rp_optim import Muon, muon_groups
+from rp_optim.optimizers.muon import iteration_of
 from rp_sched import LayerCost, Task
 from rp_transfer import Group, HostLimit, group
 from torch import nn
 
 from roundpipe.cli.estimate.hardware import Machine
-from roundpipe.cli.estimate.observe import Observed, observe
-from roundpipe.cli.estimate.optimizers import state_of
+from roundpipe.cli.estimate.meta.meta_model import Packing
+from roundpipe.cli.estimate.meta.observe import Observed, observe
+from roundpipe.cli.estimate.optimizers import muon_state_of, state_of
 from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
-from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS
+from roundpipe.packing.weight import packed_weights
+from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, gradient_itemsize
+from roundpipe.state.shards import Shards
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
 # full fine-tuning, and adapters, whose thin products take time and are few operations (docs/planning.md).
@@ -32,11 +37,18 @@ OPTIM_DTYPE = torch.float32
 # Gradient, master and moments read, master, moments and weight written.
 _STEP_BYTES, _STEP_STATE_TIMES = 12, 2
 _WEIGHT_BYTES = 2
+# Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
+# AMX (two reach 0.5e12 to 0.8e12, docs/performance.md), beside 165 GB/s.
+_MUON_FLOPS_PER_BYTE = 30
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate."""
+    """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate.
+
+    `expanded_bytes`: of the packed weights of one layer, expanded; the most of any.
+    `hidden`: the trained weights that Muon would orthogonalize.
+    """
 
     name: str
     observed: Observed
@@ -46,6 +58,8 @@ class Workload:
     utilisation: float
     is_adapted: bool = False
     optimizer_state: str = "fp32"
+    expanded_bytes: int = 0
+    hidden: frozenset[torch.Tensor] = frozenset()
 
     @classmethod
     def of(
@@ -57,9 +71,12 @@ class Workload:
         utilisation: float | None = None,
         is_adapted: bool = False,
         optimizer_state: str = "fp32",
+        packing: Packing | None = None,
     ) -> Workload:
-        """Of a model on the meta device."""
+        """Of a model on the meta device, whose frozen weights are packed here."""
         observed = observe(model, sequence)
+        if packing is not None:
+            packing.pack(model)
         usual = ADAPTERS_UTILISATION if is_adapted else UTILISATION
         return cls(
             type(model).__name__,
@@ -70,12 +87,15 @@ class Workload:
             utilisation or usual,
             is_adapted,
             optimizer_state,
+            max(map(_expanded_bytes, observed.modules)),
+            _hidden(model),
         )
 
     @cached_property
     def parameters(self) -> int:
         """Elements of weights."""
-        return sum(tensor.numel() for found in self.groups if found.kind != "buffer" for tensor in found.tensors)
+        own = {id(weight): weight for module in self.observed.modules for weight in module.parameters()}
+        return sum(weight.numel() for weight in own.values())
 
     @cached_property
     def trained(self) -> int:
@@ -87,18 +107,62 @@ class Workload:
         """Bytes of the optimizer's state."""
         return self._state_bytes(self.optimizer_state)
 
-    def _state_bytes(self, kind: str) -> int:
-        shapes = [tensor.shape for found in self._trainable for tensor in found.tensors]
-        return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind) if shapes else 0
+    def _state_bytes(self, kind: str, shards: Shards | None = None) -> int:
+        tensors = [tensor for found in self._trainable for tensor in found.tensors]
+        own = [tensor for tensor in tensors if shards is None or shards.owns(tensor)]
+        shapes = [tensor.shape for tensor in own]
+        if self.optimizer == "muon":
+            hidden = [tensor.shape for tensor in own if tensor in self.hidden]
+            others = [tensor.shape for tensor in own if tensor not in self.hidden]
+            return muon_state_of(hidden, others, OPTIM_DTYPE, kind)
+        return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind)
+
+    def shards(self, machines: int) -> Shards | None:
+        """Who owns which parameter, as the machine sees it that owns most; None for one machine."""
+        if machines == 1:
+            return None
+        every = [Shards(rank, machines) for rank in range(machines)]
+        for each in every:
+            each.assign([found.tensors for found in self._trainable])
+        return max(every, key=lambda each: each.numel)
+
+    def traffic_bytes(self, machines: int, tasks: Sequence[Task]) -> int:
+        """What a machine sends in a step, and receives: the most of any, of either way.
+
+        Gradients go to the owners, in fp32 where several tasks of a machine add to them, and weights come back.
+        """
+        shards = self.shards(machines)
+        if shards is None:
+            return 0
+        spans = [task.layers for task in tasks if task.adds_gradients]
+        return shards.traffic_bytes(
+            (found.tensors, gradient_itemsize(found, spans), found.layout.dtype.itemsize)
+            for found in self._trainable
+        )
+
+    def step_bytes(self, machines: int = 1) -> float:
+        """Host memory that a step moves, or could in its time, for every two bytes of trained weights.
+
+        Of several machines each steps what it owns.
+        """
+        shards = self.shards(machines)
+        return self._whole_step_bytes * (1.0 if shards is None else shards.numel / max(self.trained, 1))
 
     @property
-    def step_bytes(self) -> float:
-        """Host memory that a step moves, or could in its time, for every two bytes of trained weights."""
+    def _whole_step_bytes(self) -> float:
         nbytes = sum(found.layout.nbytes for found in self._trainable)
         # In 8 bits a step moves less, but packing takes as long as that saves on some tens of cores.
         state = self._state_bytes("fp32") if self.optimizer_state == "8bit" else self.optimizer_bytes
-        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * state
+        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
+
+    @cached_property
+    def _muon_flops(self) -> int:
+        """Operations of the matrix products of a step."""
+        if self.optimizer != "muon":
+            return 0
+        group = Muon([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+        return sum(iteration_of(group).flops(one.shape) for one in self.hidden)
 
     @property
     def _trainable(self) -> list[Group]:
@@ -133,7 +197,8 @@ class Workload:
     def working_bytes(self, sequences: int) -> int:
         """The most that a layer has on a device beyond weights, gradients and what it keeps."""
         layers = max(facts.working_bytes for facts in self.observed.facts)
-        return max(int(sequences * layers * COMPILED_SHARE), self._loss_bytes(sequences))
+        own = int(sequences * layers * COMPILED_SHARE) + self.expanded_bytes
+        return max(own, self._loss_bytes(sequences))
 
     def _loss_bytes(self, sequences: int) -> int:
         """Logits of some rows, and the gradient of the head's weight of these rows."""
@@ -141,28 +206,47 @@ class Workload:
         return self.observed.vocabulary * (rows + self.observed.hidden) * LOGIT_BYTES
 
     def forecast(
-        self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine
+        self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine, machines: int = 1
     ) -> MemoryForecast:
-        """The host memory to train under a plan's tasks, as `RoundPipe.memory_forecast` sums it up."""
+        """The host memory to train under a plan's tasks, as `RoundPipe.memory_forecast` sums it up.
+
+        Of several machines: that of the one that owns most, with its own microbatches.
+        """
         additions = max(_additions(tasks, len(self.observed.facts)), default=1)
         inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
         activations = microbatches * held_at_once(tasks, inputs)
         limit = machine.ram or HostLimit("the machine", 2**63, 2**63)
-        is_double = machine.ram is not None and self.is_double(machine.ram)
-        return self._forecast(limit, activations, second_blocks=is_double, additions=max(additions, 1))
+        is_double = machine.ram is not None and self.is_double(machine.ram, machines)
+        shards = self.shards(machines)
+        return self._forecast(
+            limit, activations, second_blocks=is_double, additions=max(additions, 1), shards=shards
+        )
 
-    def is_double(self, ram: HostLimit) -> bool:
+    def is_double(self, ram: HostLimit, machines: int = 1) -> bool:
         """Whether weights get second blocks by default, as the engine decides it."""
         nbytes = sum(found.layout.nbytes for found in self._trainable)
         is_little = nbytes <= ram.total_bytes * SECOND_BLOCKS_SHARE
-        return is_little and self._forecast(ram, 0, second_blocks=True, additions=1).fits
+        shards = self.shards(machines)
+        return is_little and self._forecast(ram, 0, second_blocks=True, additions=1, shards=shards).fits
 
     def _forecast(
-        self, limit: HostLimit, activations: int, *, second_blocks: bool, additions: int
+        self, limit: HostLimit, activations: int, *, second_blocks: bool, additions: int, shards: Shards | None
     ) -> MemoryForecast:
-        blocks = needed_by(self.groups, "alloc", OPTIM_DTYPE, second_blocks=second_blocks, additions=additions)
-        more = HostBytes(optimizer_state=self.optimizer_bytes, activations=activations)
+        blocks = needed_by(
+            self.groups, "alloc", OPTIM_DTYPE, second_blocks=second_blocks, additions=additions, shards=shards
+        )
+        state = self._state_bytes(self.optimizer_state, shards)
+        more = HostBytes(optimizer_state=state, activations=activations)
         return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
+
+
+def _expanded_bytes(module: nn.Module) -> int:
+    return sum(weight.expanded_nbytes for weight in packed_weights(module))
+
+
+def _hidden(model: nn.Module) -> frozenset[torch.Tensor]:
+    groups = muon_groups(model, lr=0.0)
+    return frozenset(one for group in groups if group["use_muon"] for one in group["params"])
 
 
 def _additions(tasks: Sequence[Task], layers: int) -> list[int]:

@@ -32,6 +32,9 @@ FREE = frozenset(
     ]
 )
 
+# What machines of one training may have otherwise: places of their own, and what is compared by its content.
+OF_A_MACHINE = frozenset(["data", "devices", "eval_data", "model", "output", "profile", "tokenizer"])
+
 # What runs did before there was the option.
 _BEFORE_IT = {"optimizer_state": "fp32"}
 
@@ -47,9 +50,8 @@ def check_same(options: FineTuning, digest: str) -> None:
     for name, value in options.jsonable().items():
         was = earlier.get(name, _BEFORE_IT.get(name))
         if name not in FREE and was != value:
-            flag = _flag(name)
             raise Refused(
-                f"--resume goes on with the same options, but {flag} was {_words(was)} and is "
+                f"--resume goes on with the same options, but {flag(name)} was {_words(was)} and is "
                 f"{_words(value)}; give it as it was, or name another --output"
             )
     if earlier["data_digest"] != digest:
@@ -59,7 +61,8 @@ def check_same(options: FineTuning, digest: str) -> None:
         )
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """An option as it is written."""
     return "--no-packing" if name == "packing" else f"--{name.replace('_', '-')}"
 
 

@@ -11,7 +11,8 @@ from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.answer import as_summary
 from roundpipe.cli.estimate.foretell import Case, Foretold, foretell
 from roundpipe.cli.estimate.hardware import measured
-from roundpipe.cli.estimate.meta_model import model_of
+from roundpipe.cli.estimate.meta.meta_model import model_of, packing_of
+from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.workload import Workload
 from roundpipe.cli.finetune.model import config_file
 from roundpipe.cli.finetune.options import FineTuning
@@ -29,6 +30,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         options.lora,
         targets=options.lora_targets,
         dtype=getattr(torch, str(options.dtype)),
+        pack=options.pack,
     )
     _check_vocabulary(model, largest_token)
     _check_positions(model, options.sequence)
@@ -38,8 +40,15 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         optimizer=options.optimizer,
         optimizer_state=options.optimizer_state,
         is_adapted=options.lora is not None,
+        packing=packing_of(config_file(options), options.pack),
     )
-    return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch))
+    return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch, _network(runtime)))
+
+
+def _network(runtime: Runtime) -> Network:
+    """What was measured when the machines opened, the same on all."""
+    group = runtime.group
+    return ONE_MACHINE if group is None else Network(group.size, group.machines.link_gb_s)
 
 
 def _check_vocabulary(model: torch.nn.Module, largest_token: int) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from roundpipe import CheckpointManager, RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.cli.crew import ALONE, Crew
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.data.batches import Sequences, Steps, labels_in
+from roundpipe.cli.finetune.data.tokens import IGNORED
 from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interruption
@@ -34,7 +36,9 @@ class Job:
         evaluation: Evaluation | None,
         manager: CheckpointManager,
         runtime: Runtime,
+        crew: Crew = ALONE,
     ) -> None:
+        self.crew = crew
         self.options, self.model, self.updates, self.data = options, model, updates, data
         self.evaluation, self.manager, self.runtime = evaluation, manager, runtime
         self._saved_step: int | None = None
@@ -85,7 +89,7 @@ class Job:
         try:
             # A call draws a seed from the CPU generator, on all devices.
             with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
-                loss = self.evaluation.loss(self.model, interruption)
+                loss = self.evaluation.loss(self.model, interruption, self.crew.size)
         finally:
             self.model.train()
         self.owes_evaluation = loss is None
@@ -102,9 +106,13 @@ class Job:
         if is_saved and not is_best:
             return
         by_step = options.save_every is not None and step % options.save_every == 0
-        minutes = (time.monotonic() - self._saved_at) / 60
-        if is_best or by_step or (options.save_minutes is not None and minutes >= options.save_minutes):
+        if is_best or by_step or self._is_time():
             self._save(step, loss)
+
+    def _is_time(self) -> bool:
+        """Whether a checkpoint is due by the clock, which is the first machine's."""
+        wanted = self.options.save_minutes
+        return wanted is not None and self.crew.lead(lambda: (time.monotonic() - self._saved_at) / 60 >= wanted)
 
     def save_now(self, step: int) -> None:
         """Save a checkpoint, unless this step has one, and wait until it is on the disk.
@@ -147,14 +155,17 @@ class Evaluation:
         rows = [sequences.at(number) for number in range(sequences.in_epoch)]
         self._batches = [sequences.of(rows[at : at + batch], pad) for at in range(0, len(rows), batch)]
 
-    def loss(self, model: RoundPipe, interruption: Interruption) -> float | None:
-        """The mean over all labels, None after a signal. The model has no gradients before, and none behind."""
+    def loss(self, model: RoundPipe, interruption: Interruption, machines: int = 1) -> float | None:
+        """The mean over all labels, None after a signal. The model has no gradients before, and none behind.
+
+        `machines`: share each call.
+        """
         counts = list(map(labels_in, self._batches))
         count = model.model_run_config.num_microbatch
         assert isinstance(count, int)
         losses: list[float] = []
-        for batch in self._batches:
-            if interruption.asked:
+        for batch in (_for_each(batch, machines) for batch in self._batches):
+            if interruption.is_asked():
                 return None
             # The last batch may have fewer sequences.
             parts = min(count, len(batch["input_ids"]))
@@ -162,6 +173,21 @@ class Evaluation:
             losses.append(model.forward_backward(input_kwargs=batch, run_config=config).item())
             model.zero_grad()
         return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+
+def _for_each(batch: dict[str, Tensor], machines: int) -> dict[str, Tensor]:
+    """A batch with a row for each machine: its last one again where it has fewer, without labels.
+
+    >>> batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[3, 4]])}
+    >>> _for_each(batch, 2)["labels"].tolist()
+    [[3, 4], [-100, -100]]
+    """
+    rows = len(batch["input_ids"])
+    if rows >= machines:
+        return batch
+    found = {name: torch.cat([value, *[value[-1:]] * (machines - rows)]) for name, value in batch.items()}
+    found["labels"][rows:] = IGNORED
+    return found
 
 
 def _check_accumulation(model: RoundPipe, batch: dict[str, Tensor]) -> None:

@@ -11,9 +11,10 @@ import torch
 from rp_presets import UnsupportedModel
 from torch import nn
 
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, wrap_model_to_roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, wrap_model_to_roundpipe
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.options import ALL_LINEAR, FineTuning
+from roundpipe.loading import STORED
 
 # Files of weights that are not read; a folder with one of these is not one without weights.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")
@@ -76,8 +77,6 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
 
     Raises `Refused` for a model that is no row of layers, and adapters that fit nothing in it; `HostMemoryShort`.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     wrapping: dict[str, Any] = {
         "name": options.model.name,
         "use_sequential_preset": True,
@@ -93,8 +92,15 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         model = _wrapped(options, wrapping)
     # Of writing files: checkpoints write some beside the training's own bar.
-    disable_progress_bar()
+    without_bars()
     return cast(RoundPipe, model.train())
+
+
+def without_bars() -> None:
+    """From now on transformers shows no progress bars."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
 
 def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
@@ -102,12 +108,22 @@ def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
     adapt = _adapter(options)
     try:
         if has_weights(options):
-            return from_pretrained(options.model, dtype=dtype, adapt=adapt, trust_remote_code=False, **wrapping)
-        return wrap_model_to_roundpipe(adapt(_random(options, dtype)), **wrapping)
+            own: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "pack": options.pack}
+            return from_pretrained(options.model, adapt=adapt, **own, **wrapping)
+        return wrap_model_to_roundpipe(adapt(_packed(options, _random(options, dtype))), **wrapping)
     except UnsupportedModel as error:
         raise Refused(f"--model {options.model} cannot be trained by this command: {error}") from error
     except (ValueError, OSError) as error:
         raise Refused(f"--model {options.model} cannot be loaded: {error}") from error
+
+
+def _packed(options: FineTuning, model: nn.Module) -> nn.Module:
+    """A model of random weights, packed if these are to be."""
+    if options.pack == STORED:
+        raise Refused(f"--pack {STORED}: --model {options.model} has no weights; give a format, such as nf4")
+    if options.pack is not None:
+        pack_frozen(model.requires_grad_(False), options.pack)
+    return model
 
 
 def _random(options: FineTuning, dtype: torch.dtype) -> nn.Module:

@@ -13,8 +13,8 @@ from roundpipe.cli.options import MOST_MICROBATCHES, MOST_STEPS, Given
 
 # Only the built-in job has these: what to write instead.
 _INSTEAD = {"batch_size": "--batch", "seq_len": "--sequence"}
-OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd", "sgd-momentum")
-WITH_BETAS = ("adamw", "adam", "lion")
+OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "muon", "sgd", "sgd-momentum")
+WITH_BETAS = ("adamw", "adam", "lion", "muon")
 SCHEDULES = ("cosine", "constant")
 REPORTS = ("jsonl", "tensorboard")
 ALL_LINEAR = "all-linear"
@@ -29,10 +29,10 @@ _MINUTES = "min"
 class FineTuning:
     """What to train, on what, and how.
 
-    None: `tokenizer`, the model's; `lora`, all weights; `lora_targets`, all linear layers; `num_microbatch`,
-    chosen; `epochs` or `steps`, the other counts; `eval_every`, at the end only; `save_every`, by time; `dtype`
-    and `devices`, by the machine; `betas`, the optimizer's own. `warm_up`: steps, or
-    below 1 a part of all steps.
+    None: `tokenizer`, the model's; `lora`, all weights; `pack`, none packed; `lora_targets`, all linear layers;
+    `num_microbatch`, chosen; `epochs` or `steps`, the other counts; `eval_every`, at the end only; `save_every`,
+    by time; `dtype` and `devices`, by the machine; `betas`, the optimizer's own. `warm_up`: steps, or below 1 a
+    part of all steps.
     """
 
     model: Path
@@ -56,6 +56,7 @@ class FineTuning:
     clip: float
     optimizer: str
     optimizer_state: str
+    pack: str | None
     betas: tuple[float, float] | None
     epochs: int | None
     steps: int | None
@@ -130,6 +131,7 @@ def read_fine_tuning(given: Given) -> FineTuning:
         clip=_within("--clip", given.clip, 0, math.inf),
         optimizer=_one_of("--optimizer", given.optimizer, OPTIMIZERS),
         optimizer_state=checks.optimizer_state(given.optimizer_state),
+        pack=checks.packing(given),
         betas=_betas(given.betas, given.optimizer, sync=given.sync),
         epochs=_epochs(given),
         steps=_whole("--steps", given.steps, MOST_STEPS) if "steps" in vars(given) else None,
@@ -207,7 +209,7 @@ def _warm_up(text: str) -> float:
 def _betas(text: str | None, optimizer: str, *, sync: bool) -> tuple[float, float] | None:
     if text is None:
         # Late steps bear less momentum: docs/staleness.md.
-        return (0.9 if sync else 0.5, 0.95) if optimizer in ("adam", "adamw") else None
+        return (0.9 if sync else 0.5, 0.95) if optimizer in ("adam", "adamw", "muon") else None
     if optimizer not in WITH_BETAS:
         raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {optimizer} has none")
     parts = text.split(",")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,24 @@ import torch
 
 from roundpipe import CheckpointManager, RoundPipe, Runtime, profile
 from roundpipe.cli import output
+from roundpipe.cli.crew import ALONE, Crew
 from roundpipe.cli.errors import Diverged, Refused, Unwritable
 from roundpipe.cli.finetune.data.batches import Sequences, Steps
 from roundpipe.cli.finetune.data.documents import read_samples
 from roundpipe.cli.finetune.data.tokens import Documents, Reader, held_out
-from roundpipe.cli.finetune.earlier import check_same, checkpoint_microbatches
+from roundpipe.cli.finetune.earlier import OF_A_MACHINE, check_same, checkpoint_microbatches, flag
 from roundpipe.cli.finetune.finite import check_weights, spoilt_weight
 from roundpipe.cli.finetune.forecast import check_host, foretold, summary, vocabulary_of
 from roundpipe.cli.finetune.job import Evaluation, Job
-from roundpipe.cli.finetune.model import check_lora, has_weights, pad_of, save_model, tokenizer_of, wrapped
+from roundpipe.cli.finetune.model import (
+    check_lora,
+    has_weights,
+    pad_of,
+    save_model,
+    tokenizer_of,
+    without_bars,
+    wrapped,
+)
 from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.finetune.places import check_places
 from roundpipe.cli.finetune.separation import check_separation
@@ -29,7 +38,7 @@ from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.report import Metrics, Progress, Reports, TensorBoard, say, tensorboard_writer
 from roundpipe.cli.training.machine import fitted, opened
-from roundpipe.errors import CheckpointError
+from roundpipe.errors import CheckpointError, MachineFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +53,70 @@ class Data:
     steps: int
 
 
-def fine_tune(given: FineTuning) -> None:
-    """Fine-tune a model as the options say.
+def fine_tune(given: FineTuning, crew: Crew | None = None) -> None:
+    """Fine-tune a model as the options say, on the machines of `crew` or on this one alone.
 
     Raises `Refused`, before anything is trained or overwritten, for options, data, a model or a checkpoint that
     cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if loss or gradients are not finite;
     `Unwritable` if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
+    Of several machines those beside the first raise `ToldElsewhere` for what all raise.
     """
+    crew = crew or ALONE
+    with ExitStack() as stack:
+        crew.all(lambda: _take_output(given, crew, stack))
+        word = crew.lead(lambda: output.mark(given.output))
+        crew.see(lambda: output.is_marked(given.output, word), f"--output {given.output}")
+        _fine_tune(given, crew)
+
+
+def _take_output(given: FineTuning, crew: Crew, stack: ExitStack) -> None:
+    """Keep other processes out of the output folder; the first machine does so for all."""
     check_places(given)
+    crew.check_divides("--batch", given.batch)
+    crew.check_divides("--num-microbatch", given.num_microbatch)
+    if not crew.is_first:
+        return
     if given.profile is not None:
         output.check_profile(given.profile, replaceable=given.overwrite or given.resume)
     output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
-    with output.locked(given.output):
-        # Whoever had the lock may have written there.
-        output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
-        _fine_tune(given)
+    stack.enter_context(output.locked(given.output))
+    # Whoever had the lock may have written there.
+    output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
 
 
-def _fine_tune(given: FineTuning) -> None:
+def _fine_tune(given: FineTuning, crew: Crew) -> None:
+    options, tokenizer, data = crew.all(lambda: _inputs(given))
+    crew.same(_facts(options, data))
+    if crew.lead(lambda: _is_finished(options, data)):
+        print(f"the run in {options.output} is finished; nothing is left to do", flush=True)
+        return
+    if not crew.is_first:
+        options = replace(options, profile=None, report=())
+        without_bars()
+    with opened(str(options.devices), crew) as runtime:
+        _train(options, tokenizer, data, runtime, crew)
+
+
+def _inputs(given: FineTuning) -> tuple[FineTuning, Any, Data]:
+    """The options for this machine, the tokenizer, and what it makes of the data."""
     options = fitted(given)
     _check_installed(options)
     tokenizer = tokenizer_of(options)
-    data = _read(options, tokenizer)
-    if given.resume and output.has_run(options.output):
-        check_same(options, data.digest)
-        if (options.output / output.MODEL).is_dir():
-            print(f"the run in {options.output} is finished; nothing is left to do", flush=True)
-            return
-    with opened(str(options.devices)) as runtime:
-        _train(options, tokenizer, data, runtime)
+    return options, tokenizer, _read(options, tokenizer)
+
+
+def _facts(options: FineTuning, data: Data) -> dict[str, Any]:
+    """What must be the same on all machines, by the names that users know."""
+    found = {flag(name): value for name, value in options.jsonable().items() if name not in OF_A_MACHINE}
+    return {**found, "the tokens of --data and --eval-data": data.digest}
+
+
+def _is_finished(options: FineTuning, data: Data) -> bool:
+    """Whether the run that is to go on has ended. Raises `Refused` if it was another one."""
+    if not (options.resume and output.has_run(options.output)):
+        return False
+    check_same(options, data.digest)
+    return (options.output / output.MODEL).is_dir()
 
 
 def _check_installed(options: FineTuning) -> None:
@@ -135,46 +179,76 @@ def _told(options: FineTuning, data: Data) -> str:
 # Training
 
 
-def _train(options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime) -> None:
-    found = foretold(_with_earlier_microbatches(options), runtime, data.training.largest)
-    told = summary(found)
+def _train(options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime, crew: Crew) -> None:
+    count, told = _planned(options, data, runtime, crew)
     if not has_weights(options):
         print(f"random weights: {options.model} has none", flush=True)
     print(f"{_told(options, data)}\n{told}", flush=True)
-    assert found.planned is not None
-    model = wrapped(options, runtime, found.planned.microbatches)
+    model = wrapped(options, runtime, count)
     check = check_separation if options.packing else check_weights
     check(model, vocabulary_of(model.named_model))
     updates = Updates(model, options, data.steps)
     check_host(model, updates.optimizer, options.accumulation)
-    _begin(options, model, updates, data, tokenizer, runtime)
+    _begin(options, model, updates, data, tokenizer, runtime, crew)
 
 
-def _with_earlier_microbatches(options: FineTuning) -> FineTuning:
-    """With the number of microbatches of the run that goes on, unless one is given: sums are rounded as before."""
+def _planned(options: FineTuning, data: Data, runtime: Runtime, crew: Crew) -> tuple[int, str]:
+    """The number of microbatches, which the first machine chooses, and the plan in words.
+
+    Raises `Refused` on all machines if it fits one of them not.
+    """
+
+    def plan(count: int | None) -> tuple[int, str]:
+        found = foretold(replace(options, num_microbatch=count), runtime, data.training.largest)
+        told = summary(found)
+        assert found.planned is not None
+        return found.planned.microbatches, told
+
+    earlier = crew.lead(lambda: _earlier_microbatches(options))
+    # A run that goes on may be on more machines than before.
+    crew.all(lambda: crew.check_divides("--num-microbatch", earlier))
+    own = crew.all(lambda: plan(earlier))
+    count = crew.lead(lambda: own[0])
+    return own if crew.all(lambda: own[0] == count) else crew.all(lambda: plan(count))
+
+
+def _earlier_microbatches(options: FineTuning) -> int | None:
+    """That of the run that goes on, unless one is given: sums are rounded as before."""
     if options.num_microbatch is not None or not options.resume:
-        return options
-    return replace(options, num_microbatch=checkpoint_microbatches(options.output))
+        return options.num_microbatch
+    return checkpoint_microbatches(options.output)
 
 
 def _begin(
-    options: FineTuning, model: RoundPipe, updates: Updates, data: Data, tokenizer: Any, runtime: Runtime
+    options: FineTuning,
+    model: RoundPipe,
+    updates: Updates,
+    data: Data,
+    tokenizer: Any,
+    runtime: Runtime,
+    crew: Crew,
 ) -> None:
-    if options.profile is not None:
-        output.create_profile(options.profile)
-    goes_on = options.resume and output.has_run(options.output)
-    if not goes_on:
-        output.remove_results(options.output, output.ALL_RESULTS)
-        output.create_output(options.output, {**options.jsonable(), "data_digest": data.digest})
-    manager = _manager(options)
-    job = Job(options, model, updates, data.batches, data.evaluation, manager, runtime)
+    goes_on = crew.lead(lambda: _made_output(options, data))
+    manager = crew.all(lambda: _manager(options))
+    job = Job(options, model, updates, data.batches, data.evaluation, manager, runtime, crew)
     # Layers draw from it; a checkpoint has its state.
     torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
     done = job.resume() if goes_on else 0
     if options.resume:
         print(f"goes on after step {done}" if done else "no checkpoint yet: begins with step 1", flush=True)
-    with _reports(options, done or None) as reports:
+    with crew.all(lambda: _reports(options, done or None)) as reports:
         _run(job, data.steps, done, reports, tokenizer)
+
+
+def _made_output(options: FineTuning, data: Data) -> bool:
+    """Prepare the output folder; returns whether a run in it goes on."""
+    if options.profile is not None:
+        output.create_profile(options.profile)
+    if options.resume and output.has_run(options.output):
+        return True
+    output.remove_results(options.output, output.ALL_RESULTS)
+    output.create_output(options.output, {**options.jsonable(), "data_digest": data.digest})
+    return False
 
 
 def _manager(options: FineTuning) -> CheckpointManager:
@@ -193,13 +267,13 @@ def _reports(options: FineTuning, after: int | None) -> Reports:
 
 def _run(job: Job, steps: int, done: int, reports: Reports, tokenizer: Any) -> None:
     folder = job.options.output
-    with Interruption() as interruption:
+    with Interruption(job.crew.most) as interruption:
         if job.owes_evaluation:
             loss = _evaluate(job, done, reports, interruption)
             if 0 < done < steps:
                 job.save_if_due(done, loss, is_saved=True)
         done, unwritten = _profiled(job, steps, done, reports, interruption)
-        if interruption.asked:
+        if interruption.is_asked():
             raise Interrupted(_stopped(job, done, steps), interruption.number) from unwritten
         with _told_if_failed(folder):
             job.manager.wait()
@@ -242,9 +316,9 @@ def _profiled(
 def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
     """Train on; return the number of steps done, fewer than all after a signal."""
     every = job.options.eval_every
-    with Progress(steps, done=done) as progress:
+    with Progress(steps, done=done, is_shown=job.crew.is_first) as progress:
         for step in range(done + 1, steps + 1):
-            if interruption.asked:
+            if interruption.is_asked():
                 return step - 1
             figures, is_finite = job.step(step)
             reports.step(figures)
@@ -278,13 +352,17 @@ def _diverged(job: Job, told: str, updates: int) -> Exception:
 def _save(job: Job, tokenizer: Any) -> None:
     folder = job.options.output
     job.model.synchronize()
+    job.crew.lead(lambda: _write(job.model, tokenizer, folder))
+
+
+def _write(model: RoundPipe, tokenizer: Any, folder: Path) -> None:
     with output.writing(f"--output {folder}: the model"), output.finished_files(folder) as unfinished:
-        save_model(job.model, tokenizer, unfinished / output.MODEL)
+        save_model(model, tokenizer, unfinished / output.MODEL)
 
 
 @contextmanager
 def _told_if_failed(folder: Path) -> Generator[None]:
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, MachineFailed) as error:
         raise Unwritable(f"--output {folder}: {error}") from error

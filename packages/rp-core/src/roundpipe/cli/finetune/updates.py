@@ -21,6 +21,8 @@ _CLASSES: Mapping[str, Any] = {
     "adam": optim.Adam,
     "adafactor": optim.Adafactor,
     "lion": optim.Lion,
+    # Learning rates and weight decay as for AdamW.
+    "muon": partial(optim.Muon, adjust_lr_fn="match_rms_adamw"),
     "sgd": optim.SGD,
     "sgd-momentum": partial(optim.SGD, momentum=0.9),
 }
@@ -33,6 +35,8 @@ class Updates:
         self._options, self._steps = options, steps
         settings = {} if options.betas is None else {"betas": options.betas}
         groups = decay_groups(model, options.weight_decay)
+        if options.optimizer == "muon":
+            groups, settings = _for_muon(model, groups, settings), {}
         self.optimizer: torch.optim.Optimizer = _CLASSES[options.optimizer](
             groups, lr=options.lr, state=options.optimizer_state, **settings
         )
@@ -81,6 +85,19 @@ def decay_groups(model: RoundPipe, weight_decay: float) -> list[dict[str, Any]]:
         (others if plain else decayed).append(master)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _for_muon(model: RoundPipe, groups: list[dict[str, Any]], adamw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups, each divided into hidden matrices and the rest, which AdamW updates with the options `adamw`."""
+    divided = optim.muon_groups(model.named_model, model.optim_named_parameters())
+    hidden = {id(master) for group in divided if group["use_muon"] for master in group["params"]}
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        matrices = [master for master in group["params"] if id(master) in hidden]
+        others = [master for master in group["params"] if id(master) not in hidden]
+        found.append({**group, "params": matrices, "use_muon": True})
+        found.append({**group, **adamw, "params": others, "use_muon": False})
+    return [group for group in found if group["params"]]
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -77,8 +77,10 @@ class Job:
         return sum(losses) / (len(losses) * self.options.batch_tokens)
 
     def save(self, folder: Path) -> None:
-        """Write the model after all updates; if a write fails, raise `Unwritable` and leave none of it."""
-        self.model.synchronize()
+        """Write the model; if a write fails, raise `Unwritable` and leave none of it.
+
+        To be called after `synchronize`, which all machines call.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         with writing(f"--output {folder}: the model"), finished_files(folder) as unfinished:
             save_model(self.source, unfinished)

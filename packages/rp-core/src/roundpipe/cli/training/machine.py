@@ -12,20 +12,23 @@ import torch
 from rp_transfer import BackendUnavailable, parse_devices
 
 from roundpipe import Runtime
+from roundpipe.cli.crew import Crew
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.options import Options
 
+_OF_TORCHRUN = (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 _Fitted = TypeVar("_Fitted", Options, FineTuning)
 
 
 def fitted(options: _Fitted) -> _Fitted:
     """Fill in the devices and the dtype.
 
-    Devices: the option's, else those of ``ROUNDPIPE_DEVICES``, else all GPUs, else two CPU devices. Dtype: the
+    Devices: the option's, else those of ``ROUNDPIPE_DEVICES``, else all GPUs, else two CPU devices;
+    of several processes that torchrun started on this machine, each has its share of the GPUs. Dtype: the
     option's, else float32 on CPU devices and bfloat16 on GPUs.
 
-    Raises `Refused` for a devices string that cannot be parsed.
+    Raises `Refused` for a devices string that cannot be parsed, and for fewer GPUs than processes.
     """
     devices = os.environ.get("ROUNDPIPE_DEVICES") or _default_devices()
     if options.devices is not None:
@@ -35,7 +38,7 @@ def fitted(options: _Fitted) -> _Fitted:
 
 
 @contextmanager
-def opened(devices: str) -> Generator[Runtime, None, None]:
+def opened(devices: str, crew: Crew) -> Generator[Runtime, None, None]:
     """Open a runtime on the devices, and close it on exit. Raises `Refused` if a device is not available.
 
     Each CPU device keeps one core busy, so torch's intra-op threads are reduced by as many inside the context.
@@ -43,21 +46,41 @@ def opened(devices: str) -> Generator[Runtime, None, None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads - _cpu_devices(devices)))
     try:
-        with _runtime(devices) as runtime:
+        runtime = _runtime(devices, crew)
+        try:
             yield runtime
+        except BaseException as error:
+            if not crew.is_in_order(error):
+                runtime.fail(error)
+            raise
+        finally:
+            runtime.close()
     finally:
         torch.set_num_threads(threads)
 
 
-def _runtime(devices: str) -> Runtime:
+def _runtime(devices: str, crew: Crew) -> Runtime:
     try:
-        return Runtime(devices)
+        return Runtime(devices, machines=crew.machines or False)
     except (ValueError, BackendUnavailable) as error:
         raise Refused(str(error)) from error
 
 
 def _default_devices() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu:2"
+    if not torch.cuda.is_available():
+        return "cpu:2"
+    rank, processes = (int(os.environ.get(name) or least) for name, least in _OF_TORCHRUN)
+    return "cuda" if processes == 1 else _share(rank, processes, torch.cuda.device_count())
+
+
+def _share(rank: int, processes: int, gpus: int) -> str:
+    """The GPUs of one of several processes on this machine."""
+    if gpus < processes:
+        raise Refused(
+            f"torchrun started {processes} processes here, but there are {gpus} GPUs; start one process a machine "
+            "(--nproc-per-node 1), which drives all of them"
+        )
+    return "cuda:" + ",".join(map(str, range(rank * gpus // processes, (rank + 1) * gpus // processes)))
 
 
 def _cpu_devices(devices: str) -> int:

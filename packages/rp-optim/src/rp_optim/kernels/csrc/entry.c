@@ -227,6 +227,8 @@ EXPORT int rpo_has_openmp(void) {
 RANGE(adam)
 RANGE(sgd)
 RANGE(lion)
+RANGE(momentum)
+RANGE(move)
 RANGE(vector_apply)
 RANGE(to_weight)
 RANGE(add_to_pair)

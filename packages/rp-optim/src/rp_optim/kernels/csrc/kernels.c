@@ -21,6 +21,7 @@
  * of processors (docs/performance.md). */
 #define AHEAD 1024
 #define LANES 16
+#define GROUPS (BLOCK / RPO_GROUP)
 #define INLINE static inline __attribute__((always_inline))
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -241,6 +242,12 @@ INLINE uint32_t noise_start(const rpo_job *job, int64_t i) {
     return job->key[0] + (uint32_t)i + (uint32_t)((uint64_t)i >> 32) * 0x9e3779b1u;
 }
 
+/* The hashes of a block's elements; those past `n` are of no use. All state arrays of an element share its hash. */
+INLINE void fill_noise(const rpo_job *job, int64_t i, uint32_t *restrict noise) {
+    const uint32_t start = noise_start(job, i), key = job->key[1];
+    for (int j = 0; j < BLOCK; j++) noise[j] = noise_of(start, j, key);
+}
+
 /* A NaN becomes a quiet NaN, and a number never becomes infinite. */
 INLINE uint16_t round_randomly(float x, uint32_t noise) {
     uint32_t bits = bits_of(x), size = bits & 0x7fffffffu;
@@ -273,91 +280,121 @@ INLINE uint32_t largest_of(const float *restrict values) {
     return (uint32_t)top;
 }
 
-/* Fills up the last group of a block. */
-INLINE int64_t whole_groups(float *values, int64_t n) {
-    const int64_t whole = (n + RPO_GROUP - 1) / RPO_GROUP * RPO_GROUP;
-    for (int64_t j = n; j < whole; j++) values[j] = 0;
-    return whole;
+/* Sets the scales of a block's groups, in fp32 too, after filling up the block with zeros. */
+INLINE void put_scales(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict values,
+                       float *restrict scales) {
+    for (int64_t j = n; j < BLOCK; j++) values[j] = 0;
+    for (int group = 0; group < GROUPS; group++) {
+        const uint16_t scale = scale_for(largest_of(values + group * RPO_GROUP));
+        scales[group] = widen_bfloat16(scale);
+        if (group * RPO_GROUP < n) job->scales[array][i / RPO_GROUP + group] = scale;
+    }
 }
 
 /* The fp32 number below 1 / 255: no kept root is larger than the scale, which would grow if kept again. */
 INLINE float unit_root(float scale) { return scale * 0x1.0101p-8f; }
 
-/* Square roots: code times scale / 255. */
+/* Loops over a whole block take bytes, and loops over a group only numbers of 32 bits: a group is too short for vectors
+ * of 64 bytes, so that with bytes in them compilers take shorter ones for everything. */
+
+/* The scales of a block's groups; 0 past its end. */
+INLINE void fetch_scales(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict scales) {
+    for (int64_t group = 0; group < GROUPS; group++)
+        scales[group] = group * RPO_GROUP < n ? widen_bfloat16(job->scales[array][i / RPO_GROUP + group]) : 0;
+}
+
+/* A copy of the last codes of an array, and zeros up to a whole block. */
+static void *filled_up(void *room, const void *codes, int64_t n) {
+    memset(room, 0, BLOCK);
+    return memcpy(room, codes, (size_t)n);
+}
+
+INLINE void put_codes(void *to, const void *codes, int64_t n) {
+    if (n == BLOCK)
+        memcpy(to, codes, BLOCK); /* of a size that compilers know */
+    else
+        memcpy(to, codes, (size_t)n);
+}
+
+/* Square roots: code times scale / 255. Fills the whole block. */
 INLINE void get_roots(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict roots) {
-    uint8_t codes[BLOCK] = {0};
-    const uint8_t *from = (const uint8_t *)job->state[array] + i;
-    ask_for(from + AHEAD, (size_t)n);
-    memcpy(codes, from, (size_t)n);
-    for (int64_t first = 0; first < n; first += RPO_GROUP) {
-        const float unit = unit_root(widen_bfloat16(job->scales[array][(i + first) / RPO_GROUP]));
-        for (int j = 0; j < RPO_GROUP; j++) roots[first + j] = (float)(int32_t)codes[first + j] * unit;
+    uint8_t room[BLOCK];
+    float scales[GROUPS];
+    const uint8_t *codes = (const uint8_t *)job->state[array] + i;
+    ask_for(codes + AHEAD, (size_t)n);
+    fetch_scales(job, array, i, n, scales);
+    if (n < BLOCK) codes = filled_up(room, codes, n);
+    for (int j = 0; j < BLOCK; j++) roots[j] = (float)(int32_t)codes[j];
+    for (int group = 0; group < GROUPS; group++) {
+        const float unit = unit_root(scales[group]);
+        for (int j = 0; j < RPO_GROUP; j++) roots[group * RPO_GROUP + j] *= unit;
     }
 }
 
-/* Keeps the square roots of `squares`, so that the kept squares are unbiased; only 0 becomes 0. `roots`: those kept. */
-INLINE void put_roots(const rpo_job *job, const int array, int64_t i, int64_t n, const float *restrict squares,
-                      float *restrict roots) {
-    uint8_t codes[BLOCK];
-    const uint32_t start = noise_start(job, i), key = job->key[1];
-    for (int64_t j = 0; j < n; j++) roots[j] = sqrtf(squares[j]);
-    const int64_t whole = whole_groups(roots, n);
-    for (int64_t first = 0; first < whole; first += RPO_GROUP) {
-        const uint16_t scale = scale_for(largest_of(roots + first));
-        const float wide = widen_bfloat16(scale), unit = unit_root(wide), steps = scale == 0 ? 0 : 255.0f / wide;
-        job->scales[array][(i + first) / RPO_GROUP] = scale;
-        for (int j = 0; j < RPO_GROUP; j++) {
-            float x = roots[first + j];
+/* Keeps square roots, so that the kept squares are unbiased; only 0 becomes 0. Puts those kept in their place. */
+INLINE void put_roots(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict roots,
+                      const uint32_t *restrict noise) {
+    int32_t codes[BLOCK];
+    uint8_t bytes[BLOCK];
+    float scales[GROUPS];
+    put_scales(job, array, i, n, roots, scales);
+    for (int group = 0; group < GROUPS; group++) {
+        const float unit = unit_root(scales[group]), steps = scales[group] == 0 ? 0 : 255.0f / scales[group];
+        for (int j = group * RPO_GROUP; j < (group + 1) * RPO_GROUP; j++) {
+            float x = roots[j];
             int32_t size = (int32_t)(bits_of(x * steps) & 0x7fffffffu);
             float at = float_of((uint32_t)(size < 0x437f0000 ? size : 0x437f0000)); /* at most 255, also for a NaN */
             float below = (float)(int32_t)at;
-            float draw = (float)(int32_t)noise_for(noise_of(start, first + j, key), array) * 0x1p-16f;
-            int goes_up = (at - below) * (at + below) > draw * (below + below + 1.0f);
-            float least = (float)(x != 0);
+            float draw = (float)(int32_t)noise_for(noise[j], array);
+            /* 2^-16 (2 below + 1) is exact. */
+            int goes_up = (at - below) * (at + below) > draw * (below * 0x1p-15f + 0x1p-16f);
             float code = below + (float)goes_up;
-            code = code > least ? code : least;
-            codes[first + j] = (uint8_t)(int32_t)code;
-            roots[first + j] = code * unit;
+            code = code > 1.0f ? code : 1.0f;
+            code = x != 0 ? code : 0;
+            codes[j] = (int32_t)code;
+            roots[j] = code * unit;
         }
     }
-    memcpy((uint8_t *)job->state[array] + i, codes, (size_t)n);
+    for (int j = 0; j < BLOCK; j++) bytes[j] = (uint8_t)codes[j];
+    put_codes((char *)job->state[array] + i, bytes, n);
 }
 
-/* Numbers with a sign, companded: z = code / 127 stands for z / (2 - |z|) of the scale. */
+/* Numbers with a sign, companded: z = code / 127 stands for z / (2 - |z|) of the scale. Fills the whole block. */
 INLINE void get_signed(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict values) {
-    int8_t codes[BLOCK] = {0};
-    const int8_t *from = (const int8_t *)job->state[array] + i;
-    ask_for(from + AHEAD, (size_t)n);
-    memcpy(codes, from, (size_t)n);
-    for (int64_t first = 0; first < n; first += RPO_GROUP) {
-        const float scale = widen_bfloat16(job->scales[array][(i + first) / RPO_GROUP]);
-        for (int j = 0; j < RPO_GROUP; j++) {
-            float code = (float)(int32_t)codes[first + j];
-            values[first + j] = code / (254.0f - fabsf(code)) * scale;
-        }
+    int8_t room[BLOCK];
+    float scales[GROUPS];
+    const int8_t *codes = (const int8_t *)job->state[array] + i;
+    ask_for(codes + AHEAD, (size_t)n);
+    fetch_scales(job, array, i, n, scales);
+    if (n < BLOCK) codes = filled_up(room, codes, n);
+    for (int j = 0; j < BLOCK; j++) values[j] = (float)(int32_t)codes[j];
+    for (int group = 0; group < GROUPS; group++) {
+        for (int j = group * RPO_GROUP; j < (group + 1) * RPO_GROUP; j++)
+            values[j] = values[j] / (254.0f - fabsf(values[j])) * scales[group];
     }
 }
 
-INLINE void put_signed(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict values) {
-    int8_t codes[BLOCK];
-    const uint32_t start = noise_start(job, i), key = job->key[1];
-    const int64_t whole = whole_groups(values, n);
-    for (int64_t first = 0; first < whole; first += RPO_GROUP) {
-        const uint16_t scale = scale_for(largest_of(values + first));
-        const float per_scale = scale == 0 ? 0 : 1.0f / widen_bfloat16(scale);
-        job->scales[array][(i + first) / RPO_GROUP] = scale;
-        for (int j = 0; j < RPO_GROUP; j++) {
-            float part = values[first + j] * per_scale;
+INLINE void put_signed(const rpo_job *job, const int array, int64_t i, int64_t n, float *restrict values,
+                       const uint32_t *restrict noise) {
+    int32_t codes[BLOCK];
+    int8_t bytes[BLOCK];
+    float scales[GROUPS];
+    put_scales(job, array, i, n, values, scales);
+    for (int group = 0; group < GROUPS; group++) {
+        const float per_scale = scales[group] == 0 ? 0 : 1.0f / scales[group];
+        for (int j = group * RPO_GROUP; j < (group + 1) * RPO_GROUP; j++) {
+            float part = values[j] * per_scale;
             float at = 254.0f * part / (1.0f + fabsf(part));
-            float draw = (float)(int32_t)noise_for(noise_of(start, first + j, key), array) * 0x1p-16f;
-            at = at >= -127.0f ? at : -127.0f; /* also a NaN */
+            float draw = (float)(int32_t)noise_for(noise[j], array) * 0x1p-16f;
+            at = at > -127.0f ? at : -127.0f; /* also a NaN */
             /* From 1 to 256, so that truncating rounds down. */
             float code = (at + 128.0f) + draw;
             code = code < 255.0f ? code : 255.0f;
-            codes[first + j] = (int8_t)((int32_t)code - 128);
+            codes[j] = (int32_t)code - 128;
         }
     }
-    memcpy((int8_t *)job->state[array] + i, codes, (size_t)n);
+    for (int j = 0; j < BLOCK; j++) bytes[j] = (int8_t)codes[j];
+    put_codes((char *)job->state[array] + i, bytes, n);
 }
 
 /* State of one array, with a sign, in any packing. */
@@ -370,9 +407,11 @@ INLINE float *fetch_state(const rpo_job *job, const int array, int64_t i, int64_
 }
 
 INLINE void put_state(const rpo_job *job, const int array, int64_t i, int64_t n, float *values) {
-    if (job->packing == RPO_8BIT_STATE)
-        put_signed(job, array, i, n, values);
-    else if (job->packing == RPO_BF16_STATE)
+    if (job->packing == RPO_8BIT_STATE) {
+        uint32_t noise[BLOCK];
+        fill_noise(job, i, noise);
+        put_signed(job, array, i, n, values, noise);
+    } else if (job->packing == RPO_BF16_STATE)
         put_bfloat16(job, array, i, n, values);
     else
         put_back(job->state[array], state_type(job), i, n, values);
@@ -385,20 +424,28 @@ INLINE void get_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad
     float roots[BLOCK];
     get_roots(job, 1, i, n, roots);
     get_signed(job, 0, i, n, m);
-    for (int64_t j = 0; j < n; j++) m[j] = m[j] * roots[j];
-    for (int64_t j = 0; j < n; j++) v[j] = roots[j] * roots[j];
+    for (int j = 0; j < BLOCK; j++) {
+        m[j] = m[j] * roots[j];
+        v[j] = roots[j] * roots[j];
+    }
     if (!amsgrad) return;
     get_roots(job, 2, i, n, roots);
-    for (int64_t j = 0; j < n; j++) most[j] = roots[j] * roots[j];
+    for (int j = 0; j < BLOCK; j++) most[j] = roots[j] * roots[j];
 }
 
+/* `roots`: those of `v`, with amsgrad those of the largest `v` so far, as a step takes them anyway. */
 INLINE void put_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad, float *restrict m,
-                     const float *restrict v, const float *restrict most) {
-    float roots[BLOCK];
-    put_roots(job, 1, i, n, v, roots);
-    for (int64_t j = 0; j < n; j++) m[j] = roots[j] > 0 ? m[j] / roots[j] : 0;
-    put_signed(job, 0, i, n, m);
-    if (amsgrad) put_roots(job, 2, i, n, most, roots);
+                     float *restrict v, float *restrict roots) {
+    uint32_t noise[BLOCK];
+    fill_noise(job, i, noise);
+    if (amsgrad) {
+        put_roots(job, 2, i, n, roots, noise);
+        for (int j = 0; j < BLOCK; j++) v[j] = sqrtf(v[j]);
+    }
+    float *restrict kept = amsgrad ? v : roots;
+    put_roots(job, 1, i, n, kept, noise);
+    for (int j = 0; j < BLOCK; j++) m[j] = kept[j] > 0 ? m[j] / kept[j] : 0;
+    put_signed(job, 0, i, n, m, noise);
 }
 
 /* Adam (Kingma and Ba, 2015; amsgrad: Reddi et al., 2018), in the order of operations of torch.optim.Adam */
@@ -406,8 +453,8 @@ INLINE void put_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad
 typedef enum { NO_DECAY = 0, COUPLED = 1, DECOUPLED = 2 } decay_kind;
 
 INLINE void adam_block(const rpo_job *job, int64_t n, float *restrict p, const float *restrict g,
-                       float *restrict m, float *restrict v, float *restrict most, const decay_kind decay,
-                       const int near, const int amsgrad) {
+                       float *restrict m, float *restrict v, float *restrict most, float *restrict roots,
+                       const decay_kind decay, const int near, const int amsgrad) {
     const float factor = (float)job->factor, l2 = (float)job->l2, shrink = (float)job->shrink;
     const float rate = (float)job->rate, gain1 = (float)job->gain1, beta1 = (float)job->beta1;
     const float beta2 = (float)job->beta2, gain2 = (float)job->gain2;
@@ -426,12 +473,33 @@ INLINE void adam_block(const rpo_job *job, int64_t n, float *restrict p, const f
             largest = (old > square) | (old != old) ? old : square;
             most[i] = largest;
         }
-        p[i] = x - (rate * mean) / (sqrtf(largest) * root + eps);
+        float size = sqrtf(largest);
+        if (roots != NULL) roots[i] = size;
+        p[i] = x - (rate * mean) / (size * root + eps);
+    }
+}
+
+/* `options`: 4 times the decay_kind, 2 if it is near, 1 for amsgrad. */
+INLINE void adam_with(const rpo_job *job, int64_t n, float *restrict p, const float *restrict g, float *restrict m,
+                      float *restrict v, float *restrict most, float *restrict roots, const int options) {
+    switch (options) {
+    case 0: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 0, 0); break;
+    case 1: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 0, 1); break;
+    case 2: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 1, 0); break;
+    case 3: adam_block(job, n, p, g, m, v, most, roots, NO_DECAY, 1, 1); break;
+    case 4: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 0, 0); break;
+    case 5: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 0, 1); break;
+    case 6: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 1, 0); break;
+    case 7: adam_block(job, n, p, g, m, v, most, roots, COUPLED, 1, 1); break;
+    case 8: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 0, 0); break;
+    case 9: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 0, 1); break;
+    case 10: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 1, 0); break;
+    case 11: adam_block(job, n, p, g, m, v, most, roots, DECOUPLED, 1, 1); break;
     }
 }
 
 static void adam(const rpo_job *job, int64_t begin, int64_t end) {
-    float rooms[5][BLOCK];
+    float rooms[6][BLOCK];
     const decay_kind decay = job->l2 != 0 ? COUPLED : (job->shrink != 1 ? DECOUPLED : NO_DECAY);
     const int amsgrad = (job->flags & RPO_AMSGRAD) != 0;
     const int near = job->gain1 < 0.5; /* torch's lerp starts from the nearer end */
@@ -441,6 +509,7 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
         float *g = fetch_gradient(job, i, n, rooms[0]);
         float *p = fetch_param(job, i, n, rooms[1]);
         float *m = rooms[2], *v = rooms[3], *most = rooms[4];
+        float *roots = rooms[5]; /* of the largest second moments, for 8 bits alone */
         if (is_8bit) {
             get_adam(job, i, n, amsgrad, m, v, most);
         } else {
@@ -448,23 +517,14 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
             v = fetch_state(job, 1, i, n, v);
             if (amsgrad) most = fetch_state(job, 2, i, n, most);
         }
-        switch (decay * 4 + near * 2 + amsgrad) {
-        case 0: adam_block(job, n, p, g, m, v, most, NO_DECAY, 0, 0); break;
-        case 1: adam_block(job, n, p, g, m, v, most, NO_DECAY, 0, 1); break;
-        case 2: adam_block(job, n, p, g, m, v, most, NO_DECAY, 1, 0); break;
-        case 3: adam_block(job, n, p, g, m, v, most, NO_DECAY, 1, 1); break;
-        case 4: adam_block(job, n, p, g, m, v, most, COUPLED, 0, 0); break;
-        case 5: adam_block(job, n, p, g, m, v, most, COUPLED, 0, 1); break;
-        case 6: adam_block(job, n, p, g, m, v, most, COUPLED, 1, 0); break;
-        case 7: adam_block(job, n, p, g, m, v, most, COUPLED, 1, 1); break;
-        case 8: adam_block(job, n, p, g, m, v, most, DECOUPLED, 0, 0); break;
-        case 9: adam_block(job, n, p, g, m, v, most, DECOUPLED, 0, 1); break;
-        case 10: adam_block(job, n, p, g, m, v, most, DECOUPLED, 1, 0); break;
-        case 11: adam_block(job, n, p, g, m, v, most, DECOUPLED, 1, 1); break;
-        }
+        const int options = decay * 4 + near * 2 + amsgrad;
+        if (is_8bit)
+            adam_with(job, n, p, g, m, v, most, roots, options);
+        else
+            adam_with(job, n, p, g, m, v, most, NULL, options);
         put_param(job, i, n, p);
         if (is_8bit) {
-            put_adam(job, i, n, amsgrad, m, v, most);
+            put_adam(job, i, n, amsgrad, m, v, roots);
         } else {
             put_state(job, 0, i, n, m);
             put_state(job, 1, i, n, v);
@@ -686,6 +746,8 @@ static void vector_apply(const rpo_job *job, int64_t begin, int64_t end) {
     }
 }
 
+#include "muon.h"
+
 /* Writing parameters, rounded, into weights */
 
 static void to_weight(const rpo_job *job, int64_t begin, int64_t end) {
@@ -770,6 +832,8 @@ const rpo_variant JOIN(rpo_, RPO_VARIANT) = {
     .adam = adam,
     .sgd = sgd,
     .lion = lion,
+    .momentum = momentum,
+    .move = move,
     .vector_apply = vector_apply,
     .to_weight = to_weight,
     .add_to_pair = add_to_pair,

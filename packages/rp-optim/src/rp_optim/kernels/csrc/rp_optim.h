@@ -48,7 +48,7 @@ enum {
     RPO_AMSGRAD = 1,  /* Adam: state[2] is the largest second moment so far */
     RPO_MOMENTUM = 2, /* SGD: state[0] is the momentum buffer */
     RPO_FIRST = 4,    /* SGD: the buffer starts as this gradient */
-    RPO_NESTEROV = 8,
+    RPO_NESTEROV = 8,  /* SGD and Muon */
     RPO_STREAM = 16, /* write weights around the cache: they are too many to stay in it */
 };
 
@@ -71,7 +71,7 @@ typedef void rpo_rows_cols(const rpo_job *job, int64_t matrix, int64_t begin, in
 
 typedef struct {
     const char *name;
-    rpo_range *adam, *sgd, *lion, *vector_apply, *to_weight, *add_to_pair, *rewrite, *traffic;
+    rpo_range *adam, *sgd, *lion, *momentum, *move, *vector_apply, *to_weight, *add_to_pair, *rewrite, *traffic;
     rpo_sum *squares, *vector_variance;
     rpo_rows_cols *matrix_squares;
     rpo_rows_sum *matrix_norm;

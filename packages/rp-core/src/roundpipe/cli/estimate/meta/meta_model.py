@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rp_presets import lists_of_layers
+from rp_presets import lists_of_layers, packed_kind
 from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe.cli.errors import Refused
+from roundpipe.loading import STORED
+from roundpipe.packing.frozen import pack_frozen
 
 # A config has some kilobytes: what is larger is none, and is not read.
 _MOST_BYTES = 16 * 2**20
 # The scheduler's own limit.
 _MOST_LAYERS = 4000
+# The dimensions of stacked experts.
+_STACK = 3
 
 
 def model_of(
@@ -26,13 +31,15 @@ def model_of(
     *,
     targets: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
+    pack: str | None = None,
 ) -> nn.Module:
     """The model of a config file, with adapters of rank `lora` and all else frozen if that is given.
 
     `targets`: the ends of the names of layers that get adapters; None: of all linear layers. `dtype`: of its
-    weights; None: the config's, bfloat16 if it has none. Raises `Refused` for a config of another kind.
+    weights; None: the config's, bfloat16 if it has none. `pack`: see `packing_of`; the model itself is not packed
+    yet. Raises `Refused` for a config of another kind.
     """
-    model = _made(path, _config(path), dtype)
+    model = _made(path, _config(path, is_stored=pack == STORED), dtype)
     if not lists_of_layers(model):
         raise Refused(
             f"--model {path}: a {type(model).__name__} has no list of layers, so there is nothing to plan"
@@ -41,6 +48,45 @@ def model_of(
         which = "linear layers to adapt" if targets is None else f"layers named {', '.join(targets)}"
         raise Refused(f"--lora: the layers of a {type(model).__name__} have no {which}")
     return model.train()
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a model's frozen weights are packed. `is_of_experts`: only those of stacked experts."""
+
+    format: str
+    is_of_experts: bool = False
+
+    def pack(self, model: nn.Module) -> None:
+        """Pack a model on the meta device. Raises `Refused` for weights that do not fit the format."""
+        try:
+            pack_frozen(model, self.format, select=_is_stack if self.is_of_experts else None)
+        except ValueError as error:
+            raise Refused(f"--pack {self.format}: {error}") from error
+
+
+def _is_stack(name: str, parameter: nn.Parameter) -> bool:
+    del name
+    return parameter.ndim == _STACK and not parameter.requires_grad
+
+
+def packing_of(path: Path, pack: str | None) -> Packing | None:
+    """How ``--pack`` packs the model of a config file; None: not at all.
+
+    Raises `Refused` if its weights are to stay as they are stored, but are not stored packed.
+    """
+    if pack is None:
+        return None
+    if pack != STORED:
+        return Packing(pack)
+    try:
+        kind = packed_kind(path.parent)
+    except ValueError as error:
+        raise Refused(f"--model {error}") from error
+    if kind is None:
+        raise Refused(f"--pack {STORED}: {path} is of weights that are not packed; give a format, such as nf4")
+    # As they are published: GPT-OSS has all but its experts in bf16.
+    return Packing(kind, is_of_experts=kind == "mxfp4")
 
 
 def adapt(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> int:
@@ -91,7 +137,7 @@ def _features(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _config(path: Path) -> Any:  # Any: each model has a class of its own
+def _config(path: Path, *, is_stored: bool) -> Any:  # Any: each model has a class of its own
     from transformers import AutoConfig  # importing transformers takes seconds
 
     loader: Any = AutoConfig
@@ -107,11 +153,18 @@ def _config(path: Path) -> Any:  # Any: each model has a class of its own
     if not isinstance(content, dict) or "model_type" not in content:
         raise Refused(f"--model {path} must be a config.json of transformers, but has no model_type")
     fields = cast(dict[str, object], content)
-    if fields.get("quantization_config"):
-        raise Refused(f"--model {path} is of quantized weights, which are not trained; take the model before that")
+    if fields.get("quantization_config") and not is_stored:
+        raise Refused(
+            f"--model {path} is of quantized weights, which are not trained; take the model before that, or train "
+            f"adapters on them with --lora and --pack {STORED}"
+        )
     _check_layers(path, fields)
     try:
-        return loader.from_pretrained(str(path), local_files_only=True)
+        found = loader.from_pretrained(str(path), local_files_only=True)
+        if is_stored and hasattr(found, "quantization_config"):
+            # Otherwise transformers would make modules of its own for packed weights.
+            del found.quantization_config
+        return found
     except Exception as error:  # transformers checks configs in many ways
         raise Refused(f"--model {path} cannot be used: {error}") from error
 

@@ -13,7 +13,7 @@ import torch
 from rp_presets import lists_of_layers
 from torch import Tensor, nn
 
-from roundpipe.cli.estimate.meter import FusedAttention, Meter, kept_tensors, storage_bytes, tensors_in
+from roundpipe.cli.estimate.meta.meter import FusedAttention, Meter, kept_tensors, storage_bytes, tensors_in
 
 _BACKWARD_PER_FORWARD = 2
 

@@ -1,0 +1,1 @@
+"""A language model on the meta device: made, run and metered without memory."""

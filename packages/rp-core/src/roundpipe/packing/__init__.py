@@ -1,0 +1,1 @@
+"""Frozen weights in few bits: formats, the parameter that holds one, and packing a model's."""

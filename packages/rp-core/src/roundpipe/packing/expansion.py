@@ -1,0 +1,119 @@
+"""Packed weights on a device: expanded for one layer at a time, in forward and again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from roundpipe.packing.weight import PackedWeight, expand
+
+
+class PackedTwin:
+    """A packed weight of the host, and its copy on a device.
+
+    `parameter`: an ordinary frozen one, which the layer reads; it is empty while no forward runs. `codes` and
+    `scales` are bound to the task's blocks.
+    """
+
+    def __init__(
+        self, weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor, device: torch.device
+    ) -> None:
+        # The host's weight stays here: ids of others must not become its own.
+        self._weight = weight
+        self._codes = codes
+        self._scales = scales
+        self._nothing = torch.empty(0, dtype=weight.dtype, device=device)
+        self.parameter = torch.nn.Parameter(self._nothing, requires_grad=False)
+
+    def expand(self) -> torch.Tensor:
+        """The weight in new memory on the device."""
+        return expand(self._weight, self._codes, self._scales)
+
+    def fill(self, expanded: torch.Tensor) -> None:
+        """Let the layer read it."""
+        self.parameter.data = expanded
+
+    def empty(self) -> None:
+        """Let the layer keep none of it."""
+        self.parameter.data = self._nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What autograd keeps in the place of an expanded weight, or of a view of one."""
+
+    layer: int
+    weight: PackedTwin
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Expansions:
+    """The expanded weights of one layer, the one that ran last on the device; used by the device's thread only.
+
+    Autograd keeps views of weights for backward. Here it keeps a note, and the weights are expanded again when
+    backward reaches the layer.
+    """
+
+    def __init__(self) -> None:
+        self._layer = -1
+        self._expanded: dict[PackedTwin, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return sum(tensor.nbytes for tensor in self._expanded.values())
+
+    def forget(self) -> None:
+        """Free them."""
+        self._expanded = {}
+
+    @contextmanager
+    def of(self, layer: int, weights: Sequence[PackedTwin]) -> Generator[None]:
+        """Expand a layer's weights for a forward. They stay until another layer's are expanded, or `forget`."""
+        if not weights:
+            yield
+            return
+        try:
+            for weight in weights:
+                weight.fill(self._get(layer, weight))
+            with torch.autograd.graph.saved_tensors_hooks(self._noting(layer, weights), self._again):
+                yield
+        finally:
+            for weight in weights:
+                weight.empty()
+
+    def _get(self, layer: int, weight: PackedTwin) -> torch.Tensor:
+        if layer != self._layer:
+            self.forget()
+            self._layer = layer
+        if weight not in self._expanded:
+            self._expanded[weight] = weight.expand()
+        return self._expanded[weight]
+
+    def _noting(
+        self, layer: int, weights: Sequence[PackedTwin]
+    ) -> Callable[[torch.Tensor], torch.Tensor | _Saved]:
+        places = {_place(self._expanded[weight]): weight for weight in weights}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+            weight = None if tensor.layout != torch.strided else places.get(_place(tensor))
+            if weight is None or tensor.dtype != weight.parameter.dtype:
+                return tensor
+            return _Saved(layer, weight, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+        return note
+
+    def _again(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        expanded = self._get(saved.layer, saved.weight)
+        return expanded.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

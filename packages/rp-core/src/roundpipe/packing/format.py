@@ -1,0 +1,81 @@
+"""What a format of packed weights is, and what formats have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+
+# So many elements are packed or expanded at a time: steps in between are in fp32, of several times their bytes.
+WINDOW = 1 << 24
+
+
+class Format(Protocol):
+    """How the elements of a weight become codes, in bytes, and scales, one for each block of elements."""
+
+    @property
+    def name(self) -> str:
+        """What users write, such as ``nf4``."""
+        ...
+
+    def specs(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """The shape of the codes, and shape and dtype of the scales.
+
+        Raises `ValueError` if weights of this shape cannot be packed.
+        """
+        ...
+
+    def pack(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write a weight's codes and scales."""
+        ...
+
+    def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the weight, rounded once, from fp32. `out`: contiguous, where the codes are."""
+        ...
+
+
+def windows(shape: Sequence[int], multiple: int) -> Iterator[tuple[slice, slice]]:
+    """Cut matrices (number, rows, columns) into parts of about `WINDOW` elements: slices of numbers and of rows.
+
+    `multiple`: parts begin at rows that are multiples of this.
+
+    >>> list(windows((3, 4, 5), 2))
+    [(slice(0, 3, None), slice(0, 4, None))]
+    """
+    number, rows, columns = shape
+    whole = max(WINDOW // max(rows * columns, 1), 1)
+    some = max(WINDOW // max(columns * multiple, 1), 1) * multiple
+    for first in range(0, number, whole):
+        for row in range(0, rows, some):
+            yield slice(first, min(first + whole, number)), slice(row, min(row + some, rows))
+
+
+def matrices(tensor: torch.Tensor) -> torch.Tensor:
+    """View a weight of at least two dimensions as (number, rows, columns)."""
+    return tensor.view(-1, *tensor.shape[-2:])
+
+
+def rows_and_columns(shape: Sequence[int], name: str) -> tuple[int, int]:
+    """The last two dimensions of a shape. Raises `ValueError` if it has fewer."""
+    if len(shape) < 2:
+        raise ValueError(f"{name} packs matrices, but a weight has the shape {tuple(shape)}")
+    return shape[-2], shape[-1]
+
+
+def table(values: tuple[float, ...], columns: int, device: torch.device) -> torch.Tensor:
+    """These numbers as fp32 on a device, (rows, columns); made once."""
+    return _table(values, columns, device)
+
+
+@cache
+def _table(values: tuple[float, ...], columns: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device).view(-1, columns)
+
+
+def blocks(length: int, block: int) -> int:
+    """How many blocks hold so many elements."""
+    return math.ceil(length / block)

@@ -1,0 +1,34 @@
+"""The formats by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roundpipe.packing.format import Format
+from roundpipe.packing.fp8 import Fp8
+from roundpipe.packing.int8 import Int8
+from roundpipe.packing.mxfp4 import Mxfp4
+from roundpipe.packing.nf4 import Nf4
+
+FORMATS = ("fp8", "int8", "nf4", "mxfp4")
+
+
+def format_of(name: Any, *, transposed: bool = False) -> Format:
+    """The format of this name. `transposed`: of a weight whose last dimension is that of its outputs.
+
+    >>> format_of("nf4")
+    Nf4(name='nf4')
+
+    Raises `ValueError` if there is none.
+    """
+    match name:
+        case "fp8":
+            return Fp8()
+        case "int8":
+            return Int8()
+        case "nf4":
+            return Nf4()
+        case "mxfp4":
+            return Mxfp4(transposed=transposed)
+        case _:
+            raise ValueError(f"the format must be one of {', '.join(FORMATS)}, but is {name!r}")

@@ -1,0 +1,149 @@
+"""`pack_frozen` and `unpack_frozen`: replace a model's frozen matrices by packed ones, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from roundpipe.packing.formats import format_of
+from roundpipe.packing.weight import PackedWeight, as_parameter
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PackedBytes(NamedTuple):
+    """Bytes of the weights that were packed, before and after. `weights`: their number."""
+
+    weights: int
+    before: int
+    after: int
+
+
+def pack_frozen(
+    model: nn.Module, format: str, *, select: Callable[[str, nn.Parameter], bool] | None = None
+) -> PackedBytes:
+    """Pack the frozen matrices of a model, in place, before it is wrapped.
+
+    Args:
+        model: on the host. Names, shapes and dtypes of its parameters stay.
+        format: ``"fp8"``, ``"int8"``, ``"nf4"`` or ``"mxfp4"``.
+        select: called with name and parameter, of two dimensions or more; whether to pack it. Default: weights of
+            linear layers and stacked experts (of three dimensions), without the output head.
+
+    Only frozen parameters are packed: freeze a model or a tower first, or add adapters, which freezes the rest.
+    Packing rounds. On devices the weights arrive packed and are expanded for the layer that runs.
+
+    >>> import torch
+    >>> tower = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()).requires_grad_(False)
+    >>> pack_frozen(tower, "nf4")
+    PackedBytes(weights=1, before=16384, after=2304)
+    >>> tower[0].weight
+    PackedWeight(nf4, shape=(64, 64), dtype=torch.float32)
+
+    Raises `ValueError` for an unknown format, a model without frozen matrices, and a weight that does not fit the
+    format, and for a parameter that `select` chooses though it is trained, or of another dtype than float32,
+    bfloat16 and float16. Nothing is packed then.
+    """
+    format_of(format)
+    heads = _heads(model)
+    chosen = [place for place in _places(model) if _is_chosen(place, select, heads)]
+    if not chosen:
+        raise ValueError(
+            "there is no frozen matrix to pack; freeze what is not trained first, as in "
+            "model.requires_grad_(False), or add adapters"
+        )
+    forms = [format_of(format, transposed=bool(getattr(place.module, "is_transposed", False))) for place in chosen]
+    for place, form in zip(chosen, forms, strict=True):
+        _check(place)
+        try:
+            form.specs(place.parameter.shape)
+        except ValueError as error:
+            raise ValueError(f"{place.name}: {error}") from None
+    packed: dict[int, nn.Parameter] = {}
+    before = 0
+    for place, form in zip(chosen, forms, strict=True):
+        if id(place.parameter) not in packed:
+            before += place.parameter.nbytes
+            packed[id(place.parameter)] = as_parameter(PackedWeight.of(form, place.parameter))
+        place.put(packed[id(place.parameter)])
+    after = sum(cast(PackedWeight, one).packed_nbytes for one in packed.values())
+    return PackedBytes(len(packed), before, after)
+
+
+def unpack_frozen(model: nn.Module) -> int:
+    """Expand all packed weights of a model, in place, and return their number; they stay frozen.
+
+    >>> tower = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+    >>> _ = pack_frozen(tower, "int8")
+    >>> unpack_frozen(tower), type(tower[0].weight).__name__
+    (1, 'Parameter')
+    """
+    expanded: dict[int, nn.Parameter] = {}
+    for place in _places(model):
+        if isinstance(place.parameter, PackedWeight):
+            if id(place.parameter) not in expanded:
+                weight: PackedWeight = place.parameter
+                expanded[id(weight)] = nn.Parameter(weight.expanded(), requires_grad=False)
+            place.put(expanded[id(place.parameter)])
+    return len(expanded)
+
+
+class _Place(NamedTuple):
+    """Where a parameter is."""
+
+    module: nn.Module
+    own: str
+    name: str
+    parameter: nn.Parameter
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Put another parameter there."""
+        self.module.register_parameter(self.own, parameter)
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    modules: Any = model
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", modules.named_modules()):
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield _Place(module, own, f"{name}.{own}" if name else own, parameter)
+
+
+def _is_chosen(place: _Place, select: Callable[[str, nn.Parameter], bool] | None, heads: set[int]) -> bool:
+    if isinstance(place.parameter, PackedWeight) or place.parameter.ndim < 2:
+        return False
+    if select is not None:
+        return select(place.name, place.parameter)
+    return _is_matrix(place) and not place.parameter.requires_grad and id(place.parameter) not in heads
+
+
+def _is_matrix(place: _Place) -> bool:
+    """Whether it is a linear layer's weight, or stacked experts."""
+    if place.parameter.dtype not in _FLOATS:
+        return False
+    if isinstance(place.module, nn.Linear) or type(place.module).__name__ == "Conv1D":
+        return place.own == "weight"
+    is_convolution = isinstance(place.module, nn.modules.conv._ConvNd)  # pyright: ignore[reportPrivateUsage] - the class of all
+    return place.parameter.ndim == 3 and not is_convolution and min(place.parameter.shape[1:]) > 1
+
+
+def _heads(model: nn.Module) -> set[int]:
+    """The output head's weight, and those of embeddings, which it may be tied to."""
+    found = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    for module in model.modules():
+        get: Any = getattr(module, "get_output_embeddings", None)
+        head = get() if callable(get) else None
+        if isinstance(head, nn.Module):
+            found |= {id(parameter) for parameter in head.parameters()}
+    return found
+
+
+def _check(place: _Place) -> None:
+    if place.parameter.requires_grad:
+        raise ValueError(
+            f"{place.name} is trained, and packed weights are frozen: freeze it first, or leave it out"
+        )
+    if place.parameter.dtype not in _FLOATS:
+        raise ValueError(f"{place.name} is {place.parameter.dtype}, but weights to pack must be one of {_FLOATS}")

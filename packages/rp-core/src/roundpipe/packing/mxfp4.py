@@ -1,0 +1,88 @@
+"""MXFP4: E2M1 numbers in 4 bits, and a power of two for each 32 elements of a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roundpipe.packing.format import matrices, rows_and_columns, table, windows
+
+BLOCK = 32
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SIGNED = (*_VALUES, *(-value for value in _VALUES))
+_PAIRS = tuple(_SIGNED[nibble] for byte in range(256) for nibble in (byte & 15, byte >> 4))
+_POWERS = (*(2.0 ** (byte - 127) for byte in range(255)), math.nan)
+_BIAS = 127
+# The exponent of 4.0, that of the largest values.
+_MOST_EXPONENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """The OCP's microscaling format (MX v1.0, 2023), as GPT-OSS is published: 0.53125 bytes an element.
+
+    `transposed`: blocks go along the last dimension but one, as in weights of GPT-OSS that are (experts, in, out);
+    its files have them as (experts, out, in / 32, 16). A byte holds two codes, the first in its low half.
+
+    >>> Mxfp4().specs((3, 50, 64)), Mxfp4(transposed=True).specs((3, 64, 50))[0]
+    (((3, 50, 2, 16), (3, 50, 2), torch.uint8), (3, 50, 2, 16))
+    """
+
+    name: str = "mxfp4"
+    transposed: bool = False
+
+    def specs(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """See `Format`."""
+        rows, columns = rows_and_columns(shape, self.name)
+        if self.transposed:
+            rows, columns = columns, rows
+        if columns % BLOCK:
+            raise ValueError(
+                f"mxfp4 packs {BLOCK} elements of a row but a weight of shape {tuple(shape)} has rows of "
+                f"{columns}; take another format for it"
+            )
+        scales = (*shape[:-2], rows, columns // BLOCK)
+        return (*scales, BLOCK // 2), scales, torch.uint8
+
+    def pack(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """See `Format`. Rounds to nearest, ties to even, and to 6 times the scale at most."""
+        source = self._rows(matrices(weight))
+        bytes_, powers = codes.view(*source.shape[:2], -1), matrices(scales)
+        for where in windows(source.shape, 1):
+            part: torch.Tensor = source[where].float().view(*powers[where].shape, BLOCK)
+            exponent = torch.frexp(part.abs().amax(-1)).exponent - 1 - _MOST_EXPONENT
+            powers[where] = (exponent + _BIAS).clamp(0, 254).to(torch.uint8)
+            found = _codes(part / _power(powers[where]).unsqueeze(-1)).flatten(-2)
+            bytes_[where] = found[..., 1::2] << 4 | found[..., ::2]
+
+    def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Format`."""
+        target = self._rows(matrices(out))
+        bytes_, powers = codes.view(*target.shape[:2], -1), matrices(scales)
+        pairs = table(_PAIRS, 2, codes.device)
+        for where in windows(target.shape, 1):
+            part = bytes_[where]
+            values = pairs.index_select(0, part.reshape(-1).int()).view(*powers[where].shape, BLOCK)
+            target[where] = values.mul_(_power(powers[where]).unsqueeze(-1)).flatten(-2)
+
+    def _rows(self, found: torch.Tensor) -> torch.Tensor:
+        return found.transpose(-1, -2) if self.transposed else found
+
+
+def _codes(scaled: torch.Tensor) -> torch.Tensor:
+    """The nearest codes; of two that are as near the even one."""
+    size = scaled.abs()
+    # Numbers are 0.5 apart up to 2, then 1 up to 4, then 2.
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    nearest = (size / step).round() * step
+    values = table(_VALUES, 1, scaled.device).view(-1)
+    found = torch.bucketize(nearest.clamp(max=_VALUES[-1]).contiguous(), values)
+    return torch.where(scaled < 0, found | 8, found).to(torch.uint8)
+
+
+def _power(bytes_: torch.Tensor) -> torch.Tensor:
+    powers = table(_POWERS, 1, bytes_.device).view(-1)
+    return powers.index_select(0, bytes_.reshape(-1).int()).view(bytes_.shape)

@@ -1,0 +1,268 @@
+"""`PackedWeight`: a frozen parameter that holds codes and scales, and is expanded where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundpipe.packing.format import Format
+from roundpipe.packing.formats import format_of
+
+_aten: Any = torch.ops.aten
+_UNPACK = "call roundpipe.unpack_frozen(model) first, which gives it back its whole memory"
+
+
+class PackedWeight(torch.Tensor):
+    """A weight in few bits, with the shape and dtype that it has once expanded.
+
+    `codes`, `scales`: plain tensors, see `Format`. Any operation reads the expanded weight, except for copies,
+    which stay packed. Nothing may write it or train it. The engine uploads codes and scales, and expands them on
+    the device.
+
+    Deep copies, pickles and state dicts keep it packed.
+    """
+
+    format: Format
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __new__(
+        cls, form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> PackedWeight:
+        """Of codes and scales that are there already. `shape`, `dtype`: of the expanded weight.
+
+        Raises `ValueError` if codes or scales have another shape or dtype than `form` demands.
+        """
+        _check(form, codes, scales, shape)
+        made: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType] - torch documents it for this
+        self = cast("PackedWeight", made(cls, tuple(shape), dtype=dtype, device=codes.device))
+        self.format, self.codes, self.scales = form, codes, scales
+        return self
+
+    def __init__(self, *_: object) -> None:  # pyright: ignore[reportInconsistentConstructor] - torch has one of its own
+        pass
+
+    @staticmethod
+    def of(form: Format, weight: torch.Tensor) -> PackedWeight:
+        """Pack a weight; one on the meta device gets codes and scales there."""
+        codes_shape, scales_shape, scales_dtype = form.specs(weight.shape)
+        with torch.no_grad(), torch.inference_mode(False):
+            codes = torch.empty(codes_shape, dtype=torch.uint8, device=weight.device)
+            scales = torch.empty(scales_shape, dtype=scales_dtype, device=weight.device)
+            if not weight.is_meta:
+                form.pack(weight.detach().contiguous(), codes, scales)
+        return PackedWeight(form, codes, scales, weight.shape, weight.dtype)
+
+    def expanded(self) -> torch.Tensor:
+        """The weight as an ordinary tensor in new memory."""
+        return expand(self, self.codes, self.scales)
+
+    @property
+    def expanded_nbytes(self) -> int:
+        """Bytes of the expanded weight."""
+        return self.numel() * self.dtype.itemsize
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"PackedWeight({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    # What torch asks tensors that hold others
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """The names of the tensors inside, and what else it takes to make it again."""
+        return ["codes", "scales"], (self.format, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
+    ) -> PackedWeight:
+        """Make it again."""
+        del stride
+        form, dtype = context
+        return PackedWeight(form, inner["codes"], inner["scales"], size, dtype)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of torch on the expanded weight; copies stay packed."""
+        del types
+        kwargs = dict(kwargs or {})
+        packed = _KEEPS.get(func)
+        if packed is not None and isinstance(args[0], PackedWeight):
+            found = packed(*args, **kwargs)
+            if found is not None:
+                return found
+        _refuse_writes(func, args, kwargs)
+        return func(*pytree.tree_map(_plain, args), **pytree.tree_map(_plain, kwargs))
+
+    # What nothing may do
+
+    def requires_grad_(self, mode: bool = True) -> PackedWeight:
+        """Stay frozen. Raises `TypeError` for True."""
+        if mode:
+            raise TypeError(f"a weight packed as {self.format.name} cannot be trained: {_UNPACK}")
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """False. Raises `TypeError` when it is set to True."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def data(self) -> PackedWeight:
+        """The same weight. Raises `ValueError` when it is set, as adapters do that are merged."""
+        return self.detach()  # type: ignore[return-value]  # the dispatch keeps it packed
+
+    @data.setter
+    def data(self, value: object) -> None:
+        del value
+        raise ValueError(_written(self))
+
+    def data_ptr(self) -> int:
+        """Raises `TypeError`: its memory is that of codes and scales."""
+        raise TypeError(
+            f"a weight packed as {self.format.name} has no memory of its own to be read or saved: save adapters, "
+            f"use roundpipe.save_checkpoint, or {_UNPACK}"
+        )
+
+    def storage(self) -> Any:
+        """See `data_ptr`."""
+        return self.data_ptr()
+
+    # Copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        """A copy with memory of its own."""
+        if id(self) not in memo:
+            memo[id(self)] = _like(self, self.codes.clone(), self.scales.clone())
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle codes and scales."""
+        del protocol
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuilt, (self.format, self.codes, self.scales, tuple(self.shape), self.dtype, is_parameter)
+
+
+def expand(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Expand a weight's codes and scales, which may be on another device than the weight."""
+    with torch.no_grad(), torch.inference_mode(False):
+        out = torch.empty(weight.shape, dtype=weight.dtype, device=codes.device)
+        if not out.is_meta:
+            weight.format.expand(codes, scales, out)
+    return out
+
+
+def as_parameter(weight: PackedWeight) -> torch.nn.Parameter:
+    """Make it a frozen parameter, as modules hold them."""
+    return torch.nn.Parameter(weight, requires_grad=False)
+
+
+def packed_weights(module: torch.nn.Module) -> list[PackedWeight]:
+    """A module's packed parameters, each once."""
+    return [one for one in module.parameters() if isinstance(one, PackedWeight)]
+
+
+def _check(form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> None:
+    codes_shape, scales_shape, dtype = form.specs(shape)
+    found = (tuple(codes.shape), codes.dtype, tuple(scales.shape), scales.dtype)
+    if found != (codes_shape, torch.uint8, scales_shape, dtype):
+        raise ValueError(
+            f"a weight of shape {tuple(shape)} in {form.name} has codes {codes_shape} in uint8 and scales "
+            f"{scales_shape} in {dtype}, but got {found[0]} in {found[1]} and {found[2]} in {found[3]}"
+        )
+
+
+def _like(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
+    found = PackedWeight(weight.format, codes, scales, weight.shape, weight.dtype)
+    if isinstance(weight, torch.nn.Parameter):
+        return cast("PackedWeight", as_parameter(found))
+    return found
+
+
+def _rebuilt(
+    form: Format,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_parameter: bool,
+) -> torch.Tensor:
+    found = PackedWeight(form, codes, scales, shape, dtype)
+    return as_parameter(found) if is_parameter else found
+
+
+def _plain(value: Any) -> Any:
+    return value.expanded() if isinstance(value, PackedWeight) else value
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for at, argument in enumerate(func._schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        if argument.is_write and isinstance(value, PackedWeight):
+            # No TypeError: ``weight += delta`` would go on as ``weight = weight + delta``.
+            raise ValueError(_written(value))
+
+
+def _written(weight: PackedWeight) -> str:
+    return (
+        f"a weight packed as {weight.format.name} cannot be written or converted, so adapters cannot be merged "
+        f"into it either: {_UNPACK}"
+    )
+
+
+# Operations after which a weight is still packed; None: after all it is not.
+
+
+def _detach(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(weight.format, weight.codes, weight.scales, weight.shape, weight.dtype)
+
+
+def _clone(weight: PackedWeight, *, memory_format: object = None) -> PackedWeight:
+    del memory_format
+    return PackedWeight(weight.format, weight.codes.clone(), weight.scales.clone(), weight.shape, weight.dtype)
+
+
+def _to_copy(
+    weight: PackedWeight, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> PackedWeight | None:
+    if dtype not in (None, weight.dtype):
+        return None
+    codes, scales = (part.to(device or part.device, copy=True) for part in (weight.codes, weight.scales))
+    return PackedWeight(weight.format, codes, scales, weight.shape, weight.dtype)
+
+
+def _copy(target: PackedWeight, source: torch.Tensor, non_blocking: bool = False) -> PackedWeight | None:
+    del non_blocking
+    if not isinstance(source, PackedWeight) or (source.format, source.shape) != (target.format, target.shape):
+        return None
+    target.codes.copy_(source.codes)
+    target.scales.copy_(source.scales)
+    return target
+
+
+_KEEPS: dict[Any, Callable[..., PackedWeight | None]] = {
+    _aten.detach.default: _detach,
+    _aten.alias.default: _detach,
+    _aten.clone.default: _clone,
+    _aten._to_copy.default: _to_copy,
+    _aten.copy_.default: _copy,
+}
+
+torch.serialization.add_safe_globals(  # pyright: ignore[reportUnknownMemberType]
+    [PackedWeight, _rebuilt, *{type(form) for form in map(format_of, ("fp8", "int8", "nf4", "mxfp4"))}]
+)

@@ -1,0 +1,78 @@
+"""Orthogonalizing matrices by Newton-Schulz iterations, as torch.optim.Muon does."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rp_optim.kernels.kernel import kernel_for
+from rp_optim.kernels.updates import Spot
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewtonSchulz:
+    """The iteration ``X = a X + (b A + c A^2) X`` with ``A = X X^T``, from ``X = matrix / max(norm, eps)``.
+
+    Its singular values end between about 0.7 and 1.2 (Jordan, 2024, https://kellerjordan.github.io/posts/muon).
+    """
+
+    coefficients: tuple[float, float, float]
+    steps: int
+    eps: float
+
+    def orthogonalize_(self, stack: torch.Tensor) -> None:
+        """Orthogonalize each matrix in place.
+
+        stack: (batch, rows, cols), contiguous, bf16 or fp32, in which all arithmetic is. Beside it, this takes the
+        memory of one matrix and of two squares of its shorter side.
+        """
+        for matrix, norm in zip(stack, _norms(stack), strict=True):
+            # The products are as small as they can be if the rows are the shorter side.
+            is_tall = matrix.shape[0] > matrix.shape[1]
+            wide = matrix.T if is_tall else matrix
+            wide.div_(torch.tensor(norm, dtype=stack.dtype, device="cpu").clamp_(min=self.eps))
+            found = self._iterate(wide)
+            matrix.copy_(found.T if is_tall else found)
+
+    def _iterate(self, wide: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.coefficients
+        for _ in range(self.steps):
+            gram = wide @ wide.T
+            polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            wide = torch.addmm(wide, polynomial, wide, beta=a)
+        return wide
+
+    def flops(self, shape: Sequence[int]) -> int:
+        """Operations for a matrix, or a stack of them.
+
+        >>> NewtonSchulz((3.4445, -4.775, 2.0315), 5, 1e-7).flops((2, 10, 30))
+        140000
+        """
+        short, long = sorted(shape[-2:])
+        return self.steps * (4 * short * short * long + 2 * short**3) * math.prod(shape[:-2])
+
+
+def _norms(stack: torch.Tensor) -> list[float]:
+    """Frobenius norms, summed in fp64, in an order that does not depend on the number of threads."""
+    spots = [Spot(matrix, matrix, None, 1.0) for matrix in stack]
+    return [math.sqrt(squares) for squares in kernel_for(spots[0]).squares(spots)] if spots else []
+
+
+@functools.cache
+def dtype_here() -> torch.dtype:
+    """bf16, as torch.optim.Muon, where the processor has instructions for its matrices (AMX); else fp32.
+
+    Without them products in bf16 take two to nine times as long as in fp32, which is more exact
+    (docs/performance.md).
+    """
+    has_tiles = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage] - torch has no public name
+    found = torch.bfloat16 if has_tiles else torch.float32
+    _log.info("rp-optim orthogonalizes Muon's updates in %s", found)
+    return found

@@ -1,0 +1,194 @@
+"""Load a checkpoint of transformers whose weights are stored packed, and leave them packed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from rp_presets.loading import check_loading, one_by_one, read_config, weight_files
+
+_FP8_BLOCK = [128, 128]
+_SCALE = "_scale_inv"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+# How FP8 checkpoints name the weights that models have stacked.
+_EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<own>gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPacked:
+    """A weight as it is stored: its bytes, and the scales of its blocks.
+
+    `codes`: uint8; of ``fp8``, E4M3 numbers in the weight's shape, with `scales` in fp32 for blocks of 128 by 128;
+    of ``mxfp4``, (experts, out, in / 32, 16), with `scales` (experts, out, in / 32) in uint8: for a weight that is
+    (experts, in, out).
+    """
+
+    format: Literal["fp8", "mxfp4"]
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def load_packed(
+    directory: str | os.PathLike[str], model_class: type[Any] | None = None, **options: Any
+) -> tuple[nn.Module, dict[str, StoredPacked]]:
+    """Load a model, and apart from it the weights that its checkpoint stores packed, by parameter.
+
+    Args:
+        directory: a checkpoint in FP8 with blocks of 128 by 128, as DeepSeek-V3 and Qwen3 are published, or in
+            MXFP4, as GPT-OSS is.
+        model_class: as for `load_pretrained`.
+        options: as for `load_pretrained`.
+
+    Those parameters of the model have their shape and dtype, but no values and no memory: they are to be replaced.
+    All tensors stay mapped to their files, except for experts that the model stacks and the files do not.
+
+    Raises what `load_pretrained` raises, and `ValueError` for a checkpoint that is not packed, or in another way.
+    """
+    folder = Path(directory) / str(options.get("subfolder") or "")
+    loader = check_loading(directory, model_class, options, may_be_packed=True)
+    kind = packed_kind(folder)
+    if kind is None:
+        raise ValueError(f"{directory} has no packed weights: its config.json has no quantization_config")
+    config = _plain_config(folder, options)
+    meta = _on_meta(loader, config, options)
+    tensors = _tensors(folder)
+    shapes = {name: one.shape for name, one in meta.named_parameters()}
+    stored = _stored_fp8(tensors, shapes) if kind == "fp8" else _stored_mxfp4(tensors, shapes)
+    dtype = _dtype(config, options)
+    for name in stored:
+        tensors[name] = torch.zeros(1, dtype=dtype).expand(shapes[name])
+    rest = {name: value for name, value in options.items() if name not in ("config", "dtype", "subfolder")}
+    with one_by_one():
+        maker: Any = type(meta)
+        model = maker.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **rest)
+    # As when it is loaded from its folder: adapters note it.
+    model.name_or_path = model.config.name_or_path = os.fspath(directory)
+    _read_generation_config(model, folder)
+    return model, stored
+
+
+def packed_kind(folder: Path) -> Literal["fp8", "mxfp4"] | None:
+    """How a checkpoint's weights are packed; None if they are not.
+
+    Raises `ValueError` for another way than those of `load_packed`.
+    """
+    found: Any = read_config(folder).get("quantization_config")
+    if not found:
+        return None
+    method = found.get("quant_method")
+    if method == "mxfp4":
+        return "mxfp4"
+    if method == "fp8" and found.get("weight_block_size") == _FP8_BLOCK:
+        return "fp8"
+    size = f" with weight_block_size {found.get('weight_block_size')}" if method == "fp8" else ""
+    raise ValueError(
+        f"{folder} is packed as {method!r}{size}, which is not read: only fp8 with weight_block_size {_FP8_BLOCK} "
+        "and mxfp4 are; load it with transformers, dequantized, then call pack_frozen"
+    )
+
+
+def _plain_config(folder: Path, options: Mapping[str, Any]) -> Any:  # Any: each model has a class of its own
+    from transformers import AutoConfig  # importing transformers takes seconds
+
+    loader: Any = AutoConfig
+    trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
+    config = options.get("config") or loader.from_pretrained(os.fspath(folder), local_files_only=True, **trust)
+    # Otherwise transformers would make modules of its own for packed weights.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _on_meta(loader: Any, config: Any, options: Mapping[str, Any]) -> nn.Module:
+    trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
+    with torch.device("meta"):
+        if hasattr(loader, "from_config"):
+            return loader.from_config(config, **trust)
+        return loader(config)
+
+
+def _dtype(config: Any, options: Mapping[str, Any]) -> torch.dtype:
+    dtype = options.get("dtype", "auto")
+    if dtype in (None, "auto"):
+        dtype = getattr(config, "dtype", None) or torch.bfloat16
+    return cast(torch.dtype, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, mapped to their files."""
+    from safetensors import safe_open
+
+    found: dict[str, torch.Tensor] = {}
+    for file in weight_files(folder):
+        with cast(Any, safe_open)(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    return found
+
+
+def _stored_mxfp4(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
+    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
+    for name in names:
+        _check_known(name, shapes)
+    return {
+        name: StoredPacked("mxfp4", tensors.pop(name + _BLOCKS), tensors.pop(name + _SCALES)) for name in names
+    }
+
+
+def _stored_fp8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
+    names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    single = {name: _fp8(tensors, name) for name in names}
+    found = {name: one for name, one in single.items() if name in shapes}
+    stacks: dict[str, dict[tuple[int, str], StoredPacked]] = {}
+    for name in names:
+        if name not in shapes:
+            expert = _EXPERT.fullmatch(name)
+            if expert is None:
+                _check_known(name, shapes)
+                continue
+            own = "down_proj" if expert["own"] == "down" else "gate_up_proj"
+            stack = stacks.setdefault(f"{expert['stack']}.{own}", {})
+            stack[int(expert["number"]), expert["own"]] = single[name]
+    for name, experts in stacks.items():
+        _check_known(name, shapes)
+        found[name] = _stacked(name, experts)
+    return found
+
+
+def _fp8(tensors: dict[str, torch.Tensor], name: str) -> StoredPacked:
+    codes, scales = tensors.pop(name), tensors.pop(name + _SCALE)
+    return StoredPacked("fp8", codes.view(torch.uint8), scales.to(torch.float32))
+
+
+def _stacked(name: str, experts: Mapping[tuple[int, str], StoredPacked]) -> StoredPacked:
+    numbers = sorted({number for number, _ in experts})
+    owns = [own for own in ("gate", "up", "down") if (numbers[0], own) in experts]
+    if len(owns) > 1 and experts[numbers[0], "gate"].codes.shape[0] % _FP8_BLOCK[0]:
+        raise ValueError(
+            f"{name} is stored in parts whose rows end within a block of {_FP8_BLOCK[0]}, so they cannot be "
+            "stacked packed; load the checkpoint with transformers, dequantized, then call pack_frozen"
+        )
+    rows = [[experts[number, own] for own in owns] for number in numbers]
+    codes = torch.stack([torch.cat([one.codes for one in row]) for row in rows])
+    return StoredPacked("fp8", codes, torch.stack([torch.cat([one.scales for one in row]) for row in rows]))
+
+
+def _check_known(name: str, shapes: Mapping[str, torch.Size]) -> None:
+    if name not in shapes:
+        raise ValueError(
+            f"the checkpoint has a packed weight {name}, but the model has no parameter of this name; load it "
+            "with transformers, dequantized, then call pack_frozen"
+        )
+
+
+def _read_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = cast(Any, GenerationConfig).from_pretrained(os.fspath(folder))

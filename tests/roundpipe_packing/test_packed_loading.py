@@ -1,0 +1,205 @@
+"""`from_pretrained(pack=...)`: packed while loading, and from checkpoints that are packed already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from roundpipe import PackedWeight, RoundPipeRunConfig, Runtime, from_pretrained, pack_frozen, unpack_frozen
+from roundpipe.packing.formats import format_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+IDS = torch.arange(20).view(4, 5)
+
+
+def qwen() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True))
+
+
+def moe() -> PreTrainedModel:
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    return Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss() -> PreTrainedModel:
+    return GptOssForCausalLM(GptOssConfig(**{**SMALL, "intermediate_size": 32}, num_local_experts=4))
+
+
+def saved(folder: Path, made: Callable[[], PreTrainedModel]) -> Path:
+    torch.manual_seed(0)
+    made().to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def stored(
+    folder: Path, made: Callable[[], PreTrainedModel], how: dict[str, Any], is_packed: Callable[[str], bool]
+) -> Path:
+    """A checkpoint in FP8 or MXFP4, with the names of those that are published."""
+    saved(folder, made)
+    tensors = load_file(folder / "model.safetensors")
+    for name in list(filter(is_packed, tensors)):
+        is_fp8 = how["quant_method"] == "fp8"
+        packed = PackedWeight.of(format_of(how["quant_method"], transposed=True), tensors.pop(name))
+        if is_fp8:
+            tensors[name] = packed.codes.view(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = packed.scales
+        else:
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = packed.codes, packed.scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    return folder
+
+
+def in_fp8(folder: Path, made: Callable[[], PreTrainedModel] = qwen) -> Path:
+    return stored(folder, made, FP8, lambda name: "proj" in name)
+
+
+def in_mxfp4(folder: Path) -> Path:
+    return stored(
+        folder, gpt_oss, {"quant_method": "mxfp4"}, lambda name: "experts" in name and "bias" not in name
+    )
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("made", [qwen, moe])
+def test_packing_while_loading_is_packing_what_transformers_loads(
+    made: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    # given
+    folder = saved(tmp_path, made)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).requires_grad_(False)
+    pack_frozen(plain, "nf4")
+    # when
+    torch.manual_seed(0)
+    with Runtime("cpu:2") as runtime:
+        model = from_pretrained(folder, pack="nf4", adapt=adapted, dtype=torch.bfloat16, runtime=runtime)
+        loss = model.forward_backward(
+            input_kwargs={"input_ids": IDS, "labels": IDS}, run_config=RoundPipeRunConfig(num_microbatch=1)
+        )
+    # then
+    torch.manual_seed(0)
+    assert torch.equal(loss, adapted(plain)(input_ids=IDS, labels=IDS).loss)
+    weights = [name for name, one in model.named_model.named_parameters() if isinstance(one, PackedWeight)]
+    assert len(weights) == (14 if made is qwen else 12)
+
+
+@pytest.mark.parametrize(
+    ("packed", "count"),
+    [
+        (in_fp8, 14),
+        pytest.param(lambda folder: in_fp8(folder, moe), 12, id="in_fp8-experts"),
+        (in_mxfp4, 4),
+    ],
+)
+def test_stored_bytes_are_kept(packed: Callable[[Path], Path], count: int, tmp_path: Path) -> None:
+    # given
+    folder = packed(tmp_path)
+    # when
+    with Runtime("cpu:2") as runtime:
+        model = from_pretrained(folder, pack="stored", runtime=runtime, use_sequential_preset=True)
+        found = model(input_ids=IDS).logits
+        named = model.named_model
+        assert named.name_or_path == named.config.name_or_path == str(folder)
+        codes = {name: one for name, one in named.named_parameters() if isinstance(one, PackedWeight)}
+        files = load_file(folder / "model.safetensors")
+        kept = {name: one.codes.clone() for name, one in codes.items()}
+        # then the model is that of the expanded weights
+        assert unpack_frozen(named) == count
+    assert torch.equal(found, logits(named))
+    # and its bytes are those of the files
+    total = sum(one.numel() for name, one in files.items() if "proj" in name and one.element_size() == 1)
+    scales = sum(one.numel() for name, one in files.items() if name.endswith("_scales"))
+    assert sum(one.numel() for one in kept.values()) == total - scales
+    for name, one in kept.items():
+        theirs = files.get(name, files.get(f"{name}_blocks"))
+        assert theirs is None or torch.equal(one, theirs.view(torch.uint8))
+
+
+def test_mxfp4_is_what_transformers_dequantizes(tmp_path: Path) -> None:
+    from transformers import Mxfp4Config
+
+    folder = in_mxfp4(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))
+    with Runtime("cpu:1") as runtime:
+        model = from_pretrained(folder, pack="stored", runtime=runtime)
+        unpack_frozen(model.named_model)
+    assert compared(model.named_model, theirs) == []
+
+
+def test_fp8_is_what_transformers_dequantizes(tmp_path: Path) -> None:
+    from transformers import FineGrainedFP8Config
+
+    folder = in_fp8(tmp_path, moe)
+    config = FineGrainedFP8Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    with Runtime("cpu:1") as runtime:
+        model = from_pretrained(folder, pack="stored", runtime=runtime)
+        unpack_frozen(model.named_model)
+    assert compared(model.named_model, theirs) == []
+
+
+def compared(one: nn.Module, other: nn.Module) -> list[str]:
+    """The names of parameters that differ."""
+    ours, theirs = (dict(model.named_parameters()) for model in (one, other))
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name].to(ours[name].dtype))]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({**FP8, "weight_block_size": [64, 64]}, r"'fp8' with weight_block_size \[64, 64\], which is not read"),
+        ({"quant_method": "awq"}, "packed as 'awq', which is not read: only fp8"),
+        (None, "has no packed weights: its config.json has no quantization_config"),
+    ],
+)
+def test_other_ways_of_packing_are_refused(how: dict[str, Any] | None, words: str, tmp_path: Path) -> None:
+    saved(tmp_path, qwen)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **({"quantization_config": how} if how else {})}))
+    with pytest.raises(ValueError, match=words):
+        from_pretrained(tmp_path, pack="stored")
+
+
+def test_a_packed_checkpoint_is_not_loaded_without_being_asked_to_keep_it_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass pack='stored' to roundpipe"):
+        from_pretrained(in_fp8(tmp_path), pack="nf4")
+
+
+def test_an_unknown_format_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be one of fp8, int8, nf4, mxfp4"):
+        from_pretrained(tmp_path / "nowhere", pack="nf5")
