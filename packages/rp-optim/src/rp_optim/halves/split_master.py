@@ -1,4 +1,4 @@
-"""`SplitMaster`: an fp32 master whose upper half is the bf16 weight itself, so that only the remainder is extra."""
+"""`SplitMaster`: an fp32 master whose upper half is the bf16 weight itself, so only the remainder is extra."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rp_optim.worker import wait_for_steps
 
 # What torch's attributes and methods tell without a value of the tensor. All else makes a master whole.
 _VALUES = {"H", "T", "mH", "mT", "data", "imag", "real", "_base", "_cdata"}
-_GETTERS = {
-    name for name, found in vars(torch._C.TensorBase).items() if type(found).__name__ == "getset_descriptor"
-}
+_BASE = torch.Tensor.__mro__[1]
+_GETTERS = {name for name, found in vars(_BASE).items() if type(found).__name__ == "getset_descriptor"}
+_as_torch: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage] - documented for this
 _METHODS = (
     *("dim", "ndimension", "numel", "nelement", "size", "element_size", "is_floating_point", "is_complex"),
     *("is_neg", "is_conj", "is_inference", "get_device", "requires_grad_", "register_hook", "__len__"),
@@ -67,9 +67,14 @@ class SplitMaster(Master):
         _check(weight, rest)
         # One number for all: what reads past torch's functions gets NaN, not other memory.
         shape = torch.full((), torch.nan, dtype=torch.float32, device="cpu").expand(weight.shape)
-        master = cast("SplitMaster", super().__new__(cls, shape))
+        made: Any = super().__new__(cls, shape)  # pyright: ignore[reportUnknownMemberType]
+        master = cast("SplitMaster", made)
         master._halves = (weight.detach(), rest)
         return master
+
+    def __init__(self, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> None:
+        del weight, remainder  # All is done where it is made, as torch does.
+        super().__init__()
 
     @property
     def is_split(self) -> bool:
@@ -90,28 +95,47 @@ class SplitMaster(Master):
         """From now on the upper half is this tensor, which has its value; nothing is copied."""
         self._halves = (weight.detach().view(self.halves[0].shape), self.halves[1])
 
-    def joined(self) -> torch.Tensor:
-        """A new fp32 tensor with the values; the master stays as it is."""
-        if self._halves is None:
-            return self.detach().clone()
-        weight, rest = self._halves
+    def start_from(self, weight: torch.Tensor) -> None:
+        """From now on its values are those of `weight`, bf16 and contiguous, which becomes the upper half."""
+        self.move_to(weight)
+        self.halves[1].zero_()
+        torch.autograd.graph.increment_version(self)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A new fp32 tensor, flat, with the values of the elements [start, stop); the master stays as it is."""
+        weight, rest = (half.view(-1)[start:stop] for half in self.halves)
         values = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
         spot = Spot(weight, weight, values, 1.0, rest=rest)
         kernel_for(spot).to_weight([spot])
         return values
 
-    def make_whole(self) -> None:
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Set the elements from `start` on to these fp32 values, flat, in its halves."""
+        weight, rest = (half.view(-1)[start : start + values.numel()] for half in self.halves)
+        spot = Spot(values, values, weight, 1.0, rest=rest)
+        kernel_for(spot).to_weight([spot])
+        torch.autograd.graph.increment_version(self)
+
+    def joined(self) -> torch.Tensor:
+        """A new fp32 tensor with the values; the master stays as it is."""
+        return self.read(0, self.numel()).view(self.shape) if self.is_split else self.detach().clone()
+
+    def note_whole(self, reader: str) -> None:
+        """Called when it is made whole for `reader`, what reads or writes its values; subclasses may tell that."""
+
+    def make_whole(self, reader: str = "make_whole()") -> None:
         """Make it an ordinary master, after the steps that were launched; nothing if it is one already."""
         if self._halves is None:
             return
         wait_for_steps()
         with _MAKING, torch.inference_mode(False), torch.no_grad():
-            if self._halves is None:
+            if self._halves is None:  # pyright: ignore[reportUnnecessaryComparison] - another thread may be first
                 return
             values = self.joined()
-            with torch._C.DisableTorchFunctionSubclass():
+            with _as_torch():
                 _OWN_DATA.__set__(self, values)
             self._halves = None
+        self.note_whole(reader)
 
     @classmethod
     def __torch_function__(
@@ -121,8 +145,8 @@ class SplitMaster(Master):
         del types
         if func not in _NEEDS_NO_VALUES:
             for master in _split_masters((args, kwargs or {})):
-                master.make_whole()
-        with torch._C.DisableTorchFunctionSubclass():
+                master.make_whole(_name_of(func))
+        with _as_torch():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
@@ -140,6 +164,13 @@ class SplitMaster(Master):
 def halves_of(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The weight and the remainder of a master in halves; None of all else."""
     return parameter._halves if isinstance(parameter, SplitMaster) else None  # pyright: ignore[reportPrivateUsage]
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    owner = getattr(func, "__self__", None)
+    # A descriptor's own method is called alike for all attributes: its owner has the name.
+    found = owner if getattr(func, "__name__", "").startswith("__") and owner is not None else func
+    return str(getattr(found, "__name__", found))
 
 
 def _split_masters(value: object) -> Iterator[SplitMaster]:

@@ -1,9 +1,9 @@
 """An fp32 number in two halves of 16 bits, in torch operations: the bf16 weight, and what rounding to it left.
 
 The weight is the number rounded to nearest, ties away from zero: half a unit is added to the magnitude. The
-number's lower 16 bits, as an int16, are then what is left, so that both together are the number to the last bit. With
-ties to even that is impossible: 65,537 numbers would round to 0x3f80, and 65,535 to 0x3f81. Signs, subnormals and
-infinities are exact, also where the weight of a finite number is infinite; every NaN becomes the same one.
+number's lower 16 bits, as an int16, are then what is left, so that both together are the number to the last bit.
+With ties to even that is impossible: 65,537 numbers would round to 0x3f80, and 65,535 to 0x3f81. Signs, subnormals
+and infinities are exact, also where the weight of a finite number is infinite; every NaN becomes the same one.
 
 The compiled kernels do the same, bit for bit.
 """
