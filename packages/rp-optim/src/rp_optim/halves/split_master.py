@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -62,13 +62,13 @@ class SplitMaster(Master):
 
     _halves: tuple[torch.Tensor, torch.Tensor] | None
 
-    def __new__(cls, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> SplitMaster:
+    def __new__(cls, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> Self:
         rest = torch.zeros(weight.shape, dtype=torch.int16, device="cpu") if remainder is None else remainder
         _check(weight, rest)
         # One number for all: what reads past torch's functions gets NaN, not other memory.
         shape = torch.full((), torch.nan, dtype=torch.float32, device="cpu").expand(weight.shape)
         made: Any = super().__new__(cls, shape)  # pyright: ignore[reportUnknownMemberType]
-        master = cast("SplitMaster", made)
+        master = cast("Self", made)
         master._halves = (weight.detach(), rest)
         return master
 
