@@ -668,17 +668,18 @@ def packed_outputs_are_read_when_they_have_come() -> None:
 def steps_in_place_come_after_those_who_read() -> None:
     """Weights that are halves of their masters are overwritten by the step itself."""
     torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).bfloat16()
+    ours = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))).bfloat16()
     x = torch.ones(8, 2, dtype=torch.bfloat16)
     packed = RoundPipeRunConfig(merge_output=False)
     with Runtime("cpu:2") as runtime:
-        config = RoundPipeRunConfig(num_microbatch=4, execute_plan=Plan([range(0, 1)], range(1, 3), [range(0, 1)]))
+        plan = Plan([range(0, 1), range(1, 2)], range(2, 5), [range(0, 2)], [range(0, 1), range(1, 2)])
+        config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
         model = RoundPipe(ours, runtime=runtime, model_run_config=config, master="split")
         optimizer = SGD(model.optim_parameters(), lr=10.0)
         for _ in range(3):
             model.forward_backward((x,), loss_fn=lambda outputs, _: outputs.float().sum())
             with torch.no_grad():
-                wanted = torch.cat([copy.deepcopy(ours)(part) for part in x.split(2)])
+                wanted = torch.cat([copy.deepcopy(ours)(part) for part in x.split(4)])
                 outputs = model(x, roundpipe_run_config=packed)
             model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
             outputs.synchronize()
