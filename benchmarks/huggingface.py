@@ -33,6 +33,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
     ),
+    "qwen3-4b": lambda: transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
+    ),
     "llama-3.2-1b": lambda: transformers.LlamaConfig(
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, tie_word_embeddings=True, max_position_embeddings=40960,
@@ -59,7 +63,7 @@ def main() -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     for engine in args.engines:
-        step, finish = ENGINES[engine](_model(args), args)
+        step, finish = ENGINES[engine](_model_of(args), args)
         losses, seconds = _measure(step, args)
         finish()
         rate = args.batch * args.sequence / statistics.median(seconds)
@@ -83,12 +87,18 @@ def main() -> None:
             torch.cuda.empty_cache()
 
 
-def _model(args: argparse.Namespace) -> nn.Module:
+def random_model(name: str, dtype: torch.dtype) -> nn.Module:
+    """A model of `CONFIGS` with random weights."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[args.model](), dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
     _fill(model)
+    return model
+
+
+def _model_of(args: argparse.Namespace) -> nn.Module:
+    model = random_model(args.model, torch.bfloat16)
     if not args.lora:
         return model
     import peft

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -71,6 +72,8 @@ class Paired:
     """One of two machines; has what the engine uses of `rp_dist.Machines`."""
 
     size = 2
+    connections = 1
+    link_gb_s = math.inf
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank = rank

@@ -18,6 +18,7 @@ from roundpipe.cli.estimate.meta.observe import observe
 from roundpipe.cli.estimate.network import Network
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
 from roundpipe.cli.estimate.workload import Workload
+from roundpipe.optim import muon_groups
 from rp_presets import to_sequential
 from rp_sched import Task
 from rp_transfer import HostLimit
@@ -194,7 +195,10 @@ def test_host_memory_is_the_engines_own_forecast(optimizer: str, dtype: torch.dt
     row = to_sequential(AutoModelForCausalLM.from_config(config, dtype=dtype))
     with Runtime("cpu:1") as runtime:
         model = RoundPipe(row, optim_dtype=torch.float32, runtime=runtime, double_buffer=False)
-        engine = model.memory_forecast(OPTIMIZERS[optimizer](list(model.optim_parameters())), additions=2).whole
+        named = list(model.optim_named_parameters())
+        is_muon = optimizer == "muon"
+        trained = muon_groups(model.named_model, named, lr=0.1) if is_muon else [one for _, one in named]
+        engine = model.memory_forecast(OPTIMIZERS[optimizer](trained), additions=2).whole
     workload = Workload.of(on_meta(config, dtype), sequence=16, optimizer=optimizer)
     layers = range(len(workload.observed.facts))
     tasks = [Task("FB", layers, range(0, 2), 0), Task("FB", layers, range(2, 4), 1)]

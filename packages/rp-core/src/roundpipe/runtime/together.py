@@ -67,6 +67,8 @@ class Together:
         is_here = shown.is_dir()
         missing = [rank for rank, sees in enumerate(self.say("the place", is_here)) if not sees]
         if missing:
+            # A machine that was given up meanwhile misses what the others have removed, and learns so here.
+            self.say("who misses the folder")
             self.is_over = True
             raise CheckpointError(
                 f"machines {', '.join(map(str, missing))} do not see {shown}, which machine 0 made; give a folder "

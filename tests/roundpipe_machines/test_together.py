@@ -1,0 +1,44 @@
+"""What machines tell each other of a checkpoint, where one of them is given up in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from roundpipe import CheckpointError
+from roundpipe.runtime.together import Together
+from rp_dist import MachineLost
+
+
+class Answers:
+    """A stand-in for `Talk`: what all machines say, one thing after another."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = iter(answers)
+
+    def say(self, kind: str, value: Any = None, *, error: BaseException | None = None) -> list[Any]:
+        """The next answer."""
+        del kind, value, error
+        found: list[Any] | BaseException = next(self._answers)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+def meets(path: Path, *answers: Any) -> Together:
+    """The checkpoint of a machine that does not see the folder."""
+    talk: Any = Answers([[str(path / "gone"), str(path)], None], [True, False], *answers)
+    return Together(1, talk, path)
+
+
+def test_a_machine_that_misses_the_folder_because_it_was_given_up_learns_that(tmp_path: Path) -> None:
+    together = meets(tmp_path, MachineLost(0, "rank 0 gave this machine up"))
+    with pytest.raises(MachineLost, match="gave this machine up"):
+        together.agree_on_folder(None, tmp_path)
+    assert isinstance(together.lost, MachineLost)
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"machines 1 do not see .*gone"):
+        meets(tmp_path, [None, None]).agree_on_folder(None, tmp_path)
