@@ -129,10 +129,7 @@ class MemoryForecast:
                 yield 'state="bf16" or "8bit" of roundpipe.optim: a half or a little over a quarter of fp32 state'
             yield "an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none"
         if whole.masters > whole.gradients:
-            yield (
-                'master="split" for bf16 weights and the optimizers of roundpipe.optim: masters of 2 bytes a '
-                "parameter with the same numbers; with is_async=False no second blocks either"
-            )
+            yield 'master="split": masters of half the size, exact, for bf16 weights and roundpipe.optim'
             yield "optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost"
         if whole.second_blocks:
             yield f"double_buffer=False: {readable_bytes(whole.second_blocks)} less"
