@@ -32,6 +32,9 @@ _NEEDS_NO_VALUES: set[Any] = {
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 _OWN_DATA: Any = torch.Tensor.data
+_OWN_DTYPE: Any = torch.Tensor.dtype
+_OWN_SHAPE: Any = torch.Tensor.shape
+_OWN_META: Any = torch.Tensor.is_meta
 _MAKING = threading.Lock()
 
 
@@ -90,6 +93,23 @@ class SplitMaster(Master):
         if self._halves is None:
             raise InvalidLink("the master was made whole, so it has no halves; ask is_split before")
         return self._halves
+
+    # What steps ask most often: not by torch's descriptors, which call `__torch_function__`.
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride] - torch has attributes
+        """As in torch."""
+        return _OWN_DTYPE.__get__(self) if self._halves is None else torch.float32
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As in torch."""
+        return _OWN_SHAPE.__get__(self) if self._halves is None else self._halves[1].shape
+
+    @property
+    def is_meta(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As in torch."""
+        return _OWN_META.__get__(self) if self._halves is None else False
 
     def move_to(self, weight: torch.Tensor) -> None:
         """From now on the upper half is this tensor, which has its value; nothing is copied."""
