@@ -126,6 +126,7 @@ WAITS = [
         "        if self._error",
     ),
     Wait("optimizer/gradient_loan.py", "self._ticket.enter()", "a step waits for the gradients"),
+    Wait("optimizer/gradient_loan.py", "self._weights.enter()", "a step in place waits for readers"),
     Wait("optimizer/steps.py", "ticket.enter()", "publishing waits for those who read the old weights"),
     Wait("optimizer/steps.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
     Wait(

@@ -134,6 +134,7 @@ def test_training_that_does_not_fit_is_refused_when_the_model_is_wrapped(one: Ru
         "112.0 KiB; frozen parameters have none. For inference call requires_grad_(False)",
         '- state="bf16" or "8bit" of roundpipe.optim: a half or a little over a quarter of fp32 state',
         "- an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none",
+        '- master="split": masters of half the size, exact, for bf16 weights and roundpipe.optim',
         "- optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost",
         "- more RAM, or end other programs that use it",
         "- ROUNDPIPE_HOST_MEMORY=64GB, or Runtime(host_memory_bytes=...), if more may be used than the system "

@@ -665,6 +665,27 @@ def packed_outputs_are_read_when_they_have_come() -> None:
         same(torch.cat(list(packed)), wanted)
 
 
+def steps_in_place_come_after_those_who_read() -> None:
+    """Weights that are halves of their masters are overwritten by the step itself."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))).bfloat16()
+    x = torch.ones(8, 2, dtype=torch.bfloat16)
+    packed = RoundPipeRunConfig(merge_output=False)
+    with Runtime("cpu:2") as runtime:
+        plan = Plan([range(0, 1), range(1, 2)], range(2, 5), [range(0, 2)], [range(0, 1), range(1, 2)])
+        config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+        model = RoundPipe(ours, runtime=runtime, model_run_config=config, master="split")
+        optimizer = SGD(model.optim_parameters(), lr=10.0)
+        for _ in range(3):
+            model.forward_backward((x,), loss_fn=lambda outputs, _: outputs.float().sum())
+            with torch.no_grad():
+                wanted = torch.cat([copy.deepcopy(ours)(part) for part in x.split(4)])
+                outputs = model(x, roundpipe_run_config=packed)
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+            outputs.synchronize()
+            same(torch.cat(list(outputs)), wanted)
+
+
 def syncing_waits_for_steps() -> None:
     """Weights are read after `sync_optim_param`, though the step took its time."""
     ours = layers()
@@ -928,6 +949,7 @@ SCENARIOS: list[Callable[[], None]] = [
     gradients_do_not_pile_up,
     an_error_waits_for_gradients_on_their_way,
     packed_outputs_are_read_when_they_have_come,
+    steps_in_place_come_after_those_who_read,
     syncing_waits_for_steps,
     lambda: memory_that_runs_out(STAGED),
     lambda: memory_that_runs_out(Plan(fused=range(0, 5))),

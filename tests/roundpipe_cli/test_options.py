@@ -53,6 +53,8 @@ WRONG = {
     "an unknown dtype": ["train", "--dtype", "int8"],
     "an unknown optimizer dtype": ["train", "--optim-dtype", "double"],
     "an unknown kind of optimizer state": ["train", "--optimizer-state", "4bit"],
+    "an unknown kind of masters": ["train", "--master", "halved"],
+    "halves of 16-bit masters": ["train", "--master", "split", "--optim-dtype", "bfloat16"],
     "a negative seed": ["train", "--seed", "-1"],
     "a seed too large for torch": ["train", "--seed", str(2**63)],
     "a missing path": ["train", "--data", "nowhere/at/all.txt"],

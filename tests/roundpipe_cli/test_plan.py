@@ -149,6 +149,7 @@ SCHEMA: dict[str, Any] = {
         "layers": int,
         "optimizer": str,
         "optimizer_state": str,
+        "master": str,
         "expanded_bytes": int,
     },
     "machine": {
@@ -244,6 +245,36 @@ def test_smaller_moments_are_proposed_counted_and_told(config: Write, capsys: py
     busy = [answer["plan"]["busy_s"]["optimizer"] for answer in (whole, half, byte)]
     assert busy[1] < busy[0] == pytest.approx(busy[2], rel=0.01)
     assert "adamw with 8bit state, fp32 masters" in told(capsys, *machine, "--optimizer-state", "8bit")
+
+
+def test_masters_in_halves_are_proposed_counted_and_told(
+    config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = (*SMALL, "--num-microbatch", "2", "--model", config(TINY))
+    options = [change["option"] for change in found(capsys, *machine, "--ram", "2.7MB")["changes"]]
+    assert "--master split" in options
+    whole, split = (found(capsys, *machine, "--master", kind) for kind in ("whole", "split"))
+    trained = whole["model"]["trained_parameters"]
+    assert [answer["host_bytes"]["masters"] for answer in (whole, split)] == [4 * trained, 2 * trained]
+    assert split["model"]["master"] == "split"
+    # With synchronous steps there are no second blocks.
+    assert split["host_bytes"]["second_blocks"] == 0
+    assert split["plan"]["busy_s"]["optimizer"] < whole["plan"]["busy_s"]["optimizer"]
+    assert "adamw, fp32 masters in halves" in told(capsys, *machine, "--master", "split")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--master", "halved"), "--master must be one of whole, split, but is 'halved'"),
+        (("--master", "split", "--machines", "2", "--network", "100Gb"), "--master split is for one machine"),
+    ],
+)
+def test_masters_that_cannot_be_planned_for_are_refused(
+    config: Write, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    assert main(["plan", *SMALL, "--model", config(TINY), *options]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_muon_has_half_of_the_state_for_hidden_matrices_and_takes_longer(

@@ -32,6 +32,9 @@ SETTINGS = ["--sequence", "24", "--batch", "3", "--steps", str(STEPS), "--lr", "
 SETTINGS += ["--num-microbatch", "2", "--save-every", "2", "--keep", "9", "--held-out", "0.2", "--eval-every", "3"]
 SETTINGS += ["--no-sync"]
 KINDS = {"full": [], "lora": ["--lora", "2"], "sync": ["--sync", "--no-packing"]}
+KINDS |= {"halves": ["--master", "split", "--dtype", "bfloat16"]}
+NIGHTLY = ("sync", "halves", "halves in place")
+KINDS |= {"halves in place": [*KINDS["halves"], "--sync"]}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,9 @@ def stop_at(step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Job, "step", stopped)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", pytest.param("sync", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind", ["full", "lora", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in NIGHTLY)]
+)
 def test_a_run_goes_on_from_any_checkpoint_to_the_same_end(
     kind: str, inputs: list[str], whole: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -146,6 +146,19 @@ def test_the_loss_is_that_of_the_whole_batch_whatever_the_microbatches(text: Pat
     assert parts == pytest.approx(whole, rel=1e-4)
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_masters_in_halves_give_the_same_losses(text: Path, sync: bool) -> None:
+    corpus = read_corpus([text])
+
+    whole, split = (
+        _losses(_options(dtype="bfloat16", master=master, sync=sync), corpus, "cpu:1")
+        for master in ("whole", "split")
+    )
+
+    # Planned calls add in another order.
+    assert split == pytest.approx(whole, rel=1e-2)
+
+
 def test_sixteen_bits_with_a_narrow_exponent_train_too(text: Path) -> None:
     corpus = read_corpus([text])
 

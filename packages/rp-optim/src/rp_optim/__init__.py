@@ -11,6 +11,7 @@ from rp_optim.errors import (
     ScalerMisuse,
     WrongThread,
 )
+from rp_optim.halves.split_master import SplitMaster
 from rp_optim.kernels.accumulate import add_to_pair
 from rp_optim.kernels.kernel import available_kernels, kernel_in_use, use_kernel
 from rp_optim.masters import UNCHANGED, Master, Ready, link, unlink
@@ -48,6 +49,7 @@ __all__ = [
     "OptimizerThread",
     "Ready",
     "ScalerMisuse",
+    "SplitMaster",
     "WrongThread",
     "add_to_pair",
     "available_kernels",

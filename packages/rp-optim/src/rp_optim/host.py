@@ -9,7 +9,9 @@ from typing import Any, TypeGuard, cast
 import torch
 
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
-from rp_optim.gradients import gradient_of
+from rp_optim.errors import InvalidParameter
+from rp_optim.gradients import Gradient, gradient_of
+from rp_optim.halves.split_master import SplitMaster, halves_of
 from rp_optim.kernels.kept import (
     check_can_be_small,
     check_kept,
@@ -133,7 +135,8 @@ class HostOptimizer(torch.optim.Optimizer):
         check_option_flags(type(self).__name__, group)
 
     def _check_parameter(self, parameter: torch.Tensor) -> None:
-        check_memory("a parameter", parameter)
+        if halves_of(parameter) is None:
+            check_memory("a parameter", parameter)
         check_can_be_small(self._kind, parameter)
 
     def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
@@ -219,8 +222,12 @@ class HostOptimizer(torch.optim.Optimizer):
     def _update_some(self, taken: Sequence[Taken]) -> None:
         self._update(taken)
         for each in taken:
+            if each.spot.is_halved and each.spot.weight is not each.spot.param:
+                assert isinstance(each.parameter, SplitMaster)
+                assert each.spot.weight is not None
+                each.parameter.move_to(each.spot.weight)
             link = link_of(each.parameter)
-            if link is None or each.spot.weight is None:
+            if link is None or each.spot.weight is None or each.spot.weight is each.spot.param:
                 torch.autograd.graph.increment_version(each.parameter)
             else:
                 link.written()
@@ -282,14 +289,33 @@ def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
     link = link_of(parameter)
     weight = None if link is None else link.destination(parameter)
     factor = -gradient.factor if group.get("maximize") else gradient.factor
-    return Taken(group, parameter, Spot(parameter, gradient.tensor, weight, factor, gradient.more))
+    return Taken(group, parameter, _spot(parameter, gradient, weight, factor))
+
+
+def _spot(parameter: torch.Tensor, gradient: Gradient, weight: torch.Tensor | None, factor: float) -> Spot:
+    halves, is_own = halves_of(parameter), isinstance(parameter, SplitMaster)
+    if halves is None:
+        return Spot(parameter, gradient.tensor, weight, factor, gradient.more, rounds_away=is_own)
+    upper, rest = halves
+    return Spot(upper, gradient.tensor, _target(weight, upper), factor, gradient.more, rest)
+
+
+def _target(weight: torch.Tensor | None, upper: torch.Tensor) -> torch.Tensor:
+    """Where the new upper half goes; the same object as `upper` if that is in place."""
+    if weight is None:
+        return upper
+    if weight.dtype != torch.bfloat16:
+        raise InvalidParameter(
+            f"the weight that a split master is linked to must be bf16, but is {weight.dtype} instead; use Master"
+        )
+    return upper if weight.data_ptr() == upper.data_ptr() else weight
 
 
 def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tensor:
     """The state tensor `name`, contiguous and of the parameter's dtype; zeros if there was none."""
     tensor = state.get(name)
     if tensor is None:
-        tensor = torch.zeros_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        tensor = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
     elif tensor.dtype == parameter.dtype and is_plain(tensor):
         return tensor
     # The state may have been loaded from an optimizer whose parameter had other strides or another dtype.

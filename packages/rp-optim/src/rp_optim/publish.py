@@ -8,6 +8,8 @@ import torch
 
 from rp_optim.checks import is_plain
 from rp_optim.errors import InvalidParameter
+from rp_optim.halves.split_master import SplitMaster, halves_of
+from rp_optim.kernels.halves import of_halves
 from rp_optim.kernels.kernel import kernel_for
 from rp_optim.kernels.updates import Kernel, Spot
 
@@ -15,6 +17,9 @@ from rp_optim.kernels.updates import Kernel, Spot
 @torch.no_grad()
 def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
     """Write each master into its weight, rounded to the weight's dtype: ``copy_`` for many tensors at once.
+
+    Rounded to nearest, ties to even; those of a `SplitMaster`, also of one that was made whole, away from zero.
+    One in halves whose upper half is another tensor has that copied, and stays where it is.
 
     >>> weight = torch.empty(2, dtype=torch.bfloat16)
     >>> write_weights([torch.tensor([1.0, 1.001])], [weight])
@@ -27,13 +32,24 @@ def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
     """
     found: dict[Kernel, list[Spot]] = {}
     for master, weight in _pairs(masters, weights):
-        if _is_flat(master) and _is_flat(weight) and master.dtype.is_complex == weight.dtype.is_complex:
-            spot = Spot(master, master, weight, 1.0)
+        if (halves := halves_of(master)) is not None:
+            _write_halves(halves, weight)
+        elif _is_flat(master) and _is_flat(weight) and master.dtype.is_complex == weight.dtype.is_complex:
+            spot = Spot(master, master, weight, 1.0, rounds_away=isinstance(master, SplitMaster))
             found.setdefault(kernel_for(spot), []).append(spot)
         else:
             weight.copy_(master)
     for kernel, spots in found.items():
         kernel.to_weight(spots)
+
+
+def _write_halves(halves: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor) -> None:
+    upper, rest = halves
+    if weight.dtype == upper.dtype:
+        if weight.data_ptr() != upper.data_ptr():
+            weight.copy_(upper)
+    else:
+        weight.copy_(of_halves(upper, rest))
 
 
 def _pairs(

@@ -11,6 +11,7 @@ from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime, wra
 from torch import nn
 
 PinMode = Any  # "alloc", "register" or "off"; `wrap_model_to_roundpipe` checks it
+MasterKind = Any  # "whole" or "split", likewise
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RoundPipeOptions:
         runtime: the devices; default: all GPUs, see ``ROUNDPIPE_DEVICES``.
         model_run_config: settings of all calls, such as ``RoundPipeRunConfig(num_microbatch=8)``.
         optim_dtype: dtype of the master weights; default: fp32 if the weights have 16 bits, else their own.
-        pin_model, compile_layers, double_buffer, example_inputs: see `roundpipe.wrap_model_to_roundpipe`.
+        pin_model, compile_layers, double_buffer, master, example_inputs: see `roundpipe.wrap_model_to_roundpipe`.
 
     >>> RoundPipeOptions(model_run_config=RoundPipeRunConfig(num_microbatch=8)).asynchronous
     False
@@ -36,6 +37,7 @@ class RoundPipeOptions:
     pin_model: PinMode = "alloc"
     compile_layers: bool | Mapping[str, Any] = False
     double_buffer: bool | None = None
+    master: MasterKind = "whole"
     example_inputs: Mapping[str, Any] | None = None
 
     def wrap(self, model: nn.Module, name: str) -> RoundPipe | AutoRoundPipe:
@@ -50,6 +52,7 @@ class RoundPipeOptions:
             runtime=self.runtime,
             compile_layers=self.compile_layers,
             double_buffer=self.double_buffer,
+            master=self.master,
         )
 
     def on(self, runtime: Runtime) -> RoundPipeOptions:

@@ -26,6 +26,7 @@ from roundpipe.engine.capture import Held
 from roundpipe.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointWarning
 from roundpipe.models.base import RoundPipeBase
 from roundpipe.runtime.runtime import lasting
+from roundpipe.state.master import is_split
 
 _LOG = logging.getLogger(__name__)
 
@@ -147,11 +148,11 @@ def load_checkpoint(
     _compare(opened, layout)
     _compare_counts(opened, optimizers, several, scaler)
     with model.runtime.launching(), lasting(), torch.no_grad():
-        held = {id(one.tensor): one for one in model.joint.begin_restoring()}
+        is_behind = bool(opened.description["is_behind"])
+        held = {id(one.tensor): one for one in model.joint.begin_restoring(is_behind=is_behind)}
         masters = {name: _master(held.get(id(tensor))) for name, tensor in layout.tensors.items()}
         states = [_Matched(opened, *both, masters) for both in zip(optimizers, _saved(opened), strict=False)]
         model.joint.refuse_until_restored()
-        is_behind = bool(opened.description["is_behind"])
         for name, tensor in layout.tensors.items():
             _load_tensor(opened, name, tensor, held.get(id(tensor)), notes, is_behind=is_behind)
         for matched in states:
@@ -265,12 +266,20 @@ def _load_tensor(
         return
     opened.stored(published).read_into(value)
     if master is None:
-        here.copy_(value)
+        if is_split(here):
+            here.start_from(value)
+        else:
+            here.copy_(value)
         if entry["kind"] == "frozen":
             notes.add("parameters that were frozen are trained now, from the weights on", name)
         return
     saved = opened.stored(master)
-    if not here.is_meta:
+    if is_split(here):
+        if is_behind and here.halves[0].data_ptr() == value.data_ptr():
+            notes.add("calls read the last step's result at once, since masters in halves have no other", name)
+        for start, part in saved.parts(here.dtype):
+            here.write(start, part)
+    elif not here.is_meta:
         saved.read_into(here)
     if saved.dtype != here.dtype:
         notes.add(f"masters were {saved.dtype} and are {here.dtype} now", name)

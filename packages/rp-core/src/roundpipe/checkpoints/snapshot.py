@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from roundpipe.checkpoints.writer import Writer
 from roundpipe.engine.capture import Captured, Held
 from roundpipe.errors import CheckpointError
 from roundpipe.runtime.together import Together, numbered
-from roundpipe.state.master import reading
+from roundpipe.state.master import is_split, published, reading
 
 FORMAT = 1
 VALUES = f"{OWN}/values.safetensors"
@@ -143,9 +143,9 @@ class Snapshot:
         exported = self._exported()
         entries = {name: self._entry(name, exported) for name, held in self._held.items() if self._owns(held)}
         self._write_model(writer, self._agreed(entries, self._model_shards(shard_bytes)))
-        for folder, value in (("masters", _master), ("published", _value), ("kept", _value)):
+        for folder, source in (("masters", _master), ("published", _value), ("kept", _value)):
             names = [name for name, entry in entries.items() if f"{folder}/{name}" in entry.values()]
-            sources = [source_of(f"{folder}/{name}", value(self._held[name])) for name in names]
+            sources = [source(f"{folder}/{name}", self._held[name]) for name in names]
             self._write_own(writer, folder, sources, shard_bytes)
         states = [source_of(name, tensor) for name, tensor in self._states.items()]
         self._write_own(writer, "optimizers", states, shard_bytes)
@@ -225,7 +225,7 @@ class Snapshot:
                 f"machine 0 writes {name}, but machine {held.owner} has its last result, which calls do not read "
                 "yet; call model.synchronize() before saving, or wrap the model with double_buffer=True"
             )
-        return source_of(name, held.master, held.value.dtype)
+        return source_of(name, published(held.master, held.value.dtype), held.value.dtype)
 
     def _model_shards(self, shard_bytes: int) -> list[list[Source]]:
         """This machine's part of the model's own files."""
@@ -290,13 +290,17 @@ def _outside(tensor: torch.Tensor) -> Held:
     return Held(tensor, kind, tensor.detach().clone(), None)
 
 
-def _master(held: Held) -> torch.Tensor:
+def _master(name: str, held: Held) -> Source:
+    """Whole, in the master's dtype, also if it is in halves, which are then joined part by part."""
     assert held.master is not None
-    return held.master
+    master = held.master
+    if not is_split(master):
+        return source_of(name, master)
+    return Source(name, master.dtype, tuple(master.shape), master.joined, master.read)
 
 
-def _value(held: Held) -> torch.Tensor:
-    return held.value
+def _value(name: str, held: Held) -> Source:
+    return source_of(name, held.value)
 
 
 def _class_name(value: object) -> str:
@@ -304,7 +308,7 @@ def _class_name(value: object) -> str:
 
 
 def _renamed(name: str, source: Source) -> Source:
-    return Source(name, source.dtype, source.shape, source.read)
+    return replace(source, name=name)
 
 
 def _converted(

@@ -49,12 +49,16 @@ _SAMPLED = 256
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor to write. `read`: returns it, of this shape, in any dtype; called when its turn has come."""
+    """A tensor to write. `read`: returns it, of this shape, in any dtype; called when its turn has come.
+
+    `read_part`: if there is one, returns the elements [start, stop) alone, flat, of `dtype`.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
+    read_part: Callable[[int, int], torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -63,12 +67,20 @@ class Source:
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Its bytes in order, as 1-dim uint8 tensors that are valid until the next one."""
+        if self.read_part is not None:
+            yield from self._parts(self.read_part)
+            return
         flat = self.read().detach().reshape(-1)
         if flat.dtype != self.dtype:
             flat = flat.resolve_conj()
         count = max(STRIDE_BYTES // self.dtype.itemsize, 1)
         for start in range(0, flat.numel(), count):
             yield flat[start : start + count].to(self.dtype).contiguous().view(torch.uint8)
+
+    def _parts(self, read: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        size, count = math.prod(self.shape), max(STRIDE_BYTES // self.dtype.itemsize, 1)
+        for start in range(0, size, count):
+            yield read(start, min(start + count, size)).contiguous().view(torch.uint8)
 
 
 def source_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Source:
@@ -118,6 +130,18 @@ class Stored:
         found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(found)
         return found
+
+    def parts(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """The places of its parts, as numbers of elements, and their values, flat, in this dtype.
+
+        Raises `CheckpointError` if the file cannot be read.
+        """
+        size, count = math.prod(self.shape), max(STRIDE_BYTES // self.dtype.itemsize, 1)
+        with _opened(self.path) as file:
+            for start in range(0, size, count):
+                part = torch.empty(min(count, size - start), dtype=self.dtype, device="cpu")
+                _fill(file.fileno(), part, self.offset + start * self.dtype.itemsize, self.path)
+                yield start, part.to(dtype)
 
     def read_into(self, target: torch.Tensor, *, only_changes: bool = False) -> None:
         """Read it into a tensor of its shape, in strides; cast if the dtypes differ.

@@ -160,6 +160,11 @@ _VALUES = (
     ("--dtype", _DTYPES, "numbers of the model (bfloat16 on GPUs, float32 on CPU devices)"),
     ("--optim-dtype", _DTYPES, f"numbers of the optimizer ({options.Given.optim_dtype})"),
     (
+        "--master",
+        "|".join(options.MASTERS),
+        f"split: bf16 weights are halves of their fp32 masters, 2 bytes a parameter less ({options.Given.master})",
+    ),
+    (
         "--optimizer-state",
         "|".join(options.OPTIMIZER_STATES),
         f"how the optimizer's moments are kept; bf16 and 8bit are rounded ({options.Given.optimizer_state})",
@@ -234,6 +239,11 @@ _PLAN_VALUES = (
         "--optimizer-state",
         "|".join(options.OPTIMIZER_STATES),
         f"how the optimizer's moments are kept ({options.Given.optimizer_state})",
+    ),
+    (
+        "--master",
+        "|".join(options.MASTERS),
+        f"split: bf16 weights are halves of their masters; steps are synchronous ({options.Given.master})",
     ),
     ("--utilisation", "PART", "of the GPU's TFLOP/s that layers reach (0.5; adapters 0.38)"),
 )

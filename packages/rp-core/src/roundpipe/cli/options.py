@@ -20,6 +20,7 @@ MOST_MICROBATCHES = 2**14
 
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIMIZER_STATES = ("fp32", "bf16", "8bit")
+MASTERS = ("whole", "split")
 PACKINGS = (*FORMATS, STORED)
 # Options that the built-in job does not have.
 NEED_A_MODEL = frozenset(
@@ -70,6 +71,7 @@ class Given(argparse.Namespace):
     lr: str = "2e-3"
     dtype: str | None = None
     optim_dtype: str = "float32"
+    master: str = "whole"
     sync: bool = True
     seed: str = "0"
     devices: str | None = None
@@ -137,6 +139,7 @@ class Options:
     profile: Path | None
     overwrite: bool = False
     optimizer_state: str = "fp32"
+    master: str = "whole"
 
     @property
     def batch_tokens(self) -> int:
@@ -170,6 +173,7 @@ def read_options(given: Given) -> Options:
         profile=None if given.profile is None else utf8_path("--profile", given.profile),
         overwrite=given.overwrite,
         optimizer_state=optimizer_state(given.optimizer_state),
+        master=master(given),
     )
     _check_batch(options)
     return options
@@ -236,6 +240,15 @@ def optimizer_state(text: str) -> str:
     if text not in OPTIMIZER_STATES:
         raise Refused(f"--optimizer-state must be one of {', '.join(OPTIMIZER_STATES)}, but is {text!r}")
     return text
+
+
+def master(given: Given) -> str:
+    """How masters are kept."""
+    if given.master not in MASTERS:
+        raise Refused(f"--master must be one of {', '.join(MASTERS)}, but is {given.master!r}")
+    if given.master == "split" and given.optim_dtype != "float32":
+        raise Refused(f"--master split keeps fp32 masters in halves, but --optim-dtype is {given.optim_dtype}")
+    return given.master
 
 
 def packing(given: Given) -> str | None:

@@ -30,7 +30,7 @@ from roundpipe.planning.planner import Planner
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.model_state import PinMode
+from roundpipe.state.model_state import MasterKind, PinMode
 from roundpipe.telemetry.tracing import in_call
 
 
@@ -46,10 +46,11 @@ class Engine:
         optim_dtype: torch.dtype | None,
         compile_options: CompileOptions | None = None,
         double_buffer: bool | None = False,
+        master: MasterKind = "whole",
     ) -> None:
         self._name = name
         self._runtime = runtime
-        self.host = HostParameters(name, modules, runtime, pin, optim_dtype, double_buffer, self)
+        self.host = HostParameters(name, modules, runtime, pin, optim_dtype, double_buffer, self, master)
         state, foresight = self.host.state, self.host.foresight
         self._planner = Planner(name, state, runtime, partial(foresight.has_room_for_pairs, state))
         self._boundaries = Boundaries(self.host.state.layers)

@@ -28,6 +28,7 @@ class MemoryForecast:
         passing_bytes: needed only meanwhile, on top of `whole`.
         others_bytes: what the runtime's other models will still allocate.
         limit: the memory that there is.
+        adam_bytes: what Adam's state would take; None: two numbers for each master.
         assumed: what is assumed of the optimizer's state, such as "Adam's"; empty if its size is known.
 
     >>> limit = HostLimit("the machine", total_bytes=64 << 30, free_bytes=60 << 30)
@@ -47,6 +48,7 @@ class MemoryForecast:
     passing_bytes: int = 0
     others_bytes: int = 0
     assumed: str = ""
+    adam_bytes: int | None = None
 
     @property
     def to_come(self) -> HostBytes:
@@ -123,10 +125,11 @@ class MemoryForecast:
                 f"{readable_bytes(trained)}; frozen parameters have none. For inference call requires_grad_(False)"
             )
         if whole.optimizer_state:
-            if whole.optimizer_state >= whole.masters:
+            if whole.optimizer_state >= whole.gradients:
                 yield 'state="bf16" or "8bit" of roundpipe.optim: a half or a little over a quarter of fp32 state'
             yield "an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none"
         if whole.masters > whole.gradients:
+            yield 'master="split": masters of half the size, exact, for bf16 weights and roundpipe.optim'
             yield "optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost"
         if whole.second_blocks:
             yield f"double_buffer=False: {readable_bytes(whole.second_blocks)} less"
@@ -144,9 +147,8 @@ def likely(certain: MemoryForecast) -> MemoryForecast:
     """
     if not certain.whole.masters:
         return certain
-    return replace(
-        certain, whole=replace(certain.whole, optimizer_state=2 * certain.whole.masters), assumed="Adam's"
-    )
+    state = 2 * certain.whole.masters if certain.adam_bytes is None else certain.adam_bytes
+    return replace(certain, whole=replace(certain.whole, optimizer_state=state), assumed="Adam's")
 
 
 _SWAP = "ROUNDPIPE_HOST_MEMORY=64GB, or Runtime(host_memory_bytes=...), if more may be used than the system tells"

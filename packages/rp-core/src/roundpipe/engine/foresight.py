@@ -15,12 +15,22 @@ from rp_transfer import Group, MappedFiles, give_back_freed
 from torch.optim import Optimizer
 
 from roundpipe.engine.forecast import MemoryForecast, likely
-from roundpipe.engine.host_bytes import HostBytes, added, given_to, gradient_bytes, held_by, needed_by
+from roundpipe.engine.host_bytes import (
+    HostBytes,
+    adam_bytes,
+    added,
+    given_to,
+    gradient_bytes,
+    held_by,
+    needed_by,
+)
 from roundpipe.engine.memory_report import state_bytes_now
 from roundpipe.errors import HostMemoryWarning
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
-from roundpipe.state.model_state import Block, ModelState, PinMode, moves
+from roundpipe.state.halves import can_split
+from roundpipe.state.master import is_split, master_bytes
+from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode, moves
 from roundpipe.state.shards import Shards
 
 # Share of the host's memory up to which weights get second blocks by default.
@@ -50,6 +60,7 @@ class Foresight:
         optim_dtype: torch.dtype | None,
         double_buffer: bool | None,
         in_training_mode: bool,
+        master: MasterKind = "whole",
     ) -> None:
         """Check a model that is about to move into its blocks.
 
@@ -57,13 +68,15 @@ class Foresight:
         Adam's state is likely. A model in training mode is likely to be trained.
         """
         # Second blocks that nobody has asked for are left out where they do not fit.
+        shards = self._shards(groups)
         whole = needed_by(
-            groups, pin, optim_dtype, second_blocks=double_buffer is True, shards=self._shards(groups)
+            groups, pin, optim_dtype, second_blocks=double_buffer is True, shards=shards, master=master
         )
         final, peak = _growth([found for found in groups if moves(found, pin)])
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
         held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
-        trained = self._forecast("to train", whole, held, ())
+        adam = adam_bytes(groups, optim_dtype, shards)
+        trained = replace(self._forecast("to train", whole, held, ()), adam_bytes=adam)
         resting = replace(
             trained, purpose="for its weights", whole=HostBytes(weights=whole.weights, buffers=whole.buffers)
         )
@@ -96,7 +109,8 @@ class Foresight:
         certain = self._forecast("to train", _needed_by(states), held_by(states), states)
         self._check(certain, states, tells_likely=True)
         for state in states:
-            if state.double_buffer is None:
+            # Masters in halves get second blocks when asynchronous steps need them.
+            if state.double_buffer is None and not state.trains_halves():
                 state.double_buffer = self._has_room_for_second(state, states)
 
     def _has_room_for_second(self, state: ModelState, states: Sequence[ModelState]) -> bool:
@@ -143,12 +157,19 @@ class Foresight:
             return
         # Another runtime's step may be on this thread, while this one's launcher makes masters.
         masters = {master for state in states for master in list(state.masters.values())}
-        own = sum(one.nbytes for one in parameters if one in masters and not one.is_meta)
+        here = [one for one in parameters if one in masters and not one.is_meta]
+        own = sum(one.nbytes for one in here)
         if not own:
             return
         copies = 0 if isinstance(optimizer, HostOptimizer) else own
+        # They make masters whole, too.
+        growth = own - sum(map(master_bytes, here)) if copies else 0
         held = held_by(states) + HostBytes(optimizer_state=state_bytes_now(optimizer))
-        whole = replace(held, optimizer_state=state_bytes(optimizer) or held.optimizer_state)
+        whole = replace(
+            held,
+            masters=held.masters + growth,
+            optimizer_state=state_bytes(optimizer) or held.optimizer_state,
+        )
         purpose = f"for the step of {type(optimizer).__name__}"
         self._check(replace(self._forecast(purpose, whole, held, states), passing_bytes=copies), states)
         self._checked[optimizer] = len(parameters)
@@ -206,6 +227,7 @@ class Foresight:
             held=held,
             limit=self._runtime.host_limit(),
             others_bytes=self._others_bytes(own),
+            adam_bytes=sum(adam_bytes(state.blocks, state.optim_dtype) for state in own) if own else None,
         )
 
     def _others_bytes(self, own: Sequence[ModelState]) -> int:
@@ -222,9 +244,23 @@ def _needed_by(states: Sequence[ModelState], additions: int = 1) -> HostBytes:
             state.optim_dtype,
             second_blocks=state.double_buffer is True,
             additions=additions,
+            master=state.master,
         )
+        + HostBytes(masters=_made_whole_bytes(state))
         for state in states
     )
+
+
+def _made_whole_bytes(state: ModelState) -> int:
+    """What masters that were to be in halves take more, because they were made whole."""
+    trained = {
+        tensor: value
+        for block in state.trainable
+        for tensor, value in zip(block.tensors, block.values, strict=True)
+        if state.master == "split" and can_split(value)
+    }
+    masters = [state.masters[tensor] for tensor in trained if tensor in state.masters]
+    return sum(master.nbytes // 2 for master in masters if not is_split(master))
 
 
 def _growth(moving: Sequence[Group]) -> tuple[int, int]:
@@ -249,7 +285,8 @@ def _is_complete(state: ModelState) -> bool:
     """Whether the model has all masters and second blocks that training takes."""
     has_masters = all(parameter in state.masters for parameter in state.trainable_tensors())
     has_second = all(block.back is not None for block in state.trainable if block.memory is not None)
-    return has_masters and state.double_buffer is not None and (has_second or not state.double_buffer)
+    is_decided = state.double_buffer is not None or state.trains_halves()
+    return has_masters and is_decided and (has_second or not state.double_buffer)
 
 
 def _will_train(state: ModelState) -> bool:

@@ -84,6 +84,7 @@ class Joint:
         with telling(group, kind):
             for host in self._hosts:
                 host.get_ready(training=True)
+                host.decide_second_blocks(is_async=is_async)
             self._foresight.check_training(self._states())
         if group is not None:
             facts = [host.facts() for host in self._hosts]
@@ -232,10 +233,10 @@ class Joint:
         """
         self._runtime.carry_out(self._for_each(lambda host: host.replaced(parameters)))
 
-    def begin_restoring(self) -> tuple[Held, ...]:
+    def begin_restoring(self, *, is_behind: bool) -> tuple[Held, ...]:
         """Wait for all work; return the places that the caller loads a checkpoint into, see `restored`."""
         self.make_current()
-        self._runtime.carry_out(self._for_each(lambda host: host.begin_restoring()))
+        self._runtime.carry_out(self._for_each(lambda host: host.begin_restoring(is_behind=is_behind)))
         return tuple(held_by(self._states()))
 
     def refuse_until_restored(self) -> None:

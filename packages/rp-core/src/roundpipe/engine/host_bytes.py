@@ -10,7 +10,9 @@ import torch
 from rp_transfer import Group
 
 from roundpipe.state.gradient import sum_dtype
-from roundpipe.state.model_state import Block, ModelState, PinMode, moves
+from roundpipe.state.halves import can_split
+from roundpipe.state.master import master_bytes
+from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode, moves
 from roundpipe.state.shards import Shards
 
 _NAMES = {
@@ -74,7 +76,7 @@ def added(parts: Iterable[HostBytes]) -> HostBytes:
 def held_by(states: Sequence[ModelState]) -> HostBytes:
     """What these models hold now, without the optimizers' state and activations."""
     here = [master for state in states for master in list(state.masters.values()) if not master.is_meta]
-    masters = sum(master.nbytes for master in here)
+    masters = sum(map(master_bytes, here))
     return added(_held(block) for state in states for block in state.blocks) + HostBytes(masters=masters)
 
 
@@ -94,14 +96,40 @@ def needed_by(
     second_blocks: bool,
     additions: int = 1,
     shards: Shards | None = None,
+    master: MasterKind = "whole",
 ) -> HostBytes:
     """What a model will hold once it is trained, without the optimizer's state and activations.
 
     `blocks`: the model's, or the groups that they will be made from. `additions`: how many tasks add to each
     gradient between two steps. `shards`: which machine owns which parameter of groups, if there are several;
-    blocks know it.
+    blocks know it. `master`: whether bf16 weights are halves of their masters.
     """
-    return added(_needed(block, pin, optim_dtype, second_blocks, additions, shards) for block in blocks)
+    found = list(blocks)
+    needed = added(_needed(block, pin, second_blocks, additions, shards) for block in found)
+    return needed + HostBytes(masters=sum(_master_bytes(block, optim_dtype, shards, master) for block in found))
+
+
+def adam_bytes(
+    blocks: Iterable[Group | Block], optim_dtype: torch.dtype | None, shards: Shards | None = None
+) -> int:
+    """Bytes of Adam's state for a model: two numbers for each that is trained.
+
+    >>> adam_bytes([Group("trainable", (0,), (torch.zeros(8, dtype=torch.bfloat16),))], torch.float32)
+    64
+    """
+    return 2 * sum(_master_bytes(block, optim_dtype, shards, "whole") for block in blocks)
+
+
+def _master_bytes(
+    block: Group | Block, optim_dtype: torch.dtype | None, shards: Shards | None, master: MasterKind
+) -> int:
+    if block.kind != "trainable":
+        return 0
+    owned = _owned(block, shards)
+    return sum(
+        tensor.numel() * (2 if master == "split" and can_split(tensor) else (optim_dtype or tensor.dtype).itemsize)
+        for tensor in owned
+    )
 
 
 def gradient_bytes(block: Group | Block, additions: int) -> int:
@@ -149,7 +177,6 @@ def _beside_weights(block: Block) -> tuple[int, int]:
 def _needed(
     block: Group | Block,
     pin: PinMode,
-    optim_dtype: torch.dtype | None,
     second_blocks: bool,
     additions: int,
     shards: Shards | None,
@@ -164,5 +191,4 @@ def _needed(
         weights=nbytes,
         second_blocks=layout_bytes if is_moved and second_blocks else 0,
         gradients=gradient_bytes(block, additions) + _total_bytes(block, additions, shards),
-        masters=sum(tensor.numel() * (optim_dtype or tensor.dtype).itemsize for tensor in _owned(block, shards)),
     )

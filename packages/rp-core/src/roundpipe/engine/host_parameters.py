@@ -20,7 +20,7 @@ from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.grad_attribute import Exposure
-from roundpipe.state.model_state import Block, ModelState, PinMode
+from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode
 from roundpipe.state.ownership import Claim
 from roundpipe.state.shards import Shards
 from roundpipe.telemetry.tracing import Tracer
@@ -71,6 +71,7 @@ class HostParameters:
         optim_dtype: torch.dtype | None,
         double_buffer: bool | None = False,
         observer: Observer | None = None,
+        master: MasterKind = "whole",
     ) -> None:
         self.name = name
         self.predicted_bytes: int | None = None
@@ -87,9 +88,15 @@ class HostParameters:
             pin=pin,
             optim_dtype=optim_dtype,
             double_buffer=double_buffer,
+            master=master,
             in_training_mode=any(module.training for module in modules()),
         )
         group = runtime.group
+        if group is not None and master == "split":
+            raise AloneOnly(
+                f'master="split" is for one machine, but there are {group.size}: each has whole masters of its '
+                "own share, and weights come from the others; leave it out"
+            )
         shards = None if group is None else Shards(group.rank, group.size)
         # Names may be the same: those of models that are wrapped in a loop are.
         self._number = 0 if group is None else group.new_model()
@@ -97,7 +104,15 @@ class HostParameters:
         self._written = 0
         with telling(group, self._wrapping):
             self.state = ModelState(
-                runtime.backend, modules(), pin, optim_dtype, double_buffer, check_wrapping, shards
+                runtime.backend,
+                modules(),
+                pin,
+                optim_dtype,
+                double_buffer,
+                check_wrapping,
+                shards,
+                master,
+                name,
             )
         if group is not None:
             group.calls.same(self._wrapping, fingerprint(self.state, pin))
@@ -161,6 +176,26 @@ class HostParameters:
         self._additions.clear()
         return self._updates.prepare(take, is_async=is_async)
 
+    def decide_second_blocks(self, *, is_async: bool) -> None:
+        """With masters in halves, an asynchronous step needs second blocks; a synchronous one does without.
+
+        Raises `ValueError` if it cannot have them.
+        """
+        if not is_async or not self.state.trains_halves():
+            return
+        if self.state.double_buffer is False or any(block.memory is None for block in self.state.trainable):
+            raise ValueError(
+                f'an asynchronous step of model {self.name!r} needs second weight blocks with master="split", '
+                "since calls still read the weights that it would overwrite, but "
+                + (
+                    "double_buffer is False"
+                    if self.state.double_buffer is False
+                    else f"pin_model is {self.state.pin!r}, which has none"
+                )
+                + '; take synchronous steps (is_async=False), change that setting, or wrap with master="whole"'
+            )
+        self.state.double_buffer = True
+
     def prepare_capture(self, take: Take) -> Capture:
         """Take a reader's turn of all blocks, after taking over what was written outside."""
         self.raise_late_errors()
@@ -217,6 +252,7 @@ class HostParameters:
         self._settle()
         self._late_errors()
         self._drop_gradients()
+        self._refuse_torn()
         self._forget_failed_step()
 
     def make_current(self) -> None:
@@ -232,7 +268,7 @@ class HostParameters:
         """Update the masters from weights that the caller has written."""
         self._refresh()
         self._forget_failed_step()
-        self.state.mixed = None
+        self.state.mixed = self.state.torn = None
 
     def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Give replaced parameters the masters of the old ones; call it before `take_over`.
@@ -246,10 +282,17 @@ class HostParameters:
                 self.state.shards.replace(old, new)
         self._masters_from_weights(list(parameters.values()))
 
-    def begin_restoring(self) -> None:
-        """Make the masters that a checkpoint is loaded into."""
+    def begin_restoring(self, *, is_behind: bool) -> None:
+        """Make the masters that a checkpoint is loaded into. `is_behind`: see `Captured`.
+
+        Halves of masters whose result calls do not read yet go into second blocks, unless these are not wanted.
+        """
         self._refresh()
         self.state.make_masters()
+        if is_behind and self.state.may_be_behind():
+            self.state.double_buffer = True
+            self.state.make_backs()
+        self.state.place_halves(behind=is_behind)
 
     def refuse_until_restored(self) -> None:
         """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
@@ -261,8 +304,10 @@ class HostParameters:
         for block in self.state.trainable:
             block.complete = {}
         self.state.unpublished = is_behind and bool(self.state.trainable)
+        if not self.state.has_results_apart():
+            self.state.unpublished = False
         self.state.failed = None
-        self.state.mixed = None
+        self.state.mixed = self.state.torn = None
         self.state.version += 1
 
     def settle_weights(self) -> None:
@@ -324,7 +369,16 @@ class HostParameters:
                 self._observer.note_over(work)
         return [error for work in over if (error := work.outcome()) is not None] + self._updates.errors()
 
+    def _refuse_torn(self) -> None:
+        if self.state.torn is not None:
+            raise StepFailed(
+                f"a step of model {self.name!r} failed half-way ({self.state.torn}) while it updated weights in "
+                'place, as master="split" does without second blocks: some weights are of that step, others of '
+                "the one before; load a state, or start from a checkpoint"
+            )
+
     def _refuse_mixed(self) -> None:
+        self._refuse_torn()
         if self.state.mixed is not None:
             raise StepFailed(
                 f"the publication of a step of model {self.name!r} failed half-way ({self.state.mixed}): some "
@@ -397,10 +451,8 @@ class HostParameters:
         return self.state.changed()
 
     def _masters_from_weights(self, tensors: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for tensor in tensors:
-                if tensor in self.state.masters:
-                    self.state.masters[tensor].copy_(tensor)
+        for tensor in tensors:
+            self.state.set_master(tensor)
         if self._updates.gathering is not None:
             self._updates.gathering.take_over(tensors)
 

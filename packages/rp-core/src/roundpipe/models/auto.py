@@ -19,7 +19,7 @@ from roundpipe.models.side_outputs import refuse_hooked
 from roundpipe.runtime.runtime import Runtime, default_runtime
 
 # Arguments of `RoundPipe` that were already given to the parts.
-_PLACEHOLDERS = frozenset({"compile_layers", "double_buffer", "model_run_config", "pin_model"})
+_PLACEHOLDERS = frozenset({"compile_layers", "double_buffer", "master", "model_run_config", "pin_model"})
 
 
 class AutoRoundPipe(RoundPipeBase):

@@ -520,6 +520,25 @@ class RoundPipeBase(nn.Module):
             )
 
 
+def master_dtype(master: object, optim_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of masters of this kind: fp32 if they are in halves.
+
+    >>> master_dtype("split", None)
+    torch.float32
+
+    Raises `ValueError` for another kind, and for halves of another dtype.
+    """
+    if master not in ("whole", "split"):
+        raise ValueError(f"master must be 'whole' or 'split', but is {master!r} instead")
+    if master == "whole":
+        return optim_dtype
+    if optim_dtype not in (None, torch.float32):
+        raise ValueError(
+            f'master="split" keeps fp32 masters in two halves, but optim_dtype is {optim_dtype}; leave it out'
+        )
+    return torch.float32
+
+
 def wrappers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, RoundPipeBase]]:
     """The wrapped models in a module, itself included, by name: submodules, and models that run submodules."""
     entrance = entrance_of(module)

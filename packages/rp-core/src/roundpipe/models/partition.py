@@ -20,7 +20,7 @@ from roundpipe.models.part import Part
 from roundpipe.models.side_outputs import hooked
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.model_state import PinMode
+from roundpipe.state.model_state import MasterKind, PinMode
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -62,6 +62,7 @@ class Options(TypedDict):
     runtime: Runtime | None
     compile_layers: bool | Mapping[str, Any]
     double_buffer: bool | None
+    master: MasterKind
 
 
 class Splitter:

@@ -18,13 +18,13 @@ from roundpipe.engine.engine import Engine
 from roundpipe.engine.group import Joint
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
-from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.base import RoundPipeBase, master_dtype, wrappers
 from roundpipe.models.own_loss import call_loss, outputs_are_loss, with_loss
 from roundpipe.planning.call_log import CallTime
 from roundpipe.planning.footprint import rows_of
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
-from roundpipe.state.model_state import PinMode
+from roundpipe.state.model_state import MasterKind, PinMode
 
 
 class RoundPipe(RoundPipeBase):
@@ -34,6 +34,12 @@ class RoundPipe(RoundPipeBase):
         model: an ``nn.Sequential``, each child a layer, or any other module, which is then one layer. On the CPU.
         optim_dtype: dtype of the master weights; default: each parameter's own. With 16-bit weights use
             `torch.float32`: bf16 masters take half the memory, but lose updates below 1/256 of a weight.
+        master: ``"whole"``, or ``"split"``: a bf16 weight is the upper half of its fp32 master, beside which 16
+            bits of remainder are kept, so `optim_dtype` is fp32. The optimizers of `roundpipe.optim` then take 14
+            bytes a parameter with synchronous steps and 16 with asynchronous ones, with the masters' numbers of
+            ``"whole"``; weights are the masters rounded to nearest, ties away from zero. A synchronous step
+            updates the weights in place: if it fails, they are torn, and a state must be loaded, unless
+            `double_buffer` is True. Other weights keep whole masters, as do all with torch's own optimizers.
         name: shown in errors; default: the ``file:line`` of the call.
         model_run_config: settings for all calls, which each call's `run_config` may override.
         pin_model: ``"alloc"`` moves the weights into pinned blocks, ``"register"`` pins them where they are,
@@ -45,7 +51,8 @@ class RoundPipe(RoundPipeBase):
             takes longer to compile than an empty dict.
         double_buffer: keep a second copy of the weights, if `pin_model` is ``"alloc"``. Steps then write their
             result while calls still read the old weights, so small batches are faster. Default: if the copy takes
-            no more than a sixteenth of the host's memory, and all fits. Tensors that share memory with a
+            no more than a sixteenth of the host's memory, and all fits; with masters in halves, from the first
+            asynchronous step on. Tensors that share memory with a
             parameter, such as those of a `state_dict()`, are then valid until the next step only: clone them to
             keep the values, get them again to read current ones.
 
@@ -79,15 +86,23 @@ class RoundPipe(RoundPipeBase):
         runtime: Runtime | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         double_buffer: bool | None = None,
+        master: MasterKind = "whole",
     ) -> None:
-        super().__init__(model, name, optim_dtype)
+        super().__init__(model, name, master_dtype(master, optim_dtype))
         _check_model(model, pin_model, runtime, double_buffer)
         options = options_of(compile_layers)
         self._own("_refused", {})
         self._own("model_run_config", given("model_run_config", model_run_config))
         self._own("runtime", runtime or default_runtime())
         engine = Engine(
-            self.name, partial(_row, model), self.runtime, pin_model, optim_dtype, options, double_buffer
+            self.name,
+            partial(_row, model),
+            self.runtime,
+            pin_model,
+            self.optim_dtype,
+            options,
+            double_buffer,
+            master,
         )
         self._own("_engine", engine)
         self._own("_joint", Joint(self.name, [engine.host], self.runtime))

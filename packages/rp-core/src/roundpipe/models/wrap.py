@@ -14,12 +14,12 @@ from roundpipe.device.lazy_hooks import register_lazy_hooks
 from roundpipe.engine.foresight import Foresight
 from roundpipe.models.adapters import PER_CALL, base_of
 from roundpipe.models.auto import AutoRoundPipe
-from roundpipe.models.base import caller, wrappers
+from roundpipe.models.base import caller, master_dtype, wrappers
 from roundpipe.models.partition import Options, Rules, Splitter, config_for, flat_row, module_bytes
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
-from roundpipe.state.model_state import PinMode
+from roundpipe.state.model_state import MasterKind, PinMode
 
 
 def wrap_model_to_roundpipe(
@@ -38,6 +38,7 @@ def wrap_model_to_roundpipe(
     runtime: Runtime | None = None,
     compile_layers: bool | Mapping[str, Any] = False,
     double_buffer: bool | None = None,
+    master: MasterKind = "whole",
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model; a Hugging Face model with a preset becomes a sequence of layers that share its parameters.
 
@@ -49,7 +50,8 @@ def wrap_model_to_roundpipe(
             the number of devices + 1.
         skip_modules: submodules that are left on the host.
         override_config: settings by submodule, over `model_run_config`.
-        model_run_config, name, optim_dtype, pin_model, runtime, compile_layers, double_buffer: for `RoundPipe`.
+        model_run_config, name, optim_dtype, pin_model, runtime, compile_layers, double_buffer, master: for
+            `RoundPipe`. Parameters outside all wrapped submodules keep whole masters.
         example_inputs: arguments of the model's forward to observe it with, for models that are not observed with
             a few tokens, such as vision-language models.
 
@@ -73,7 +75,8 @@ def wrap_model_to_roundpipe(
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
     name = caller() if name is None else name
     options = Options(
-        optim_dtype=optim_dtype,
+        optim_dtype=master_dtype(master, optim_dtype),
+        master=master,
         pin_model=pin_model,
         runtime=runtime,
         compile_layers=compile_layers,
@@ -136,6 +139,7 @@ def _check_memory(parts: Sequence[nn.Module], name: str, options: Options) -> No
         pin=options["pin_model"],
         optim_dtype=options["optim_dtype"],
         double_buffer=options["double_buffer"],
+        master=options["master"],
         in_training_mode=any(part.training for part in parts),
     )
 

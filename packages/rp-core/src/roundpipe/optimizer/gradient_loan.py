@@ -15,7 +15,7 @@ from rp_transfer import Ticket
 from roundpipe.optimizer.gathering import Gathering
 from roundpipe.optimizer.reduction import Incomplete, ReducedBlock
 from roundpipe.state.gradient import Gradient
-from roundpipe.state.master import reading
+from roundpipe.state.master import is_split, reading
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
@@ -26,7 +26,8 @@ class Loan:
     `ticket`: the turn on the gradients, entered when the step first reads one of them. A failed step leaves the
     weights that devices read unchanged, since they are published only after the step function has returned.
     `reduced`: the gradients' sum over machines, if there are several, `share`: asks the others, and `gathering`:
-    sends them results.
+    sends them results. `weights`: the turn to publish the result in, if the step does that at its end. Masters in
+    halves without a second block are updated in place in this turn, so a failed step leaves torn weights.
     """
 
     def __init__(
@@ -39,7 +40,10 @@ class Loan:
         reduced: ReducedBlock | None = None,
         share: Share | None = None,
         gathering: Gathering | None = None,
+        weights: Ticket | None = None,
     ) -> None:
+        self._weights = weights
+        self._writes_in_place = False
         self._reduced = reduced
         self._gathering = gathering
         self._share = share
@@ -55,6 +59,10 @@ class Loan:
         self._versions: list[int] = []
         # How long the step waited for these gradients.
         self.waited_s = 0.0
+
+    def of(self, state: ModelState) -> bool:
+        """Whether the block is this model's."""
+        return self._state is state
 
     def masters(self) -> list[torch.nn.Parameter]:
         """The master weights of the block's parameters, in the block's order."""
@@ -112,7 +120,7 @@ class Loan:
                 self._ticket.enter()
             else:
                 self._reduced.wait()
-        self.waited_s = time.perf_counter() - begun
+        self.waited_s += time.perf_counter() - begun
         self._arrived = True
         if held := self.gradient.blocks():
             written = held if self.block.back is None else [*held, self.block.back]
@@ -143,9 +151,28 @@ class Loan:
             raise Incomplete(broken.error)
 
     def _destination(self, index: int) -> torch.Tensor | None:
+        if self.block.back is None:
+            return self._in_place(index) if is_split(self._lent[index]) else None
         # A parameter with other strides, such as channels-last, is written when it is published.
-        there = self.block.back is not None and self.block.back_values[index].is_contiguous()
+        there = self.block.back_values[index].is_contiguous()
         return self.block.back_values[index] if there else None
+
+    def _in_place(self, index: int) -> torch.Tensor:
+        """The weight that calls read, once all that were launched before the step have read it."""
+        if not self._writes_in_place:
+            assert self._weights is not None
+            begun = time.perf_counter()
+            name = f"wait for those who read the weights of {self.block}"
+            with self._tracer.on_host(OPTIMIZER, "wait", name, reason="readers"):
+                self._weights.enter()
+            self.waited_s += time.perf_counter() - begun
+            self._state.backend.host_touch(write=self.block.host_tensors(), what="updating weights in place")
+            self._writes_in_place = True
+        return self.block.values[index]
+
+    def is_torn(self) -> bool:
+        """Whether the step has begun to update weights in place."""
+        return self._writes_in_place and self.has_changed()
 
     def _note_complete(self, index: int) -> None:
         self.block.complete[index] = self._lent[index]._version

@@ -152,7 +152,15 @@ class Part:
         share = None if shared is None else shared.share
         return [
             Loan(
-                self.state, block, ticket, self._num_runs, tracer, self._reduced.get(block), share, self.gathering
+                self.state,
+                block,
+                ticket,
+                self._num_runs,
+                tracer,
+                self._reduced.get(block),
+                share,
+                self.gathering,
+                self.after.get(block),
             )
             for block, ticket in self._gradients.items()
         ]
@@ -242,6 +250,7 @@ def _update(
         return False
     except BaseException as error:
         _note_failed(parts, class_name(error))
+        _note_torn(parts, loans, error)
         if shared is not None:
             shared.tell(error)
         abandon(loans)
@@ -272,7 +281,21 @@ def _note_incomplete(
     changed = any(loan.has_changed() for loan in loans)
     if changed if shared is None else shared.has_changed(changed):
         _note_failed(parts, "a call failed while its step was under way")
+    _note_torn(parts, loans, incomplete)
     _note_reduced(parts, str(incomplete), shared)
+
+
+def _note_torn(parts: Sequence[Part], loans: Sequence[Loan], error: BaseException) -> None:
+    """Record of each model whether weights that calls read are of two steps now."""
+    for part in parts:
+        if any(loan.is_torn() for loan in loans if loan.of(part.state)):
+            part.state.torn = in_words(error)
+            add_note(
+                error,
+                f"RoundPipe: the step had begun to update weights of model {part.name!r} in place, as "
+                'master="split" does without second blocks, so they are torn: load a state, or start from a '
+                "checkpoint. With double_buffer=True a failed step leaves the weights whole",
+            )
 
 
 def _note_reduced(parts: Sequence[Part], words: str, shared: SharedStep | None) -> None:

@@ -73,6 +73,8 @@ class Pricing:
         # The first step may make second blocks.
         is_double = any(block.back is not None for block in self._state.trainable)
         host = replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share)
+        if self._state.trains_halves() and not is_double:
+            host = in_place(host)
         speeds = timer.speeds.of(self._devices)
         machinery = Machinery(self._memory_bytes, speeds, None if self._on_host else host)
         found = priced(limits, self._runtime.machine.rates(), machinery)
@@ -265,3 +267,13 @@ def _numbers(column: Sequence[float | None]) -> list[float]:
 
 def _part(nbytes: int | None, factor: float) -> int | None:
     return None if nbytes is None else int(nbytes * factor)
+
+
+def in_place(host: Host) -> Host:
+    """The same where steps write the weights that calls read, without a copy between them.
+
+    >>> in_place(Host()).step_bytes == Host().optimizer_bytes
+    True
+    """
+    copying = replace(host, double_buffer=False).step_bytes - host.optimizer_bytes
+    return replace(host, optimizer_bytes=max(host.optimizer_bytes - copying, 0.0))

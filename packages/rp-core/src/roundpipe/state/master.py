@@ -1,4 +1,4 @@
-"""`EngineMaster`: a model's master weight, which tells who looks for its gradient where there is none."""
+"""A model's master weights, whole and in halves, which tell who looks for a gradient where there is none."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import local
-from typing import cast
+from typing import TypeGuard, cast
 
-from rp_optim import Master
+import torch
+from rp_optim import Master, SplitMaster, write_weights
 from torch.utils.weak import WeakIdKeyDictionary
 
 from roundpipe.errors import AloneOnly, TrainingWarning
@@ -65,7 +66,7 @@ def note_optimizer(*, steps: bool) -> None:
     _HERE.is_optimizer = steps
 
 
-class EngineMaster(Master):
+class _FromEngine(Master):
     """A master whose gradients come from the engine.
 
     A `TrainingWarning` says, once a model, that its ``.grad`` is read where it is None, but a step would have one.
@@ -89,11 +90,57 @@ def _in_zero_grad() -> bool:
     return frame.f_code.co_name == "zero_grad"
 
 
+class EngineMaster(_FromEngine):
+    """A whole master: see `_FromEngine`."""
+
+
+class EngineSplitMaster(_FromEngine, SplitMaster):
+    """A master in halves, the upper of which is the weight; see `rp_optim.SplitMaster`."""
+
+    def note_whole(self, reader: str) -> None:
+        """See `SplitMaster.note_whole`."""
+        tell = cast("Callable[[str], None] | None", _WHOLE.get(self))  # pyright: ignore[reportUnknownMemberType]
+        if tell is not None:
+            tell(reader)
+
+
+# What is told when a master in halves is made whole, by master.
+_WHOLE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def watch_whole(master: EngineSplitMaster, tell: Callable[[str], None]) -> None:
+    """Call `tell` with the name of what makes this master whole."""
+    _WHOLE[master] = tell
+
+
+def is_split(master: torch.Tensor) -> TypeGuard[SplitMaster]:
+    """Whether a master is in halves now."""
+    return isinstance(master, SplitMaster) and master.is_split
+
+
+def master_bytes(master: torch.Tensor) -> int:
+    """Bytes that a master takes on the host beside the weight; none if another machine has it."""
+    if master.is_meta:
+        return 0
+    return master.halves[1].nbytes if is_split(master) else master.nbytes
+
+
+def published(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What publication makes of a master in weights of this dtype; the master if that is no more than a cast."""
+    if not isinstance(master, SplitMaster) or dtype != torch.bfloat16:
+        return master
+    if master.is_split:
+        return master.halves[0]
+    weight = torch.empty(master.shape, dtype=dtype, device="cpu")
+    write_weights([master], [weight])
+    return weight
+
+
 def refuse_reads(master: EngineMaster) -> None:
     """Only optimizers' steps may read its ``.grad``: other machines have others."""
     _DIVIDED[master] = True
 
 
-def watch_reads(master: EngineMaster, tell: Callable[[], bool]) -> None:
+def watch_reads(master: Master, tell: Callable[[], bool]) -> None:
     """Ask `tell` whenever ``.grad`` of `master` is missing, whether to say so."""
     _PENDING[master] = tell

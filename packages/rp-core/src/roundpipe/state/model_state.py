@@ -14,10 +14,19 @@ from rp_optim import write_weights
 from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_freed, group, inner_tensors, tensors_of
 
 from roundpipe.state.gradient import Gradient
-from roundpipe.state.master import EngineMaster, refuse_reads, watch_reads
+from roundpipe.state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
+from roundpipe.state.master import (
+    EngineMaster,
+    EngineSplitMaster,
+    is_split,
+    refuse_reads,
+    watch_reads,
+    watch_whole,
+)
 from roundpipe.state.shards import Segment, Shards
 
 PinMode = Literal["alloc", "register", "off"]
+MasterKind = Literal["whole", "split"]
 
 
 class Block:
@@ -114,6 +123,9 @@ class Block:
         written = self.host_tensors() if self.back is None else (self.back,)
         backend.host_touch(write=written, what="publishing weights")
         write_weights([masters[i] for i in stale], [targets[i] for i in stale])
+        for i in stale:
+            if is_split(master := masters[i]):
+                master.move_to(targets[i])
         if self.back is not None:
             self.complete.update((i, masters[i]._version) for i in stale)
 
@@ -338,7 +350,9 @@ class ModelState:
     the next, until a state is loaded: publishing them failed, as where a machine was lost. `shards`: which machine
     owns which parameter; None for one machine. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
-    whether trained weights have second blocks; None until that is decided.
+    whether trained weights have second blocks; None until that is decided. `master`: whether bf16 weights are the
+    upper halves of their masters. `torn`: why some weights are of one step and some of the next, until a state is
+    loaded: the step that wrote them in place has failed.
     """
 
     def __init__(
@@ -350,7 +364,14 @@ class ModelState:
         double_buffer: bool | None = False,
         foresee: Foresee = lambda _: None,
         shards: Shards | None = None,
+        master: MasterKind = "whole",
+        name: str = "unnamed",
     ) -> None:
+        self.master: MasterKind = master
+        self._name = name
+        self._tell_whole = TellsWhole(name)
+        self._is_told_whole = False
+        self.torn: str | None = None
         self.shards = shards
         # On several machines: a number that tells the trained parameters and their owners from others.
         self.digest = 0
@@ -428,10 +449,24 @@ class ModelState:
             if index in block.gradient.written
         }
         self.build(foresee)
+        self._move_halves()
         for block in self.trainable:
             for index, tensor in enumerate(block.tensors):
                 if block.gradient is not None and tensor in held:
                     block.gradient.put(index, held[tensor])
+
+    def _move_halves(self) -> None:
+        """Move upper halves from the blocks before into those of now; where there is none, to their own memory."""
+        places = {
+            tensor: value
+            for block in self.trainable
+            for tensor, value in zip(block.tensors, block.values, strict=True)
+        }
+        for tensor, master in self.masters.items():
+            if is_split(master):
+                upper, value = master.halves[0], places.get(tensor)
+                is_same = value is not None and can_split(value) and same_bits(upper, value)
+                master.move_to(value if is_same and value is not None else upper.clone())
 
     def trainable_tensors(self) -> list[torch.Tensor]:
         """All trainable parameters."""
@@ -490,22 +525,74 @@ class ModelState:
         for block in self.trainable:
             for parameter, value in zip(block.tensors, block.values, strict=True):
                 if parameter not in self.masters:
-                    dtype = self.optim_dtype or parameter.dtype
-                    is_here = self.shards is None or self.shards.owns(parameter)
-                    master = EngineMaster(
-                        value.to(dtype, copy=True).contiguous()
-                        if is_here
-                        else torch.empty(value.shape, dtype=dtype, device="meta")
-                    )
-                    if self.shards is not None:
-                        refuse_reads(master)
-                    watch_reads(master, self._reads)
-                    self.masters[parameter] = master
+                    self.masters[parameter] = self._master(parameter, value)
+        if self.master == "split" and not self._is_told_whole:
+            self._is_told_whole = True
+            tell_kept_whole(self._name, [value for block in self.trainable for value in block.values])
+
+    def _master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster | EngineSplitMaster:
+        if self.master == "split" and can_split(value):
+            master = EngineSplitMaster(value)
+            watch_whole(master, self._tell_whole)
+        else:
+            master = self._whole_master(parameter, value)
+        watch_reads(master, self._reads)
+        return master
+
+    def _whole_master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster:
+        dtype = self.optim_dtype or parameter.dtype
+        is_here = self.shards is None or self.shards.owns(parameter)
+        master = EngineMaster(
+            value.to(dtype, copy=True).contiguous()
+            if is_here
+            else torch.empty(value.shape, dtype=dtype, device="meta")
+        )
+        if self.shards is not None:
+            refuse_reads(master)
+        return master
+
+    def trains_halves(self) -> bool:
+        """Whether any trained parameter has, or will get, a master in halves."""
+        return self.master == "split" and any(
+            is_split(self.masters[tensor]) if tensor in self.masters else can_split(value)
+            for block in self.trainable
+            for tensor, value in zip(block.tensors, block.values, strict=True)
+        )
+
+    def may_be_behind(self) -> bool:
+        """Whether it may get the second blocks that masters in halves need where calls read older weights."""
+        has_memory = all(block.memory is not None for block in self.trainable)
+        return self.trains_halves() and self.double_buffer is not False and has_memory
+
+    def place_halves(self, *, behind: bool) -> None:
+        """Move upper halves, whose values do not count now, into the weights, or into those to be swapped in."""
+        for block in self.trainable:
+            values = block.back_values if behind and block.back is not None else block.values
+            for tensor, value in zip(block.tensors, values, strict=True):
+                master = self.masters.get(tensor)
+                if master is not None and is_split(master):
+                    master.move_to(value)
+
+    def has_results_apart(self) -> bool:
+        """Whether masters may have results that weights have not: in halves without second blocks they are one."""
+        return not self.trains_halves() or all(block.back is not None for block in self.trainable)
+
+    def set_master(self, parameter: torch.Tensor) -> None:
+        """Set a parameter's master, if it has one, to its weight."""
+        if (master := self.masters.get(parameter)) is None:
+            return
+        weight = parameter.detach()
+        if is_split(master) and can_split(weight):
+            master.start_from(weight)
+        else:
+            with torch.no_grad():
+                master.copy_(weight)
 
     @torch.inference_mode(False)
     def make_backs(self) -> None:
-        """Create missing second blocks for trainable blocks, if `double_buffer`, which must have been decided."""
-        assert self.double_buffer is not None
+        """Create missing second blocks for trainable blocks, if `double_buffer`."""
+        # Masters in halves need none before the first asynchronous step.
+        assert self.double_buffer is not None or self.master == "split"
         for block in self.trainable if self.double_buffer else ():
             if block.memory is not None and block.back is None:
                 block.make_back(self.backend)

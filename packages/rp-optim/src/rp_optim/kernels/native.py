@@ -27,6 +27,7 @@ from rp_optim.kernels.updates import (
 # Complex numbers are passed as pairs of real ones.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.complex64: 0}
 NATIVE_DTYPES = frozenset(_TYPES)
+_HALVES = 3
 
 _AMSGRAD, _MOMENTUM, _FIRST, _NESTEROV, _STREAM = 1, 2, 4, 8, 16
 _BF16_STATE, _8BIT_STATE = 1, 2
@@ -52,6 +53,7 @@ class _Job(ctypes.Structure):
         ("grad", _Array),
         ("more", _Array),
         ("weight", _Array),
+        ("rest", _pointer),
         ("state", _pointer * 3),
         ("factor", _double),
         ("l2", _double),
@@ -77,8 +79,10 @@ class _Job(ctypes.Structure):
     )
 
 
-def _array(tensor: torch.Tensor | None) -> _Array:
-    return _Array(None, 0) if tensor is None else _Array(tensor.data_ptr(), _TYPES[tensor.dtype])
+def _array(tensor: torch.Tensor | None, *, is_halved: bool = False) -> _Array:
+    if tensor is None:
+        return _Array(None, 0)
+    return _Array(tensor.data_ptr(), _HALVES if is_halved else _TYPES[tensor.dtype])
 
 
 def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | Move) -> dict[str, float]:
@@ -98,11 +102,13 @@ def _job(
     return _Job(
         count=count,
         threads=torch.get_num_threads(),
-        flags=flags | (_STREAM if count >= _STREAM_FROM else 0),
-        param=_array(spot.param),
-        grad=_array(spot.grad),
+        # Weights that are read, too, are in the cache.
+        flags=flags | (_STREAM if count >= _STREAM_FROM and spot.weight is not spot.param else 0),
+        param=_array(spot.param, is_halved=spot.is_halved),
+        grad=_array(spot.grad, is_halved=spot.is_halved and spot.grad is spot.param),
         more=_array(spot.more),
-        weight=_array(spot.weight),
+        weight=_array(spot.weight, is_halved=spot.writes_halves),
+        rest=None if spot.rest is None else spot.rest.data_ptr(),
         state=(_pointer * 3)(*pointers, *[None] * (3 - len(pointers))),
         factor=spot.factor,
         **(numbers or {}),

@@ -6,9 +6,11 @@ The fallback runs without a compiler, and for fp64. It works in pieces, so that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from rp_optim.kernels.halves import of_halves, to_halves
 from rp_optim.kernels.packed import (
     exact_sqrt,
     num_groups,
@@ -52,19 +54,43 @@ def _places(spot: Spot) -> Iterator[slice]:
 def _pieces(spot: Spot) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """For each piece: its slice, its parameter and its gradient times the factor, both as by `_wide`."""
     for place in _places(spot):
-        yield place, _wide(spot.param[place], spot.param), _gradient(spot, place).mul_(spot.factor)
+        yield place, _param(spot, place), _gradient(spot, place).mul_(spot.factor)
 
 
-def _gradient(spot: Spot, place: slice) -> torch.Tensor:
-    """A piece of a flat spot's gradient without the factor, as by `_wide`."""
+# A piece of a flat spot, or of one that is viewed as matrices.
+_Place = slice | tuple[slice, slice]
+
+
+def _param(spot: Spot, place: _Place) -> torch.Tensor:
+    """A piece of a spot's parameter, as by `_wide`."""
+    if spot.rest is not None and spot.is_halved:
+        return of_halves(spot.param[place], spot.rest[place])
+    return _wide(spot.param[place], spot.param)
+
+
+def _gradient(spot: Spot, place: _Place) -> torch.Tensor:
+    """A piece of a spot's gradient without the factor, as by `_wide`."""
+    if spot.is_halved and spot.grad is spot.param:
+        return _param(spot, place)
     wide = _wide(spot.grad[place], spot.param)
     return wide if spot.more is None else wide.add_(spot.more[place])
 
 
-def _write(spot: Spot, place: slice, value: torch.Tensor) -> None:
-    spot.param[place] = value
-    if spot.weight is not None:
+def _write(spot: Spot, place: _Place, value: torch.Tensor) -> None:
+    if not spot.is_halved:
+        spot.param[place] = value
+    _write_weight(spot, place, value)
+
+
+def _write_weight(spot: Spot, place: _Place, value: torch.Tensor) -> None:
+    if spot.weight is None:
+        return
+    if not spot.writes_halves:
         spot.weight[place] = value
+        return
+    spot.weight[place], rest = to_halves(value.float())
+    if spot.rest is not None:
+        spot.rest[place] = rest
 
 
 def _lerp(start: torch.Tensor, end: torch.Tensor, gain: float) -> torch.Tensor:
@@ -259,8 +285,11 @@ class TorchKernel:
     def to_weight(self, spots: Sequence[Spot]) -> None:
         """See `Kernel.to_weight`."""
         for spot in map(Spot.flat, spots):
-            if spot.weight is not None:
-                spot.weight.copy_(spot.param)
+            if not (spot.is_halved or spot.writes_halves):
+                _write_weight(spot, slice(None), spot.param)
+                continue
+            for place in _places(spot):
+                _write_weight(spot, place, _param(spot, place))
 
     def add_to_pair(self, spot: Spot) -> None:
         """See `Kernel.add_to_pair`."""
@@ -286,28 +315,25 @@ class TorchKernel:
         """See `Kernel.matrix_squares`."""
         rows = torch.empty(shape.batch, shape.rows, dtype=torch.float64, device="cpu")
         cols = torch.zeros(shape.batch, shape.cols, dtype=torch.float64, device="cpu")
-        spot = spot.flat()
+        spot = _as_matrices(spot, shape)
         for batches, place in _bands(shape):
-            squares = _band(spot, shape, batches, place).double().square()
+            squares = _gradient(spot, (batches, place)).double().square()
             rows[batches, place] = _sums(squares)
             cols[batches] += _sums(squares.transpose(-1, -2))
         return rows.view(-1), cols.view(-1)
 
     def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:
         """See `Kernel.matrix_norm`."""
-        spot = spot.flat()
+        spot = _as_matrices(spot, shape)
         bands = (_moves(spot, shape, factors, *band) for band in _bands(shape))
         return sum((_squares(moves.view(-1)) for moves in bands), 0.0)
 
     def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
         """See `Kernel.matrix_apply`."""
-        spot = spot.flat()
+        spot = _as_matrices(spot, shape)
         for band in _bands(shape):
-            place = _view(spot.param, shape)[band]
-            value = _wide(place, spot.param) * move.shrink - _moves(spot, shape, factors, *band) * move.rate
-            place.copy_(value)
-            if spot.weight is not None:
-                _view(spot.weight, shape)[band] = value
+            moves = _moves(spot, shape, factors, *band)
+            _write(spot, band, _param(spot, band) * move.shrink - moves * move.rate)
 
     def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
         """See `Kernel.vector_variance`."""
@@ -326,8 +352,24 @@ class TorchKernel:
             _write(spot, place, param * move.shrink - moves * move.rate)
 
 
-def _view(tensor: torch.Tensor, shape: Matrices) -> torch.Tensor:
-    return tensor.view(shape.batch, shape.rows, shape.cols)
+def _as_matrices(spot: Spot, shape: Matrices) -> Spot:
+    """The same tensors as views in three dimensions."""
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(shape.batch, shape.rows, shape.cols)
+
+    def view_if(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else view(tensor)
+
+    spot = spot.flat()
+    return replace(
+        spot,
+        param=view(spot.param),
+        grad=view(spot.grad),
+        weight=view_if(spot.weight),
+        more=view_if(spot.more),
+        rest=view_if(spot.rest),
+    )
 
 
 def _bands(shape: Matrices) -> Iterator[tuple[slice, slice]]:
@@ -339,14 +381,8 @@ def _bands(shape: Matrices) -> Iterator[tuple[slice, slice]]:
             yield slice(first, first + batches), slice(row, row + rows)
 
 
-def _band(spot: Spot, shape: Matrices, batches: slice, rows: slice) -> torch.Tensor:
-    """A band of a flat spot's gradient without the factor, as by `_wide`."""
-    wide = _wide(_view(spot.grad, shape)[batches, rows], spot.param)
-    return wide if spot.more is None else wide.add_(_view(spot.more, shape)[batches, rows])
-
-
 def _moves(spot: Spot, shape: Matrices, factors: Factors, batches: slice, rows: slice) -> torch.Tensor:
     row = factors.row.view(shape.batch, shape.rows, 1)[batches, rows]
     col = factors.col.view(shape.batch, 1, shape.cols)[batches]
-    grad = _band(spot, shape, batches, rows).mul_(spot.factor)
+    grad = _gradient(spot, (batches, rows)).mul_(spot.factor)
     return grad / (row * col).clamp(min=factors.least).sqrt()

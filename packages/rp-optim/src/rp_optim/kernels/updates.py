@@ -25,6 +25,10 @@ class Spot:
     The gradient is ``(grad + more) * factor``, added in fp32 (in fp64 for an fp64 `param`); without `more` just
     ``grad * factor``. The factor combines unscaling, clipping and the sign for maximizing. The result is written
     into `param` and, rounded to its dtype, into `weight`.
+
+    `rest`: a bf16 `param` is the upper half of fp32 numbers, and this the remainder (int16, see `kernels.halves`);
+    the result is then written into `weight`, which may be `param` itself, and `rest`. `rounds_away`: a bf16
+    `weight` is rounded as halves are.
     """
 
     param: torch.Tensor
@@ -32,6 +36,23 @@ class Spot:
     weight: torch.Tensor | None
     factor: float
     more: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
+    rounds_away: bool = False
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether `param` and `rest` are the halves of fp32 numbers."""
+        return self.rest is not None and self.param.dtype == torch.bfloat16
+
+    @property
+    def writes_halves(self) -> bool:
+        """Whether `weight` and, if there is one, `rest` take the halves of the result."""
+        halves = self.rest is not None or self.rounds_away
+        return halves and self.weight is not None and self.weight.dtype == torch.bfloat16
+
+    def of_param(self) -> Spot:
+        """For kernels that only read a gradient: the parameter in its place."""
+        return Spot(self.param, self.param, None, 1.0, rest=self.rest)
 
     @property
     def count(self) -> int:
@@ -42,10 +63,13 @@ class Spot:
         """The same tensors as `flat` views."""
         weight = None if self.weight is None else flat(self.weight)
         more = None if self.more is None else flat(self.more)
-        return Spot(flat(self.param), flat(self.grad), weight, self.factor, more)
+        rest = None if self.rest is None else flat(self.rest)
+        param = flat(self.param)
+        grad = param if self.grad is self.param else flat(self.grad)
+        return Spot(param, grad, weight, self.factor, more, rest, self.rounds_away)
 
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of all its tensors."""
+        """The dtypes of its tensors of numbers."""
         tensors = (self.param, self.grad, self.weight, self.more)
         return {tensor.dtype for tensor in tensors if tensor is not None}
 
@@ -188,7 +212,7 @@ class Move:
 class Kernel(Protocol):
     """Updates parameters in place, several in one call.
 
-    State tensors have the parameter's dtype, unless the update has a `Small`.
+    State tensors have the parameter's dtype, fp32 if that is in halves, unless the update has a `Small`.
 
     Sums are in fp64; the order of summation depends only on the size, not on the number of threads.
     """
@@ -219,7 +243,7 @@ class Kernel(Protocol):
         ...
 
     def to_weight(self, spots: Sequence[Spot]) -> None:
-        """Write each parameter into its weight, rounded; gradients are not read."""
+        """Write each parameter into its weight, rounded, or as halves; gradients are not read."""
         ...
 
     def add_to_pair(self, spot: Spot) -> None:

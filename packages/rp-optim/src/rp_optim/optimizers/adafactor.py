@@ -169,8 +169,7 @@ def _gain(group: Group, number: int) -> float:
 
 def _rate(group: Group, spot: Spot, number: int) -> float:
     """The step size for an update of root mean square 1: relative to the parameter's root mean square."""
-    weights = Spot(spot.param, spot.param, None, 1.0)
-    size = math.sqrt(kernel_for(spot).squares([weights])[0] / spot.param.numel())
+    size = math.sqrt(kernel_for(spot).squares([spot.of_param()])[0] / spot.param.numel())
     return max(float(group["eps"][1]), size) * min(float(group["lr"]), 1 / math.sqrt(number))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,11 +160,13 @@ class Muon(AdamSteps, torch.optim.Muon):
         if spot.count == 0:
             return
         update = torch.empty(taken.parameter.shape, dtype=self._ns_dtype or dtype_here(), device="cpu")
-        begun = Spot(spot.param, spot.grad, update, spot.factor, spot.more)
+        # Only the dtype of the parameter counts here: fp32 for one in halves, as that of its whole buffer.
+        like = found["momentum_buffer"] if spot.is_halved and small is None else spot.param
+        begun = Spot(like, spot.grad, update, spot.factor, spot.more)
         keep, nesterov = float(group["momentum"]), bool(group["nesterov"])
         kernel_for(begun).momentum(MomentumUpdate(begun, keep, nesterov, found["momentum_buffer"], small))
         iteration_of(group).orthogonalize_(update.view(-1, *update.shape[-2:]))
-        moved = Spot(spot.param, update, spot.weight, 1.0)
+        moved = replace(spot, grad=update, factor=1.0, more=None)
         kernel_for(moved).move(moved, _move(group, update.shape))
 
 

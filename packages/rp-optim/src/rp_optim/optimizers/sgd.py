@@ -69,9 +69,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
         first = is_missing(state, "momentum_buffer")
         if first and self._kind == "fp32":
             # The first step writes it before reading it, so it needs no zeros.
-            state["momentum_buffer"] = torch.empty_like(
-                parameter, memory_format=torch.contiguous_format, requires_grad=False
-            )
+            state["momentum_buffer"] = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
         found, small = self._kept_state(taken, step)
         return SGDUpdate(taken.spot, _numbers(group, first=first), found["momentum_buffer"], small)
 

@@ -80,6 +80,11 @@ def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     count = None if now.planned is None else now.planned.microbatches
     if 1 < now.case.machines <= options.batch // 2:
         yield _more_machines(now)
+    if options.master == "whole" and now.case.machines == 1:
+        workload = replace(now.case.workload, master="split")
+        change = _change("--master split", now, workload=workload, microbatches=count)
+        if change.then.fits:
+            yield change
     for kind in _SMALLER_KINDS if options.optimizer_state == "fp32" else ():
         workload = replace(now.case.workload, optimizer_state=kind)
         change = _change(f"--optimizer-state {kind}", now, workload=workload, microbatches=count)
@@ -159,4 +164,5 @@ def workload_of(options: PlanOptions) -> Workload:
         utilisation=options.utilisation,
         is_adapted=options.lora is not None,
         packing=packing_of(options.model, options.pack),
+        master=options.master,
     )

@@ -25,7 +25,7 @@ _BOUNDS: Mapping[Bound, str] = {
 }
 _KINDS = {"F": "forward", "FB": "both", "B": "backward"}
 _MOST_STAGES = 16
-_MOST_CHANGES = 4
+_MOST_CHANGES = 5
 # Kinds that are a smaller part of host memory are left out.
 _SMALL = 0.001
 
@@ -87,6 +87,7 @@ def _model(found: Foretold) -> dict[str, Any]:
         "layers": len(workload.observed.facts) - 2,
         "optimizer": workload.optimizer,
         "optimizer_state": workload.optimizer_state,
+        "master": workload.master,
         "expanded_bytes": workload.expanded_bytes,
     }
 
@@ -176,6 +177,7 @@ def _headings(found: Foretold) -> Iterator[str]:
     yield (
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
         f"{workload.optimizer}{_state(workload.optimizer_state)}, fp32 masters"
+        f"{' in halves' if workload.master == 'split' else ''}"
     )
     card = machine.card
     ram = "RAM not given" if machine.ram is None else f"RAM {_gb(machine.ram.total_bytes)}"
@@ -240,8 +242,9 @@ def _a_parameter(found: Foretold) -> str:
     least -= max(whole.gradients - whole.weights, 0)
     more = whole.total - whole.activations - least
     beside = f"; {_gb(more)} more where several tasks add to gradients" if more > _SMALL * least else ""
+    workload = found.case.workload
     return (
-        f"  full fine-tuning with whole masters needs {round(least / found.case.workload.parameters)} bytes a "
+        f"  full fine-tuning with {workload.master} masters needs {round(least / workload.parameters)} bytes a "
         f"parameter, {_gb(least)} and more before activations{beside}"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rp_sched import Course, Dealer, LayerCost, Limits, Resource, Search, Task, simulate, simulated_ms
@@ -14,6 +14,7 @@ from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.workload import Workload, size_of
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.planning.microbatches import counts_of, fastest
+from roundpipe.planning.pricing import in_place
 
 Bound = Resource | Literal["network"]
 # Calls that are simulated to see how much memory devices use.
@@ -137,11 +138,14 @@ def _lacking_bytes(case: Case, sequences: int) -> int:
 
 def _problem(case: Case, sequences: int) -> tuple[list[LayerCost], Limits]:
     workload, machine = case.workload, case.machine
+    is_double = workload.is_double(machine.ram, case.machines)
     limits = machine.limits(
         workload.working_bytes(sequences),
         optimizer_bytes=workload.step_bytes(case.machines),
-        double_buffer=machine.ram is not None and workload.is_double(machine.ram, case.machines),
+        double_buffer=is_double,
     )
+    if workload.master == "split" and not is_double:
+        limits = replace(limits, host=in_place(limits.host))
     return workload.costs(sequences, machine.card.tflops), limits
 
 

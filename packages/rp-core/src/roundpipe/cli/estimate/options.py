@@ -11,7 +11,7 @@ from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.cards import CARDS, Card, card_named
 from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
-from roundpipe.cli.options import MOST_MICROBATCHES, Given, optimizer_state, packing
+from roundpipe.cli.options import MOST_MICROBATCHES, Given, master, optimizer_state, packing
 from roundpipe.runtime.host_limit import parse_bytes
 
 THIS = "this"
@@ -49,6 +49,7 @@ class PlanOptions:
     utilisation: float | None
     json: bool = False
     network: Network = ONE_MACHINE
+    master: str = "whole"
 
 
 def read_plan_options(given: Given) -> PlanOptions:
@@ -82,7 +83,14 @@ def read_plan_options(given: Given) -> PlanOptions:
         utilisation=None if given.utilisation is None else _part("--utilisation", given.utilisation),
         json=given.json,
         network=_network(given, batch),
+        master=_master(given),
     )
+
+
+def _master(given: Given) -> str:
+    if given.master == "split" and given.machines != "1":
+        raise Refused("--master split is for one machine; with --machines leave it out")
+    return master(given)
 
 
 def _network(given: Given, batch: int) -> Network:

@@ -24,6 +24,7 @@ from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
 from roundpipe.packing.weight import packed_weights
 from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, gradient_itemsize
+from roundpipe.state.model_state import MasterKind
 from roundpipe.state.shards import Shards
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
@@ -34,8 +35,8 @@ COMPILED_SHARE = 0.85
 # Rows of logits that the loss has at once, and bytes of each: as computed, and as the kernel writes over them.
 LOSS_ROWS, LOGIT_BYTES = 2048, 2
 OPTIM_DTYPE = torch.float32
-# Gradient, master and moments read, master, moments and weight written.
-_STEP_BYTES, _STEP_STATE_TIMES = 12, 2
+# Gradient, master and moments read, master, moments and weight written. Of masters in halves one is the weight.
+_STEP_BYTES, _SPLIT_STEP_BYTES, _STEP_STATE_TIMES = 12, 10, 2
 _WEIGHT_BYTES = 2
 # Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
 # AMX (two reach 0.5e12 to 0.8e12, docs/performance.md), beside 165 GB/s.
@@ -47,7 +48,8 @@ class Workload:
     """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate.
 
     `expanded_bytes`: of the packed weights of one layer, expanded; the most of any.
-    `hidden`: the trained weights that Muon would orthogonalize.
+    `hidden`: the trained weights that Muon would orthogonalize. `is_sync`: of the steps, which counts for masters
+    in halves: these have second blocks of weights beside asynchronous ones alone.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Workload:
     optimizer_state: str = "fp32"
     expanded_bytes: int = 0
     hidden: frozenset[torch.Tensor] = frozenset()
+    master: MasterKind = "whole"
+    is_sync: bool = True
 
     @classmethod
     def of(
@@ -72,6 +76,8 @@ class Workload:
         is_adapted: bool = False,
         optimizer_state: str = "fp32",
         packing: Packing | None = None,
+        master: str = "whole",
+        is_sync: bool = True,
     ) -> Workload:
         """Of a model on the meta device, whose frozen weights are packed here."""
         observed = observe(model, sequence)
@@ -89,6 +95,8 @@ class Workload:
             optimizer_state,
             max(map(_expanded_bytes, observed.modules)),
             _hidden(model),
+            "split" if master == "split" else "whole",
+            is_sync,
         )
 
     @cached_property
@@ -153,7 +161,8 @@ class Workload:
         nbytes = sum(found.layout.nbytes for found in self._trainable)
         # In 8 bits a step moves less, but packing takes as long as that saves on some tens of cores.
         state = self._state_bytes("fp32") if self.optimizer_state == "8bit" else self.optimizer_bytes
-        moved = _STEP_BYTES * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
+        own = _SPLIT_STEP_BYTES if self.master == "split" else _STEP_BYTES
+        moved = own * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
         return moved * _WEIGHT_BYTES / nbytes if nbytes else 0.0
 
     @cached_property
@@ -216,14 +225,18 @@ class Workload:
         inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
         activations = microbatches * held_at_once(tasks, inputs)
         limit = machine.ram or HostLimit("the machine", 2**63, 2**63)
-        is_double = machine.ram is not None and self.is_double(machine.ram, machines)
+        is_double = self.is_double(machine.ram, machines)
         shards = self.shards(machines)
         return self._forecast(
             limit, activations, second_blocks=is_double, additions=max(additions, 1), shards=shards
         )
 
-    def is_double(self, ram: HostLimit, machines: int = 1) -> bool:
+    def is_double(self, ram: HostLimit | None, machines: int = 1) -> bool:
         """Whether weights get second blocks by default, as the engine decides it."""
+        if self.master == "split":
+            return not self.is_sync
+        if ram is None:
+            return False
         nbytes = sum(found.layout.nbytes for found in self._trainable)
         is_little = nbytes <= ram.total_bytes * SECOND_BLOCKS_SHARE
         shards = self.shards(machines)
@@ -233,7 +246,13 @@ class Workload:
         self, limit: HostLimit, activations: int, *, second_blocks: bool, additions: int, shards: Shards | None
     ) -> MemoryForecast:
         blocks = needed_by(
-            self.groups, "alloc", OPTIM_DTYPE, second_blocks=second_blocks, additions=additions, shards=shards
+            self.groups,
+            "alloc",
+            OPTIM_DTYPE,
+            second_blocks=second_blocks,
+            additions=additions,
+            shards=shards,
+            master=self.master,
         )
         state = self._state_bytes(self.optimizer_state, shards)
         more = HostBytes(optimizer_state=state, activations=activations)

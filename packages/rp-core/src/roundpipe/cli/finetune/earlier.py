@@ -19,6 +19,7 @@ FREE = frozenset(
         "devices",
         "eval_data",
         "keep",
+        "master",
         "model",
         "num_microbatch",
         "output",

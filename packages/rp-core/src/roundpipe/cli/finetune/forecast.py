@@ -39,6 +39,8 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         sequence=options.sequence,
         optimizer=options.optimizer,
         optimizer_state=options.optimizer_state,
+        master=options.master,
+        is_sync=options.sync,
         is_adapted=options.lora is not None,
         packing=packing_of(config_file(options), options.pack),
     )
@@ -81,7 +83,7 @@ def summary(found: Foretold) -> str:
         hint = "lower --sequence, or raise --num-microbatch up to --batch"
     elif not found.forecast.fits:
         short, what = found.forecast.short_bytes, "host"
-        hint = "take --lora, --optimizer-state 8bit, or --optimizer lion or adafactor"
+        hint = "take --lora, --master split, --optimizer-state 8bit, or --optimizer lion or adafactor"
     else:
         return told
     raise Refused(

@@ -81,6 +81,7 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
         "name": options.model.name,
         "use_sequential_preset": True,
         "optim_dtype": getattr(torch, options.optim_dtype),
+        "master": options.master,
         "runtime": runtime,
         "compile_layers": options.compile,
         "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),

@@ -70,6 +70,7 @@ class FineTuning:
     compile: bool
     dtype: str | None
     optim_dtype: str
+    master: str
     seed: int
     devices: str | None
     output: Path
@@ -145,6 +146,7 @@ def read_fine_tuning(given: Given) -> FineTuning:
         compile=given.compile,
         dtype=None if given.dtype is None else _one_of("--dtype", given.dtype, _DTYPES, _WHY_NOT_16),
         optim_dtype=_one_of("--optim-dtype", given.optim_dtype, _DTYPES, _WHY_NOT_16),
+        master=checks.master(given),
         seed=checks.seed(given.seed),
         devices=given.devices,
         output=checks.utf8_path("--output", str(given.output)),

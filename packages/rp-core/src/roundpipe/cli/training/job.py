@@ -46,6 +46,7 @@ class Job:
         self.model = wrap_model_to_roundpipe(
             self.source,
             optim_dtype=_dtype(options.optim_dtype),
+            master=cast("Any", options.master),  # Any: one of two, as the options have checked
             model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
             runtime=runtime,
         )

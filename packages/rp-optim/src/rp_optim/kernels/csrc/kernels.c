@@ -76,6 +76,26 @@ INLINE uint16_t round_float16(float x) {
     return (uint16_t)(rounded | sign);
 }
 
+/* An fp32 number in halves (kernels/halves.py has the same in torch operations): the upper one rounded to nearest,
+ * ties away from zero, which is adding half a unit to the magnitude; the lower 16 bits, as a number with a sign, are
+ * what that left. A NaN becomes the same quiet NaN everywhere. */
+
+INLINE int is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+
+INLINE uint16_t upper_half(float x) {
+    uint32_t bits = bits_of(x);
+    return (uint16_t)(is_nan_bits(bits) ? 0x7fc0u : (bits + 0x8000u) >> 16);
+}
+
+INLINE int16_t lower_half(float x) {
+    uint32_t bits = bits_of(x);
+    return (int16_t)(is_nan_bits(bits) ? 0 : bits & 0xffffu);
+}
+
+INLINE float of_halves(uint16_t upper, int16_t lower) {
+    return float_of(((uint32_t)upper << 16) + (uint32_t)(int32_t)lower);
+}
+
 /* Loading and storing blocks */
 
 INLINE size_t size_of(int32_t type) { return type == RPO_FLOAT32 ? 4 : 2; }
@@ -112,10 +132,39 @@ INLINE void put_back(void *at, int32_t type, int64_t i, int64_t n, const float *
     if (type != RPO_FLOAT32) narrow(type, values, (uint16_t *)at + i, n);
 }
 
+static void join_halves(const uint16_t *restrict upper, const int16_t *restrict lower, float *restrict to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] = of_halves(upper[i], lower[i]);
+}
+
+/* The same of `param` or `grad`, which may be in halves. */
+INLINE float *fetch_wide(const rpo_job *job, rpo_array from, int64_t i, int64_t n, float *room) {
+    if (from.type != RPO_HALVES) return fetch(from.at, from.type, i, n, room);
+    const uint16_t *upper = (const uint16_t *)from.at + i;
+    const int16_t *lower = job->rest + i;
+    ask_for(upper + AHEAD, (size_t)n * 2);
+    ask_for(lower + AHEAD, (size_t)n * 2);
+    join_halves(upper, lower, room, n);
+    return room;
+}
+
+INLINE float *fetch_param(const rpo_job *job, int64_t i, int64_t n, float *room) {
+    return fetch_wide(job, job->param, i, n, room);
+}
+
+/* A parameter in halves is written with the weight. */
+INLINE void put_param(const rpo_job *job, int64_t i, int64_t n, const float *values) {
+    if (job->param.type != RPO_HALVES) put_back(job->param.at, job->param.type, i, n, values);
+}
+
+/* The type of `state` that is not packed. */
+INLINE int32_t state_type(const rpo_job *job) {
+    return job->param.type == RPO_HALVES ? RPO_FLOAT32 : job->param.type;
+}
+
 /* Elements [i, i + n) of the gradient in fp32, as by `fetch`: the sum of two arrays if there are two. */
 INLINE float *fetch_gradient(const rpo_job *job, int64_t i, int64_t n, float *room) {
     float other[BLOCK];
-    float *one = fetch(job->grad.at, job->grad.type, i, n, room);
+    float *one = fetch_wide(job, job->grad, i, n, room);
     if (job->more.at == NULL) return one;
     if (one != room) memcpy(room, one, (size_t)n * sizeof(float));
     float *restrict sums = room;
@@ -142,11 +191,23 @@ static void write_around(void *to, const void *from, size_t bytes) {
     memcpy(to, from, bytes);
 }
 
+static void to_upper_halves(const float *restrict from, uint16_t *restrict to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] = upper_half(from[i]);
+}
+
+static void to_lower_halves(const float *restrict from, int16_t *restrict to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] = lower_half(from[i]);
+}
+
 static void write_weights(const rpo_job *job, int64_t i, int64_t n, const float *values) {
     uint16_t rounded[BLOCK];
     const void *from = values;
     if (job->weight.at == NULL) return;
-    if (job->weight.type != RPO_FLOAT32) {
+    if (job->weight.type == RPO_HALVES) {
+        to_upper_halves(values, rounded, n);
+        if (job->rest != NULL) to_lower_halves(values, job->rest + i, n);
+        from = rounded;
+    } else if (job->weight.type != RPO_FLOAT32) {
         narrow(job->weight.type, values, rounded, n);
         from = rounded;
     }
@@ -342,7 +403,7 @@ INLINE float *fetch_state(const rpo_job *job, const int array, int64_t i, int64_
         get_signed(job, array, i, n, room);
         return room;
     }
-    return fetch(job->state[array], job->packing ? RPO_BFLOAT16 : job->param.type, i, n, room);
+    return fetch(job->state[array], job->packing ? RPO_BFLOAT16 : state_type(job), i, n, room);
 }
 
 INLINE void put_state(const rpo_job *job, const int array, int64_t i, int64_t n, float *values) {
@@ -353,7 +414,7 @@ INLINE void put_state(const rpo_job *job, const int array, int64_t i, int64_t n,
     } else if (job->packing == RPO_BF16_STATE)
         put_bfloat16(job, array, i, n, values);
     else
-        put_back(job->state[array], job->param.type, i, n, values);
+        put_back(job->state[array], state_type(job), i, n, values);
 }
 
 /* Adam's 8-bit state: `v` and `most` are kept as square roots, and `m` in units of the kept root of `v`, since that is
@@ -439,7 +500,6 @@ INLINE void adam_with(const rpo_job *job, int64_t n, float *restrict p, const fl
 
 static void adam(const rpo_job *job, int64_t begin, int64_t end) {
     float rooms[6][BLOCK];
-    const int32_t type = job->param.type;
     const decay_kind decay = job->l2 != 0 ? COUPLED : (job->shrink != 1 ? DECOUPLED : NO_DECAY);
     const int amsgrad = (job->flags & RPO_AMSGRAD) != 0;
     const int near = job->gain1 < 0.5; /* torch's lerp starts from the nearer end */
@@ -447,7 +507,7 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         float *g = fetch_gradient(job, i, n, rooms[0]);
-        float *p = fetch(job->param.at, type, i, n, rooms[1]);
+        float *p = fetch_param(job, i, n, rooms[1]);
         float *m = rooms[2], *v = rooms[3], *most = rooms[4];
         float *roots = rooms[5]; /* of the largest second moments, for 8 bits alone */
         if (is_8bit) {
@@ -462,7 +522,7 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
             adam_with(job, n, p, g, m, v, most, roots, options);
         else
             adam_with(job, n, p, g, m, v, most, NULL, options);
-        put_back(job->param.at, type, i, n, p);
+        put_param(job, i, n, p);
         if (is_8bit) {
             put_adam(job, i, n, amsgrad, m, v, roots);
         } else {
@@ -495,13 +555,12 @@ INLINE void sgd_block(const rpo_job *job, int64_t n, float *restrict p, const fl
 
 static void sgd(const rpo_job *job, int64_t begin, int64_t end) {
     float rooms[3][BLOCK];
-    const int32_t type = job->param.type;
     const int momentum = (job->flags & RPO_MOMENTUM) != 0, nesterov = (job->flags & RPO_NESTEROV) != 0;
     const int first = (job->flags & RPO_FIRST) != 0;
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         float *g = fetch_gradient(job, i, n, rooms[0]);
-        float *p = fetch(job->param.at, type, i, n, rooms[1]);
+        float *p = fetch_param(job, i, n, rooms[1]);
         /* The first step writes the buffer before it reads it. */
         const int reads = momentum && !(first && job->packing);
         float *buffer = reads ? fetch_state(job, 0, i, n, rooms[2]) : rooms[2];
@@ -512,7 +571,7 @@ static void sgd(const rpo_job *job, int64_t begin, int64_t end) {
         case 3: sgd_block(job, n, p, g, buffer, 1, 1, 0); break;
         case 4: sgd_block(job, n, p, g, buffer, 1, 1, 1); break;
         }
-        put_back(job->param.at, type, i, n, p);
+        put_param(job, i, n, p);
         if (momentum) put_state(job, 0, i, n, buffer);
         write_weights(job, i, n, p);
     }
@@ -537,14 +596,13 @@ INLINE void lion_block(const rpo_job *job, int64_t n, float *restrict p, const f
 
 static void lion(const rpo_job *job, int64_t begin, int64_t end) {
     float rooms[3][BLOCK];
-    const int32_t type = job->param.type;
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         float *g = fetch_gradient(job, i, n, rooms[0]);
-        float *p = fetch(job->param.at, type, i, n, rooms[1]);
+        float *p = fetch_param(job, i, n, rooms[1]);
         float *m = fetch_state(job, 0, i, n, rooms[2]);
         lion_block(job, n, p, g, m);
-        put_back(job->param.at, type, i, n, p);
+        put_param(job, i, n, p);
         put_state(job, 0, i, n, m);
         write_weights(job, i, n, p);
     }
@@ -631,9 +689,9 @@ static double matrix_norm(const rpo_job *job, int64_t matrix, int64_t begin, int
 INLINE void apply_moves(const rpo_job *job, int64_t i, int64_t n, const float *restrict moves) {
     float room[BLOCK];
     const float shrink = (float)job->shrink, rate = (float)job->rate;
-    float *restrict p = fetch(job->param.at, job->param.type, i, n, room);
+    float *restrict p = fetch_param(job, i, n, room);
     for (int64_t j = 0; j < n; j++) p[j] = p[j] * shrink - rate * moves[j];
-    put_back(job->param.at, job->param.type, i, n, p);
+    put_param(job, i, n, p);
     write_weights(job, i, n, p);
 }
 
@@ -665,14 +723,14 @@ static double vector_variance(const rpo_job *job, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         const float *restrict g = fetch_gradient(job, i, n, rooms[0]);
-        float *restrict v = fetch(job->state[0], job->param.type, i, n, rooms[1]);
+        float *restrict v = fetch(job->state[0], state_type(job), i, n, rooms[1]);
         for (int64_t j = 0; j < n; j++) {
             float d = g[j] * factor, square = d * d;
             v[j] = near ? v[j] + gain * (square - v[j]) : square - (square - v[j]) * rest;
         }
-        put_back(job->state[0], job->param.type, i, n, v);
+        put_back(job->state[0], state_type(job), i, n, v);
         /* Reads the variance back as it was rounded, since vector_apply reads it so. */
-        vector_moves(job, n, g, fetch(job->state[0], job->param.type, i, n, rooms[1]), moves);
+        vector_moves(job, n, g, fetch(job->state[0], state_type(job), i, n, rooms[1]), moves);
         add_squares(lanes, moves, n);
     }
     return sum_lanes(lanes);
@@ -683,7 +741,7 @@ static void vector_apply(const rpo_job *job, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
         const float *g = fetch_gradient(job, i, n, rooms[0]);
-        vector_moves(job, n, g, fetch(job->state[0], job->param.type, i, n, rooms[1]), moves);
+        vector_moves(job, n, g, fetch(job->state[0], state_type(job), i, n, rooms[1]), moves);
         apply_moves(job, i, n, moves);
     }
 }
@@ -696,7 +754,7 @@ static void to_weight(const rpo_job *job, int64_t begin, int64_t end) {
     float room[BLOCK];
     for (int64_t i = begin; i < end; i += BLOCK) {
         const int64_t n = end - i < BLOCK ? end - i : BLOCK;
-        write_weights(job, i, n, fetch(job->param.at, job->param.type, i, n, room));
+        write_weights(job, i, n, fetch_param(job, i, n, room));
     }
 }
 

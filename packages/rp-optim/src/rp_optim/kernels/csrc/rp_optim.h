@@ -8,7 +8,9 @@
 /* Elements in one unit of work. Sums are formed unit by unit, so results do not depend on the number of threads. */
 #define RPO_UNIT 65536
 
-typedef enum { RPO_FLOAT32 = 0, RPO_BFLOAT16 = 1, RPO_FLOAT16 = 2 } rpo_type;
+/* RPO_HALVES: the upper half of an fp32 number, as bf16 rounded to nearest with ties away from zero. Its 16 bits of
+ * remainder are in the job's `rest`, if there is one. Of `param`, `grad` and `weight` only. */
+typedef enum { RPO_FLOAT32 = 0, RPO_BFLOAT16 = 1, RPO_FLOAT16 = 2, RPO_HALVES = 3 } rpo_type;
 
 typedef struct {
     void *at;
@@ -18,12 +20,14 @@ typedef struct {
 /* One parameter's update. `more` is added to `grad`, in fp32, wherever `grad` is read. The sum is multiplied by
  * `factor` (unscaling, clipping; negative to maximize), then `l2` times the parameter is added. The parameter is multiplied by `shrink`, and `rate` times the direction is
  * subtracted. The other numbers belong to one optimizer each. Unused arrays are null. `state` has the parameter's
- * type unless `packing` says otherwise. */
+ * type (fp32 for halves) unless `packing` says otherwise. A parameter in halves is read from `param` and `rest`, and
+ * written to `weight`, which may be the same memory as `param`, and `rest`. */
 typedef struct {
     int64_t count;
     int32_t threads;
     int32_t flags;
     rpo_array param, grad, more, weight;
+    int16_t *rest;
     void *state[3];
     double factor, l2, shrink, rate;
     double beta1, beta2, gain1, gain2; /* gains: 1 - beta, computed by the caller in double, so rounded once */

@@ -1,0 +1,218 @@
+"""`SplitMaster`: an fp32 master whose upper half is the bf16 weight itself, so only the remainder is extra."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self, cast
+
+import torch
+
+from rp_optim.checks import check_memory
+from rp_optim.errors import InvalidLink, InvalidParameter
+from rp_optim.kernels.kernel import kernel_for
+from rp_optim.kernels.updates import Spot
+from rp_optim.masters import Master, link_of
+from rp_optim.worker import wait_for_steps
+
+# What torch's attributes and methods tell without a value of the tensor. All else makes a master whole.
+_VALUES = {"H", "T", "mH", "mT", "data", "imag", "real", "_base", "_cdata"}
+_BASE = torch.Tensor.__mro__[1]
+_GETTERS = {name for name, found in vars(_BASE).items() if type(found).__name__ == "getset_descriptor"}
+_as_torch: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage] - documented for this
+_METHODS = (
+    *("dim", "ndimension", "numel", "nelement", "size", "element_size", "is_floating_point", "is_complex"),
+    *("is_neg", "is_conj", "is_inference", "get_device", "requires_grad_", "register_hook", "__len__"),
+    *("register_post_accumulate_grad_hook",),
+)
+_NEEDS_NO_VALUES: set[Any] = {
+    *(getattr(torch.Tensor, name).__get__ for name in _GETTERS - _VALUES),
+    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_grad", "_backward_hooks")),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+_OWN_DATA: Any = torch.Tensor.data
+_OWN_DTYPE: Any = torch.Tensor.dtype
+_OWN_SHAPE: Any = torch.Tensor.shape
+_OWN_META: Any = torch.Tensor.is_meta
+_MAKING = threading.Lock()
+
+
+class SplitMaster(Master):
+    """An fp32 master kept in halves: `weight`, its upper half rounded with ties away from zero, and `remainder`.
+
+    The optimizers of this package step it in halves, with the results that a whole master has, to the last bit: 2
+    bytes a parameter beside the weight instead of 4. A step writes the weight in place or, if the master is linked
+    to another one, there; that is its upper half from then on. Whoever reads or writes its values otherwise, such
+    as an optimizer of torch's, makes it whole for good, after the steps that were launched: `is_split` is then
+    False, it takes 4 bytes, and `weight` is only written by steps that it is linked to it in, rounded alike.
+
+    >>> weight = torch.ones(2, dtype=torch.bfloat16)
+    >>> master = SplitMaster(weight)
+    >>> from rp_optim import SGD
+    >>> master.grad = torch.full((2,), 2**-10)
+    >>> SGD([master], lr=1.0).step()
+    >>> weight, master.is_split
+    (tensor([1., 1.], dtype=torch.bfloat16), True)
+    >>> master.detach(), master.is_split
+    (tensor([0.9990, 0.9990]), False)
+
+    Shapes: `weight` bf16 and `remainder` int16, of one shape, contiguous, on the host; without a remainder it is
+    zero. `torch.save` saves it as a ``torch.nn.Parameter``; copies are whole.
+
+    Raises `InvalidParameter` for other tensors.
+    """
+
+    _halves: tuple[torch.Tensor, torch.Tensor] | None
+
+    def __new__(cls, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> Self:
+        rest = torch.zeros(weight.shape, dtype=torch.int16, device="cpu") if remainder is None else remainder
+        _check(weight, rest)
+        # One number for all: what reads past torch's functions gets NaN, not other memory.
+        shape = torch.full((), torch.nan, dtype=torch.float32, device="cpu").expand(weight.shape)
+        made: Any = super().__new__(cls, shape)  # pyright: ignore[reportUnknownMemberType]
+        master = cast("Self", made)
+        master._halves = (weight.detach(), rest)
+        return master
+
+    def __init__(self, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> None:
+        del weight, remainder  # All is done where it is made, as torch does.
+        super().__init__()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is in halves; if not, it was made whole."""
+        return self._halves is not None
+
+    @property
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight and the remainder.
+
+        Raises `InvalidLink` if the master was made whole.
+        """
+        if self._halves is None:
+            raise InvalidLink("the master was made whole, so it has no halves; ask is_split before")
+        return self._halves
+
+    # What steps ask most often: not by torch's descriptors, which call `__torch_function__`.
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride] - torch has attributes
+        """As in torch."""
+        return _OWN_DTYPE.__get__(self) if self._halves is None else torch.float32
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As in torch."""
+        return _OWN_SHAPE.__get__(self) if self._halves is None else self._halves[1].shape
+
+    @property
+    def is_meta(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As in torch."""
+        return _OWN_META.__get__(self) if self._halves is None else False
+
+    def move_to(self, weight: torch.Tensor) -> None:
+        """From now on the upper half is this tensor, which has its value; nothing is copied."""
+        self._halves = (weight.detach().view(self.halves[0].shape), self.halves[1])
+
+    def start_from(self, weight: torch.Tensor) -> None:
+        """From now on its values are those of `weight`, bf16 and contiguous, which becomes the upper half."""
+        self.move_to(weight)
+        self.halves[1].zero_()
+        torch.autograd.graph.increment_version(self)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A new fp32 tensor, flat, with the values of the elements [start, stop); the master stays as it is."""
+        weight, rest = (half.view(-1)[start:stop] for half in self.halves)
+        values = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+        spot = Spot(weight, weight, values, 1.0, rest=rest)
+        kernel_for(spot).to_weight([spot])
+        return values
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Set the elements from `start` on to these fp32 values, flat, in its halves."""
+        weight, rest = (half.view(-1)[start : start + values.numel()] for half in self.halves)
+        spot = Spot(values, values, weight, 1.0, rest=rest)
+        kernel_for(spot).to_weight([spot])
+        torch.autograd.graph.increment_version(self)
+
+    def joined(self) -> torch.Tensor:
+        """A new fp32 tensor with the values; the master stays as it is."""
+        return self.read(0, self.numel()).view(self.shape) if self.is_split else self.detach().clone()
+
+    def note_whole(self, reader: str) -> None:
+        """Called when it is made whole for `reader`, what reads or writes its values; subclasses may tell that."""
+
+    def make_whole(self, reader: str = "make_whole()") -> None:
+        """Make it an ordinary master, after the steps that were launched; nothing if it is one already."""
+        if self._halves is None:
+            return
+        wait_for_steps()
+        with _MAKING, torch.inference_mode(False), torch.no_grad():
+            if self._halves is None:  # pyright: ignore[reportUnnecessaryComparison] - another thread may be first
+                return
+            values = self.joined()
+            with _as_torch():
+                _OWN_DATA.__set__(self, values)
+            self._halves = None
+        self.note_whole(reader)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function; one that needs values first makes the masters whole."""
+        del types
+        if func not in _NEEDS_NO_VALUES:
+            for master in _split_masters((args, kwargs or {})):
+                master.make_whole(_name_of(func))
+        with _as_torch():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Master:
+        if id(self) not in memo:
+            memo[id(self)] = Master(self.joined(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if link_of(self) is not None:
+            return super().__reduce_ex__(protocol)  # which refuses
+        plain = torch.nn.Parameter(self.joined(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def halves_of(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The weight and the remainder of a master in halves; None of all else."""
+    return parameter._halves if isinstance(parameter, SplitMaster) else None  # pyright: ignore[reportPrivateUsage]
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    owner = getattr(func, "__self__", None)
+    # A descriptor's own method is called alike for all attributes: its owner has the name.
+    found = owner if getattr(func, "__name__", "").startswith("__") and owner is not None else func
+    return str(getattr(found, "__name__", found))
+
+
+def _split_masters(value: object) -> Iterator[SplitMaster]:
+    if isinstance(value, SplitMaster):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _split_masters(list(cast("Mapping[object, object]", value).values()))
+    elif isinstance(value, list | tuple):
+        for each in cast("Iterable[object]", value):
+            yield from _split_masters(each)
+
+
+def _check(weight: torch.Tensor, rest: torch.Tensor) -> None:
+    check_memory("the weight of a split master", weight)
+    if weight.dtype != torch.bfloat16:
+        raise InvalidParameter(
+            f"a split master needs a bf16 weight, but has {weight.dtype}: no other dtype is the upper half of an "
+            "fp32 number; use Master(weight.float())"
+        )
+    fits = rest.dtype == torch.int16 and rest.shape == weight.shape and rest.is_cpu and rest.is_contiguous()
+    if not fits:
+        raise InvalidParameter(
+            f"the remainder must be a contiguous int16 tensor of shape {tuple(weight.shape)} on the CPU, but is "
+            f"{rest.dtype} of shape {tuple(rest.shape)} on {rest.device} instead"
+        )

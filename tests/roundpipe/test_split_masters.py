@@ -1,0 +1,405 @@
+"""`master="split"`: the numbers of whole masters at 14 and 16 bytes, and what needs whole ones or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import roundpipe
+import torch
+from plain import batch, mlp, plans, square_error, weights
+from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed, TrainingWarning
+from rp_optim import SplitMaster
+from torch import nn
+
+optim = roundpipe.optim
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": optim.AdamW,
+    "AdamW in 8 bits": partial(optim.AdamW, state="8bit"),
+    "SGD": partial(optim.SGD, momentum=0.9),
+    "Lion": optim.Lion,
+    "Adafactor": optim.Adafactor,
+}
+Losses = list[float]
+
+
+def wrapped(
+    runtime: Runtime, layers: nn.Module | None = None, *, master: Any = "split", **kwargs: Any
+) -> RoundPipe:
+    # One plan for all: a planned one follows the times that are measured, and the order of additions follows it.
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plans(5, 2)["tail divided"])
+    row = mlp().bfloat16() if layers is None else layers
+    return RoundPipe(row, torch.float32, "m", config, runtime=runtime, master=master, **kwargs)
+
+
+def call(model: RoundPipe, seed: int = 1) -> float:
+    x, y = (tensor.to(next(model.model.parameters()).dtype) for tensor in batch(6, seed))
+    return model.forward_backward((x,), None, y, square_error).item()
+
+
+def train(model: RoundPipe, optimizer: torch.optim.Optimizer, *, is_async: bool, turns: int = 5) -> Losses:
+    def update() -> None:
+        optim.clip_grad_norm_(list(model.optim_parameters()), 5.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = []
+    for turn in range(turns):
+        found.append(call(model, turn))
+        model.step(update, is_async=is_async)
+    return found
+
+
+def train_to_end(model: RoundPipe, optimizer: torch.optim.Optimizer, *, is_async: bool) -> None:
+    train(model, optimizer, is_async=is_async)
+    model.synchronize()
+
+
+def masters(model: RoundPipe) -> list[torch.Tensor]:
+    return [m.joined() if isinstance(m, SplitMaster) else m.detach().clone() for m in model.optim_parameters()]
+
+
+def all_split(model: RoundPipe) -> bool:
+    return all(isinstance(one, SplitMaster) and one.is_split for one in model.optim_parameters())
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+def are_rounded(model: RoundPipe) -> bool:
+    """Whether the weights are the masters' upper halves, in the same memory."""
+    pairs = zip(model.optim_parameters(), model.model.parameters(), strict=True)
+    return all(master.halves[0].data_ptr() == weight.data_ptr() for master, weight in pairs)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("is_async", "double_buffer"),
+    [(False, None), (False, True), (True, None)],
+    ids=["sync", "sync double", "async"],
+)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_masters_have_the_bits_of_whole_ones(make: Any, is_async: bool, double_buffer: bool | None) -> None:
+    with Runtime("cpu:2") as runtime:
+        found = []
+        for master in ("whole", "split"):
+            model = wrapped(runtime, master=master, double_buffer=double_buffer)
+            optimizer = make(model.optim_parameters(), lr=0.02)
+            losses = train(model, optimizer, is_async=is_async)
+            model.synchronize()
+            found.append((losses, masters(model), list(weights(model.model).values())))
+        assert all_split(model)
+        assert are_rounded(model)
+        assert found[0][0] == found[1][0]
+        assert same(found[0][1], found[1][1])
+        assert same(found[0][2], found[1][2])
+
+
+def test_muon_takes_masters_in_halves(two: Runtime) -> None:
+    found = []
+    for master in ("whole", "split"):
+        model = wrapped(two, master=master)
+        groups = optim.muon_groups(model.named_model, model.optim_named_parameters(), lr=1e-2)
+        train(model, optim.Muon(groups, lr=0.02, ns_dtype=torch.float32), is_async=False)
+        found.append(masters(model))
+    assert all_split(model)
+    assert same(*found)
+
+
+def test_synchronous_and_asynchronous_steps_may_follow_each_other(two: Runtime) -> None:
+    found = []
+    for master in ("whole", "split"):
+        model = wrapped(two, master=master)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+        losses = [
+            loss
+            for is_async in (False, True, True, False, False, True)
+            for loss in train(model, optimizer, is_async=is_async, turns=2)
+        ]
+        model.synchronize()
+        found.append([torch.tensor(losses), *masters(model), *weights(model.model).values()])
+    assert all_split(model)
+    assert same(*found)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_that_the_scaler_skips_and_one_of_few_parameters_keep_the_others(
+    two: Runtime, is_async: bool
+) -> None:
+    found = []
+    for master in ("whole", "split"):
+        model, scaler = wrapped(two, master=master), GradScaler(init_scale=2.0**127, runtime=two)
+        every = optim.AdamW(model.optim_parameters(), lr=0.02)
+        few = optim.AdamW(list(model.optim_parameters())[2:4], lr=0.02)
+        for optimizer, next_scale in ((every, 8.0), (few, 8.0), (every, 8.0), (every, 8.0)):
+            scaled_step(model, optimizer, scaler, is_async=is_async)
+            scaler.update(next_scale, is_async=is_async)
+        model.synchronize()
+        assert every.state
+        found.append([*masters(model), *weights(model.model).values()])
+    assert all_split(model)
+    assert same(*found)
+
+
+def scaled_step(model: RoundPipe, optimizer: torch.optim.Optimizer, scaler: GradScaler, *, is_async: bool) -> None:
+    x, y = (tensor.bfloat16() for tensor in batch(6))
+    loss = lambda outputs, labels: scaler.scale(square_error(outputs.float(), labels.float()))  # noqa: E731
+    model.forward_backward((x,), None, y, loss)
+    model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=is_async)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_async", "double_buffer", "per_parameter"),
+    [
+        ("fp32", False, None, 14),
+        ("fp32", True, None, 16),
+        ("fp32", False, True, 16),
+        ("bf16", False, None, 10),
+        ("8bit", False, None, 8.125),
+    ],
+)
+def test_a_trained_model_takes_so_many_bytes_a_parameter(
+    kind: Any, is_async: bool, double_buffer: bool | None, per_parameter: float
+) -> None:
+    layers = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4))).bfloat16()
+    numel, x = 4 * 128 * 128, torch.ones(2, 128, dtype=torch.bfloat16)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(layers, runtime=runtime, master="split", double_buffer=double_buffer)
+        foreseen = model.memory_forecast().whole
+        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02, state=kind)
+        for _ in range(3):
+            model.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum())
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+        model.synchronize()
+        report, forecast = model.memory_report(optimizer), model.memory_forecast(optimizer)
+        counters = 4 * sum("step" in state for state in optimizer.state.values())
+        held = report.host_bytes - report.activations_bytes - counters
+        assert held == pytest.approx(per_parameter * numel, rel=1e-3)
+        assert forecast.whole.total - report.activations_bytes - counters == held
+        # Adam's fp32 state was assumed, and no second block yet that nobody has asked for.
+        assert foreseen.total == (16 if double_buffer else 14) * numel
+        # What is counted is what there is.
+        real = [one.halves[1] for one in model.optim_parameters()]
+        assert sum(rest.untyped_storage().nbytes() for rest in real) == report.masters_bytes == 2 * numel
+
+
+# Failed steps
+
+
+def fails_after(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    raise LookupError
+
+
+def test_a_failed_step_in_place_tears_the_weights_and_says_so_until_a_state_is_loaded(two: Runtime) -> None:
+    model = wrapped(two)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    train(model, optimizer, is_async=False, turns=2)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    call(model)
+    with pytest.raises(LookupError) as caught:
+        model.step(lambda: fails_after(optimizer), is_async=False)
+    assert any("in place" in note and "torn" in note for note in caught.value.__notes__)
+    doings: list[Callable[[], object]] = [
+        lambda: call(model),
+        model.reset,
+        model.state_dict,
+        model.synchronize,
+        lambda: model(torch.ones(2, 4, dtype=torch.bfloat16)),
+        lambda: model.step(optimizer.step, is_async=False),
+    ]
+    for do in doings:
+        with pytest.raises(StepFailed, match="some weights are of that step"):
+            do()
+    model.load_state_dict(saved)
+    assert same(list(weights(model.model).values()), list(saved.values()))
+    assert all(not one.halves[1].any() for one in model.optim_parameters())
+    train(model, optimizer, is_async=False, turns=2)
+    assert are_rounded(model)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_with_a_second_block_a_failed_step_leaves_the_weights_whole(two: Runtime, is_async: bool) -> None:
+    model = wrapped(two, double_buffer=True)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    train(model, optimizer, is_async=False, turns=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    call(model)
+    with pytest.raises(LookupError):  # noqa: PT012 - one or the other
+        model.step(lambda: fails_after(optimizer), is_async=is_async)
+        model.synchronize()
+    assert same(list(weights(model.model).values()), list(before.values()))
+    with pytest.raises(StepFailed, match=r"reset\(\)"):
+        call(model)
+    model.reset()
+    assert same(masters(model), [value.float() for value in before.values()])
+    train(model, optimizer, is_async=is_async, turns=2)
+    model.synchronize()
+    assert are_rounded(model)
+
+
+def test_a_step_that_fails_before_it_updates_tears_nothing(two: Runtime) -> None:
+    model = wrapped(two)
+    before = weights(model.model)
+
+    def fails() -> None:
+        raise LookupError
+
+    call(model)
+    with pytest.raises(LookupError) as caught:
+        model.step(fails, is_async=False)
+    assert not any("torn" in note for note in caught.value.__notes__)
+    model.reset()
+    assert same(list(weights(model.model).values()), list(before.values()))
+    train(model, optim.AdamW(model.optim_parameters(), lr=0.02), is_async=False, turns=2)
+
+
+# Waiting for readers
+
+
+def test_a_step_in_place_waits_for_those_who_still_read_the_weights(two: Runtime) -> None:
+    model = wrapped(two)
+    optimizer = optim.SGD(model.optim_parameters(), lr=100.0)
+    x, _ = (tensor.bfloat16() for tensor in batch(6))
+    before = weights(model.model)
+    for seed in range(3):
+        call(model, seed)
+        with torch.no_grad():
+            wanted = torch.cat([copy.deepcopy(model.model)(part) for part in x.split(3)])
+            # Calls return before their tasks are over.
+            outputs = model(x, roundpipe_run_config=RoundPipeRunConfig(merge_output=False))
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        outputs.synchronize()
+        assert torch.equal(torch.cat(list(outputs)), wanted)
+    assert not same(list(weights(model.model).values()), list(before.values()))
+
+
+# Whole ones
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_torchs_optimizers_get_whole_masters_and_say_so(two: Runtime, is_async: bool) -> None:
+    found = []
+    for master in ("whole", "split"):
+        model = wrapped(two, master=master)
+        optimizer = torch.optim.AdamW(model.optim_parameters(), lr=0.02)
+        told = pytest.warns(TrainingWarning, match="masters of model 'm' are whole from now on")
+        with nullcontext() if master == "whole" else told:
+            train_to_end(model, optimizer, is_async=is_async)
+        found.append([*masters(model), *weights(model.model).values()])
+        report = model.memory_report(optimizer)
+        assert report.masters_bytes == 4 * sum(one.numel() for one in model.optim_parameters())
+        assert model.memory_forecast(optimizer).whole.masters == report.masters_bytes
+    assert same(*found)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_who_reads_masters_gets_whole_ones_and_training_goes_on(two: Runtime, is_async: bool) -> None:
+    found = []
+    for master in ("whole", "split"):
+        model = wrapped(two, master=master)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+        train(model, optimizer, is_async=is_async, turns=2)
+        first, second, *_ = model.optim_parameters()
+        if master == "split":
+            with pytest.warns(TrainingWarning, match="because linalg_vector_norm reads"):
+                torch.linalg.vector_norm(first)
+            assert not first.is_split
+            assert second.is_split
+        train(model, optimizer, is_async=is_async, turns=3)
+        model.synchronize()
+        found.append([*masters(model), *weights(model.model).values()])
+    assert same(*found)
+
+
+def test_16_bit_weights_that_cannot_be_halves_keep_whole_masters_and_that_is_told(two: Runtime) -> None:
+    model = wrapped(two, mlp().half())
+    with pytest.warns(TrainingWarning, match="6 trained parameters of model 'm' keep whole fp32 masters.*float16"):
+        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    train(model, optimizer, is_async=False, turns=2)
+    assert {one.dtype for one in model.optim_parameters()} == {torch.float32}
+    assert model.memory_report().masters_bytes == 4 * sum(one.numel() for one in model.optim_parameters())
+
+
+def test_fp32_parameters_beside_bf16_ones_have_whole_masters(two: Runtime) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 3).bfloat16(), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.scale.to(x.dtype)
+
+    model = RoundPipe(Mixed(), runtime=two, master="split", model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    x, y = (tensor.bfloat16() for tensor in batch(6))
+    for is_async in (False, True, True):
+        model.forward_backward((x,), None, y, square_error)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+    model.synchronize()
+    kinds = {name: isinstance(one, SplitMaster) for name, one in model.optim_named_parameters()}
+    assert kinds == {"scale": False, "linear.weight": True, "linear.bias": True}
+
+
+# What changes outside
+
+
+def test_weights_that_others_write_freeze_and_replace_go_on_as_with_whole_masters(two: Runtime) -> None:
+    found = []
+    for master in ("whole", "split"):
+        model = wrapped(two, master=master)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+        train(model, optimizer, is_async=True, turns=2)
+        model.synchronize()
+        with torch.no_grad():
+            next(model.model.parameters()).mul_(2)
+        train(model, optimizer, is_async=True, turns=2)
+        model.model[2].requires_grad_(False)
+        train(model, optimizer, is_async=False, turns=2)
+        model.model[2].requires_grad_(True)
+        train(model, optimizer, is_async=True, turns=2)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        train(model, optimizer, is_async=False, turns=2)
+        model.synchronize()
+        found.append([*masters(model), *weights(model.model).values()])
+    assert all_split(model)
+    assert are_rounded(model)
+    assert same(*found)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [({"double_buffer": False}, "double_buffer is False"), ({"pin_model": "off"}, "pin_model")],
+)
+def test_asynchronous_steps_without_second_blocks_are_refused(
+    two: Runtime, setting: dict[str, Any], told: str
+) -> None:
+    model = wrapped(two, **setting)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    call(model)
+    with pytest.raises(ValueError, match=f"needs second weight blocks.*{told}"):
+        model.step(optimizer.step)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    train(model, optimizer, is_async=False, turns=2)
+    assert all_split(model)
+    assert are_rounded(model)
+
+
+def test_other_masters_are_refused(two: Runtime) -> None:
+    with pytest.raises(ValueError, match="must be 'whole' or 'split', but is 'halved'"):
+        wrapped(two, master="halved")
+    with pytest.raises(ValueError, match=r"optim_dtype is torch\.bfloat16"):
+        RoundPipe(mlp().bfloat16(), torch.bfloat16, runtime=two, master="split")
