@@ -37,6 +37,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 SMALL = {
@@ -48,6 +50,7 @@ SMALL = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
+VIT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CONFIG = RoundPipeRunConfig(num_microbatch=2)
 
@@ -376,6 +379,25 @@ def test_what_cannot_be_packed_is_said_and_nothing_is(change: Callable[[Any], ob
     with pytest.raises(ValueError, match=words):
         pack_frozen(row, "mxfp4")
     assert not any(isinstance(one, PackedWeight) for one in row.parameters())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_with_a_nan_or_an_infinity_are_refused(name: str, value: float) -> None:
+    row = tower()
+    with torch.no_grad():
+        row[1][0].weight[3, 5] = value
+    with pytest.raises(ValueError, match=rf"1\.0\.weight: {name} packs finite numbers"):
+        pack_frozen(row, name)
+
+
+def test_position_embeddings_are_no_stack_of_experts() -> None:
+    config = ViTConfig(**VIT, image_size=32, patch_size=8)
+    model = ViTForImageClassification(config).requires_grad_(False)
+    pack_frozen(model, "nf4")
+    assert model.vit.embeddings.position_embeddings.shape == (1, 17, 64)
+    plain = [name for name, one in model.vit.embeddings.named_parameters() if not isinstance(one, PackedWeight)]
+    assert "position_embeddings" in plain
 
 
 def test_select_chooses_by_name() -> None:

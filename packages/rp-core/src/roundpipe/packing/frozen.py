@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from roundpipe.packing.format import Format
 from roundpipe.packing.formats import format_of
 from roundpipe.packing.weight import PackedWeight, as_parameter
 
@@ -45,7 +46,8 @@ def pack_frozen(
 
     Raises `ValueError` for an unknown format, a model without frozen matrices, and a weight that does not fit the
     format, and for a parameter that `select` chooses though it is trained, or of another dtype than float32,
-    bfloat16 and float16. Nothing is packed then.
+    bfloat16 and float16: nothing is packed then. `ValueError` for a weight with a NaN or an infinity: those before
+    it are packed.
     """
     format_of(format)
     heads = _heads(model)
@@ -67,7 +69,7 @@ def pack_frozen(
     for place, form in zip(chosen, forms, strict=True):
         if id(place.parameter) not in packed:
             before += place.parameter.nbytes
-            packed[id(place.parameter)] = as_parameter(PackedWeight.of(form, place.parameter))
+            packed[id(place.parameter)] = as_parameter(_packed(place, form))
         place.put(packed[id(place.parameter)])
     after = sum(cast(PackedWeight, one).packed_nbytes for one in packed.values())
     return PackedBytes(len(packed), before, after)
@@ -126,7 +128,8 @@ def _is_matrix(place: _Place) -> bool:
     if isinstance(place.module, nn.Linear) or type(place.module).__name__ == "Conv1D":
         return place.own == "weight"
     is_convolution = isinstance(place.module, nn.modules.conv._ConvNd)  # pyright: ignore[reportPrivateUsage] - the class of all
-    return place.parameter.ndim == 3 and not is_convolution and min(place.parameter.shape[1:]) > 1
+    # One of a kind is no stack: vision towers have position embeddings of shape (1, patches, width).
+    return place.parameter.ndim == 3 and not is_convolution and min(place.parameter.shape) > 1
 
 
 def _heads(model: nn.Module) -> set[int]:
@@ -138,6 +141,13 @@ def _heads(model: nn.Module) -> set[int]:
         if isinstance(head, nn.Module):
             found |= {id(parameter) for parameter in head.parameters()}
     return found
+
+
+def _packed(place: _Place, form: Format) -> PackedWeight:
+    try:
+        return PackedWeight.of(form, place.parameter)
+    except ValueError as error:
+        raise ValueError(f"{place.name}: {error}") from None
 
 
 def _check(place: _Place) -> None:

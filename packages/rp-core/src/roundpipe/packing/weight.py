@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -47,12 +48,16 @@ class PackedWeight(torch.Tensor):
 
     @staticmethod
     def of(form: Format, weight: torch.Tensor) -> PackedWeight:
-        """Pack a weight; one on the meta device gets codes and scales there."""
+        """Pack a weight; one on the meta device gets codes and scales there.
+
+        Raises `ValueError` if the format cannot hold its shape or its values.
+        """
         codes_shape, scales_shape, scales_dtype = form.specs(weight.shape)
         with torch.no_grad(), torch.inference_mode(False):
             codes = torch.empty(codes_shape, dtype=torch.uint8, device=weight.device)
             scales = torch.empty(scales_shape, dtype=scales_dtype, device=weight.device)
             if not weight.is_meta:
+                _check_finite(weight, form)
                 form.pack(weight.detach().contiguous(), codes, scales)
         return PackedWeight(form, codes, scales, weight.shape, weight.dtype)
 
@@ -185,6 +190,12 @@ def _check(form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Seque
             f"a weight of shape {tuple(shape)} in {form.name} has codes {codes_shape} in uint8 and scales "
             f"{scales_shape} in {dtype}, but got {found[0]} in {found[1]} and {found[2]} in {found[3]}"
         )
+
+
+def _check_finite(weight: torch.Tensor, form: Format) -> None:
+    # In one pass without temporaries: a NaN is both the smallest and the largest.
+    if weight.numel() and not all(map(math.isfinite, map(float, weight.detach().aminmax()))):
+        raise ValueError(f"{form.name} packs finite numbers, but the weight has a NaN or an infinity")
 
 
 def _like(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
