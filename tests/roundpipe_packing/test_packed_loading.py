@@ -16,11 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -45,6 +48,19 @@ def qwen() -> PreTrainedModel:
 def moe() -> PreTrainedModel:
     config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     return Qwen3MoeForCausalLM(config)
+
+
+def deepseek() -> PreTrainedModel:
+    heads = {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    }
+    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    sizes = {**SMALL, "head_dim": 32, "num_key_value_heads": 2, "moe_intermediate_size": 128}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **experts, first_k_dense_replace=1))
 
 
 def gpt_oss() -> PreTrainedModel:
@@ -193,6 +209,63 @@ def test_other_ways_of_packing_are_refused(how: dict[str, Any] | None, words: st
     (tmp_path / "config.json").write_text(json.dumps({**config, **({"quantization_config": how} if how else {})}))
     with pytest.raises(ValueError, match=words):
         from_pretrained(tmp_path, pack="stored")
+
+
+def without(folder: Path, part: str) -> Path:
+    """The checkpoint without its tensors of such names."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if part not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("packed", "part", "words"),
+    [
+        (in_fp8, "layers.1.mlp.up_proj.weight_scale_inv", r"have no model\.layers\.1\.mlp\.up_proj\.weight_sc"),
+        (
+            in_mxfp4,
+            "layers.1.mlp.experts.down_proj_scales",
+            r"have no model\.layers\.1\.mlp\.experts\.down_proj_sc",
+        ),
+        (lambda folder: in_fp8(folder, moe), "layers.0.mlp.experts.3.up_proj", "no up_proj of expert 3 of model"),
+        (lambda folder: in_fp8(folder, moe), "layers.0.mlp.experts.0.gate", "no gate_proj of expert 0 of model"),
+    ],
+)
+def test_a_checkpoint_without_a_part_of_a_weight_is_refused(
+    packed: Callable[[Path], Path], part: str, words: str, tmp_path: Path
+) -> None:
+    folder = without(packed(tmp_path), part)
+    with pytest.raises(ValueError, match=words):
+        from_pretrained(folder, pack="stored")
+
+
+def test_layers_that_the_model_ignores_are_not_read(tmp_path: Path) -> None:
+    # given a checkpoint with one more layer, which DeepSeek-V3's class ignores
+    folder = in_fp8(tmp_path, deepseek)
+    tensors = load_file(folder / "model.safetensors")
+    more = {name.replace("layers.1.", "layers.61."): one for name, one in tensors.items() if "layers.1." in name}
+    save_file(
+        tensors | {name: one.clone() for name, one in more.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    # when
+    with Runtime("cpu:1") as runtime:
+        model = from_pretrained(folder, pack="stored", runtime=runtime, use_sequential_preset=True)
+        found = model(input_ids=IDS).logits
+    # then
+    unpack_frozen(model.named_model)
+    assert torch.equal(found, logits(model.named_model))
+
+
+def test_options_of_the_config_are_taken(tmp_path: Path) -> None:
+    folder = in_fp8(tmp_path)
+    with Runtime("cpu:1") as runtime:
+        options = {"num_labels": 3, "torch_dtype": torch.float32, "attn_implementation": "eager"}
+        model = from_pretrained(folder, Qwen3ForSequenceClassification, pack="stored", runtime=runtime, **options)
+    named = model.named_model
+    assert (named.score.weight.shape[0], named.config._attn_implementation) == (3, "eager")
+    assert {one.dtype for one in named.parameters()} == {torch.float32}
 
 
 def test_a_packed_checkpoint_is_not_loaded_without_being_asked_to_keep_it_so(tmp_path: Path) -> None:

@@ -369,7 +369,10 @@ def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda row: row.requires_grad_(True), "there is no frozen matrix to pack; freeze"),
+        (
+            lambda row: row.requires_grad_(True),
+            "there is no frozen matrix to pack, of float32, bfloat16 or float16; freeze",
+        ),
         (lambda row: row[0].append(nn.Linear(40, 40).requires_grad_(False)), r"0\.2\.weight: mxfp4 packs 32"),
     ],
 )
@@ -398,6 +401,19 @@ def test_position_embeddings_are_no_stack_of_experts() -> None:
     assert model.vit.embeddings.position_embeddings.shape == (1, 17, 64)
     plain = [name for name, one in model.vit.embeddings.named_parameters() if not isinstance(one, PackedWeight)]
     assert "position_embeddings" in plain
+
+
+def test_what_is_packed_already_is_said() -> None:
+    row = tower()
+    pack_frozen(row, "nf4")
+    with pytest.raises(
+        ValueError, match="all frozen matrices are packed already, as nf4; to pack them otherwise, call"
+    ):
+        pack_frozen(row, "int8")
+    with pytest.raises(ValueError, match="select chose no parameter"):
+        pack_frozen(row, "int8", select=lambda *_: False)
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, but is \[\]"):
+        pack_frozen([], "int8")  # type: ignore[arg-type]
 
 
 def test_select_chooses_by_name() -> None:

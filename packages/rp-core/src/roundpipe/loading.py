@@ -20,7 +20,7 @@ from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.wrap import wrap_model_to_roundpipe
-from roundpipe.packing.formats import format_of
+from roundpipe.packing.formats import FORMATS, format_of
 from roundpipe.packing.frozen import pack_frozen
 from roundpipe.packing.weight import PackedWeight, as_parameter
 from roundpipe.runtime.host_limit import current_limit
@@ -75,8 +75,8 @@ def from_pretrained(
     """
     if adapt is not None and not callable(adapt):
         raise TypeError(f"adapt must be a function of the loaded model, but is {adapt!r} instead")
-    if pack not in (None, STORED):
-        format_of(pack)
+    if pack is not None and pack not in (*FORMATS, STORED):
+        raise ValueError(f"pack must be one of {', '.join((*FORMATS, STORED))}, but is {pack!r}")
     wrapping = {name: options.pop(name) for name in _WRAPPING & options.keys()}
     wrapping.setdefault("name", caller())
     if pack is None:

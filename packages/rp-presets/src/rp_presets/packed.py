@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,6 +17,8 @@ from rp_presets.loading import check_loading, one_by_one, read_config, weight_fi
 
 _FP8_BLOCK = [128, 128]
 _SCALE = "_scale_inv"
+# Options that are not the model's.
+_OWN = frozenset({"config", "dtype", "torch_dtype", "subfolder"})
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # How FP8 checkpoints name the weights that models have stacked.
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<own>gate|up|down)_proj\.weight")
@@ -56,15 +59,14 @@ def load_packed(
     kind = packed_kind(folder)
     if kind is None:
         raise ValueError(f"{directory} has no packed weights: its config.json has no quantization_config")
-    config = _plain_config(folder, options)
+    config, rest = _plain_config(folder, options)
     meta = _on_meta(loader, config, options)
-    tensors = _tensors(folder)
     shapes = {name: one.shape for name, one in meta.named_parameters()}
+    tensors = _without_ignored(_tensors(folder), meta, shapes)
     stored = _stored_fp8(tensors, shapes) if kind == "fp8" else _stored_mxfp4(tensors, shapes)
     dtype = _dtype(config, options)
     for name in stored:
         tensors[name] = torch.zeros(1, dtype=dtype).expand(shapes[name])
-    rest = {name: value for name, value in options.items() if name not in ("config", "dtype", "subfolder")}
     with one_by_one():
         maker: Any = type(meta)
         model = maker.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **rest)
@@ -94,7 +96,8 @@ def packed_kind(folder: Path) -> Literal["fp8", "mxfp4"] | None:
     )
 
 
-def _plain_config(folder: Path, options: Mapping[str, Any]) -> Any:  # Any: each model has a class of its own
+def _plain_config(folder: Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config, of a class of its own, changed by options as transformers does; and the other options."""
     from transformers import AutoConfig  # importing transformers takes seconds
 
     loader: Any = AutoConfig
@@ -103,7 +106,19 @@ def _plain_config(folder: Path, options: Mapping[str, Any]) -> Any:  # Any: each
     # Otherwise transformers would make modules of its own for packed weights.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    return config
+    rest = {name: value for name, value in options.items() if name not in _OWN}
+    for name in [name for name in rest if hasattr(config, name)]:
+        setattr(config, name, rest.pop(name))
+    return config, rest
+
+
+def _without_ignored(
+    tensors: dict[str, torch.Tensor], meta: nn.Module, shapes: Mapping[str, torch.Size]
+) -> dict[str, torch.Tensor]:
+    """Without what the model's class says its checkpoints hold in vain, such as DeepSeek-V3's 62nd layer."""
+    said: list[str] = getattr(meta, "_keys_to_ignore_on_load_unexpected", None) or []
+    patterns = [one for one in said if not any(re.search(one, name) for name in shapes)]
+    return {name: one for name, one in tensors.items() if not any(re.search(each, name) for each in patterns)}
 
 
 def _on_meta(loader: Any, config: Any, options: Mapping[str, Any]) -> nn.Module:
@@ -115,7 +130,7 @@ def _on_meta(loader: Any, config: Any, options: Mapping[str, Any]) -> nn.Module:
 
 
 def _dtype(config: Any, options: Mapping[str, Any]) -> torch.dtype:
-    dtype = options.get("dtype", "auto")
+    dtype = options.get("dtype", options.get("torch_dtype", "auto"))
     if dtype in (None, "auto"):
         dtype = getattr(config, "dtype", None) or torch.bfloat16
     return cast(torch.dtype, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -133,16 +148,23 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _stored_mxfp4(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
-    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
+    names = sorted({name.removesuffix(_BLOCKS).removesuffix(_SCALES) for name in tensors if _is_mxfp4(name)})
     for name in names:
         _check_known(name, shapes)
     return {
-        name: StoredPacked("mxfp4", tensors.pop(name + _BLOCKS), tensors.pop(name + _SCALES)) for name in names
+        name: StoredPacked("mxfp4", _taken(tensors, name + _BLOCKS), _taken(tensors, name + _SCALES))
+        for name in names
     }
 
 
+def _is_mxfp4(name: str) -> bool:
+    return name.endswith((_BLOCKS, _SCALES))
+
+
 def _stored_fp8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
-    names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    # Without their scales the numbers would be taken as the weights.
+    in_fp8 = {name for name, one in tensors.items() if one.dtype == torch.float8_e4m3fn}
+    names = sorted(in_fp8 | {name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)})
     single = {name: _fp8(tensors, name) for name in names}
     found = {name: one for name, one in single.items() if name in shapes}
     stacks: dict[str, dict[tuple[int, str], StoredPacked]] = {}
@@ -162,13 +184,22 @@ def _stored_fp8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Siz
 
 
 def _fp8(tensors: dict[str, torch.Tensor], name: str) -> StoredPacked:
-    codes, scales = tensors.pop(name), tensors.pop(name + _SCALE)
+    codes, scales = _taken(tensors, name), _taken(tensors, name + _SCALE)
     return StoredPacked("fp8", codes.view(torch.uint8), scales.to(torch.float32))
 
 
+def _taken(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name not in tensors:
+        raise ValueError(f"the checkpoint's files have no {name}, though they have what belongs to it")
+    return tensors.pop(name)
+
+
 def _stacked(name: str, experts: Mapping[tuple[int, str], StoredPacked]) -> StoredPacked:
-    numbers = sorted({number for number, _ in experts})
-    owns = [own for own in ("gate", "up", "down") if (numbers[0], own) in experts]
+    numbers = range(1 + max(number for number, _ in experts))
+    owns = ("down",) if name.endswith("down_proj") else ("gate", "up")
+    missing = next((one for one in product(numbers, owns) if one not in experts), None)
+    if missing is not None:
+        raise ValueError(f"the checkpoint's files have no {missing[1]}_proj of expert {missing[0]} of {name}")
     if len(owns) > 1 and experts[numbers[0], "gate"].codes.shape[0] % _FP8_BLOCK[0]:
         raise ValueError(
             f"{name} is stored in parts whose rows end within a block of {_FP8_BLOCK[0]}, so they cannot be "
