@@ -22,8 +22,8 @@ def muon_groups(
     """Groups of a model's parameters for `Muon`: its hidden matrices, and all others for AdamW.
 
     Matrices are parameters of 2 dimensions, and of 3, as stacks of matrices such as the weights of experts. Not
-    hidden are embeddings, heads, kernels of convolutions, what has just one row or column, and stacks of one, such
-    as position embeddings. A head is a module of a usual name such as ``lm_head``, what ``get_output_embeddings()``
+    hidden are embeddings, heads, kernels of convolutions, what has one row or column only, and stacks of one, as
+    position embeddings are. A head is a module of a usual name such as ``lm_head``, what `get_output_embeddings`
     returns, or a linear layer whose weight has the shape of an embedding's.
 
     Args:
