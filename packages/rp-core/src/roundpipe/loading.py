@@ -45,7 +45,8 @@ def from_pretrained(
         model_class: a class of transformers; default: ``AutoModelForCausalLM``.
         adapt: called with the loaded model before it is wrapped, such as to add adapters; returns what to wrap.
         pack: freeze the model and hold its matrices in few bits, as `pack_frozen` does: its format, or
-            ``"stored"`` to keep those of a checkpoint in FP8 or MXFP4 as they are. Then adapters are trained.
+            ``"stored"`` to keep those of a checkpoint in FP8, MXFP4, or bitsandbytes' NF4 or int8 as they are.
+            Then adapters are trained.
         options: those of `wrap_model_to_roundpipe` and `RoundPipe` are passed to it, all others, such as `dtype`,
             to `model_class.from_pretrained`.
 

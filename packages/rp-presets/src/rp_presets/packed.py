@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from rp_presets.bitsandbytes import bitsandbytes_kind, take_int8, take_nf4, taken
 from rp_presets.loading import check_loading, one_by_one, read_config, weight_files
 
 _FP8_BLOCK = [128, 128]
@@ -24,16 +25,20 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<own>gate|up|down)_proj\.weight")
 
 
+StoredFormat = Literal["fp8", "mxfp4", "nf4", "int8"]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPacked:
     """A weight as it is stored: its bytes, and the scales of its blocks.
 
     `codes`: uint8; of ``fp8``, E4M3 numbers in the weight's shape, with `scales` in fp32 for blocks of 128 by 128;
     of ``mxfp4``, (experts, out, in / 32, 16), with `scales` (experts, out, in / 32) in uint8: for a weight that is
-    (experts, in, out).
+    (experts, in, out). Of ``nf4``, two codes a byte, with `scales` in fp32 for 64 elements in the order of memory;
+    of ``int8``, whole numbers in the weight's shape, with `scales` in fp32 for rows.
     """
 
-    format: Literal["fp8", "mxfp4"]
+    format: StoredFormat
     codes: torch.Tensor
     scales: torch.Tensor
 
@@ -44,8 +49,8 @@ def load_packed(
     """Load a model, and apart from it the weights that its checkpoint stores packed, by parameter.
 
     Args:
-        directory: a checkpoint in FP8 with blocks of 128 by 128, as DeepSeek-V3 and Qwen3 are published, or in
-            MXFP4, as GPT-OSS is.
+        directory: a checkpoint in FP8 with blocks of 128 by 128, as DeepSeek-V3 and Qwen3 are published, in MXFP4,
+            as GPT-OSS is, or in bitsandbytes' NF4 or int8.
         model_class: as for `load_pretrained`.
         options: as for `load_pretrained`.
 
@@ -63,7 +68,7 @@ def load_packed(
     meta = _on_meta(loader, config, options)
     shapes = {name: one.shape for name, one in meta.named_parameters()}
     tensors = _without_ignored(_tensors(folder), meta, shapes)
-    stored = _stored_fp8(tensors, shapes) if kind == "fp8" else _stored_mxfp4(tensors, shapes)
+    stored = _STORED[kind](tensors, shapes)
     dtype = _dtype(config, options)
     for name in stored:
         tensors[name] = torch.zeros(1, dtype=dtype).expand(shapes[name])
@@ -76,7 +81,7 @@ def load_packed(
     return model, stored
 
 
-def packed_kind(folder: Path) -> Literal["fp8", "mxfp4"] | None:
+def packed_kind(folder: Path) -> StoredFormat | None:
     """How a checkpoint's weights are packed; None if they are not.
 
     Raises `ValueError` for another way than those of `load_packed`.
@@ -89,11 +94,24 @@ def packed_kind(folder: Path) -> Literal["fp8", "mxfp4"] | None:
         return "mxfp4"
     if method == "fp8" and found.get("weight_block_size") == _FP8_BLOCK:
         return "fp8"
-    size = f" with weight_block_size {found.get('weight_block_size')}" if method == "fp8" else ""
+    if method == "bitsandbytes" and (kind := bitsandbytes_kind(found)) is not None:
+        return kind
     raise ValueError(
-        f"{folder} is packed as {method!r}{size}, which is not read: only fp8 with weight_block_size {_FP8_BLOCK} "
-        "and mxfp4 are; load it with transformers, dequantized, then call pack_frozen"
+        f"{folder} is packed as {method!r}{_details(found)}, which is not read: only fp8 with weight_block_size "
+        f"{_FP8_BLOCK}, mxfp4, and bitsandbytes' nf4 and int8 are; load it with transformers, dequantized, then "
+        "call pack_frozen"
     )
+
+
+def _details(found: Mapping[str, Any]) -> str:
+    """What is said of a way of packing beside its name."""
+    match found.get("quant_method"):
+        case "fp8":
+            return f" with weight_block_size {found.get('weight_block_size')}"
+        case "bitsandbytes":
+            return f" of {found.get('bnb_4bit_quant_type', 'fp4')}"
+        case _:
+            return ""
 
 
 def _plain_config(folder: Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -152,7 +170,7 @@ def _stored_mxfp4(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.S
     for name in names:
         _check_known(name, shapes)
     return {
-        name: StoredPacked("mxfp4", _taken(tensors, name + _BLOCKS), _taken(tensors, name + _SCALES))
+        name: StoredPacked("mxfp4", taken(tensors, name + _BLOCKS), taken(tensors, name + _SCALES))
         for name in names
     }
 
@@ -184,14 +202,8 @@ def _stored_fp8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Siz
 
 
 def _fp8(tensors: dict[str, torch.Tensor], name: str) -> StoredPacked:
-    codes, scales = _taken(tensors, name), _taken(tensors, name + _SCALE)
+    codes, scales = taken(tensors, name), taken(tensors, name + _SCALE)
     return StoredPacked("fp8", codes.view(torch.uint8), scales.to(torch.float32))
-
-
-def _taken(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    if name not in tensors:
-        raise ValueError(f"the checkpoint's files have no {name}, though they have what belongs to it")
-    return tensors.pop(name)
 
 
 def _stacked(name: str, experts: Mapping[tuple[int, str], StoredPacked]) -> StoredPacked:
@@ -208,6 +220,36 @@ def _stacked(name: str, experts: Mapping[tuple[int, str], StoredPacked]) -> Stor
     rows = [[experts[number, own] for own in owns] for number in numbers]
     codes = torch.stack([torch.cat([one.codes for one in row]) for row in rows])
     return StoredPacked("fp8", codes, torch.stack([torch.cat([one.scales for one in row]) for row in rows]))
+
+
+def _stored_nf4(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
+    return {name: _whole("nf4", name, shapes, *found) for name, found in take_nf4(tensors).items()}
+
+
+def _stored_int8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
+    return {name: _whole("int8", name, shapes, *found) for name, found in take_int8(tensors).items()}
+
+
+def _whole(
+    kind: StoredFormat,
+    name: str,
+    shapes: Mapping[str, torch.Size],
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: tuple[int, ...],
+) -> StoredPacked:
+    _check_known(name, shapes)
+    if shape != tuple(shapes[name]):
+        raise ValueError(f"{name} is stored in the shape {shape}, but the model's has {tuple(shapes[name])}")
+    return StoredPacked(kind, codes, scales)
+
+
+_STORED: Mapping[StoredFormat, Callable[..., dict[str, StoredPacked]]] = {
+    "fp8": _stored_fp8,
+    "mxfp4": _stored_mxfp4,
+    "nf4": _stored_nf4,
+    "int8": _stored_int8,
+}
 
 
 def _check_known(name: str, shapes: Mapping[str, torch.Size]) -> None:
