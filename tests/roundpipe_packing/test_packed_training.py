@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ from roundpipe import (
     unpack_frozen,
     wrap_model_to_roundpipe,
 )
+from roundpipe.packing import format as windows
 from roundpipe.packing.expansion import PackedTwin
 from roundpipe.packing.formats import FORMATS
+from roundpipe.packing.weight import expansion_bytes
 from roundpipe.planning.footprint import Footprint
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -230,7 +234,40 @@ def test_before_measurements_a_plan_counts_what_is_kept_and_one_expanded_layer()
     assert [found.kept_bytes(layer, 3) for layer in range(5)] == [
         wanted.kept_bytes(layer, 3) for layer in range(5)
     ]
-    assert (found.working_at(3), wanted.working_at(3)) == (4 * 256 * 256, 0)
+    assert (found.working_at(3), wanted.working_at(3)) == ((4 + 11) * 256 * 256, 0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_expanding_takes_no_more_than_is_foreseen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given one weight of several windows
+    monkeypatch.setattr(windows, "WINDOW", 1 << 16)
+    monkeypatch.setattr("roundpipe.packing.weight.WINDOW", 1 << 16)
+    monkeypatch.setattr("roundpipe.packing.nf4._WINDOW_BLOCKS", (1 << 16) // 64)
+    row = nn.Sequential(nn.Linear(512, 512, bias=False)).requires_grad_(False)
+    pack_frozen(row, name)
+    row[0].weight.expanded()  # tables are made once
+    # when
+    with Living(row[0].weight.codes, row[0].weight.scales) as living:
+        row[0].weight.expanded()
+    # then
+    assert 4 * 512 * 512 < living.most <= expansion_bytes(row) == 4 * 512 * 512 + 11 * (1 << 16)
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive at once, besides those given."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.most, self._now = 0, {one.untyped_storage()._cdata: 0 for one in given}
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        storage = found.untyped_storage()
+        if storage._cdata not in self._now:
+            self._now[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._now.pop, storage._cdata)
+            self.most = max(self.most, sum(self._now.values()))
+        return found
 
 
 @pytest.mark.parametrize("pin", ["off", "register"])

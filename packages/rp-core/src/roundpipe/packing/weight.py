@@ -9,10 +9,12 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from roundpipe.packing.format import Format
+from roundpipe.packing.format import WINDOW, Format
 from roundpipe.packing.formats import format_of
 
 _aten: Any = torch.ops.aten
+# For each element of a window: its number and its scale in fp32, and an index for two; 10.02 at most, in NF4.
+_PASSING_BYTES = 11
 _UNPACK = "call roundpipe.unpack_frozen(model) first, which gives it back its whole memory"
 
 
@@ -180,6 +182,13 @@ def as_parameter(weight: PackedWeight) -> torch.nn.Parameter:
 def packed_weights(module: torch.nn.Module) -> list[PackedWeight]:
     """A module's packed parameters, each once."""
     return [one for one in module.parameters() if isinstance(one, PackedWeight)]
+
+
+def expansion_bytes(module: torch.nn.Module) -> int:
+    """Bytes of device memory that expanding a module's packed weights takes: theirs, and what passes meanwhile."""
+    weights = packed_weights(module)
+    passing = max((min(one.numel(), WINDOW) for one in weights), default=0) * _PASSING_BYTES
+    return sum(one.expanded_nbytes for one in weights) + passing
 
 
 def _check(form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> None:
