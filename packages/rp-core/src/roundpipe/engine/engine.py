@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.boundaries import Boundaries
 from roundpipe.engine.host_parameters import HostParameters, Launched
-from roundpipe.engine.shared_call import Numbers, SharedCall, telling
+from roundpipe.engine.shared_call import Numbers, SharedCall, telling, telling_early, training_call
 from roundpipe.errors import AloneOnly, DeviceMemoryWarning, RoundPipeError
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
@@ -55,6 +56,10 @@ class Engine:
         self._boundaries = Boundaries(self.host.state.layers)
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Tell the other machines, which wait for this one's training call, of an error before its launch."""
+        return telling_early(self._runtime, training_call(self._name))
 
     def call_times(self) -> list[CallTime]:
         """What plans promise that calls take, and what they took."""
@@ -157,8 +162,9 @@ class Engine:
     ) -> tuple[Losses, list[Any]]:
         """Return the sums of the losses, and the outputs of all microbatches if `keep`."""
         if self._runtime.group is not None:
-            shared = SharedCall.of(self._runtime.group, self._name, parts, labels)
-            batch = Batch.of(shared.own_parts(parts), arrivals, shared.own(labels))
+            with self.telling():
+                shared = SharedCall.of(self._runtime.group, self._name, parts, labels)
+                batch = Batch.of(shared.own_parts(parts), arrivals, shared.own(labels))
             return self._runtime.launch(partial(self._share, shared, batch, config, loss_fn, keep=keep)), []
         batch = Batch.of(parts, arrivals, labels)
         launch = partial(self._forward_backward, batch, config, loss_fn, keep=keep)

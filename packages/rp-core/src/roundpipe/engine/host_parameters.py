@@ -100,7 +100,7 @@ class HostParameters:
                 runtime.backend, modules(), pin, optim_dtype, double_buffer, check_wrapping, shards
             )
         if group is not None:
-            group.calls.same(self._wrapping, fingerprint(self.state, pin))
+            group.calls.same(self._wrapping, fingerprint(self.state))
         runtime.states.add(self.state)
         self._updates = Updates(name, self.state, runtime)
         self._exposure = Exposure()
@@ -121,6 +121,8 @@ class HostParameters:
             "version of the weights": self.state.version,
             "what was written to weights and buffers": self._note_fixed_written(),
             "whether a step's result is not published yet": self.state.unpublished,
+            "calls since the last step, or since gradients were dropped": self.state.num_runs
+            - self.state.stepped_runs,
         }
 
     @property
@@ -382,6 +384,10 @@ class HostParameters:
                 self._written = checksum(written, self._written)
         if changed:
             # A parameter that is no longer trained would never receive the last step's result.
+            if self._runtime.group is not None and self.state.unpublished:
+                self._runtime.group.calls.same(
+                    f"rebuilding model {self.name!r}, whose tensors changed", self._which
+                )
             self._updates.publish()
             self._updates.wait()
             self._claim.take(self.state.modules)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import rp_batch
 import torch
 
 from roundpipe.device.packet import Packet
+from roundpipe.errors import RoundPipeError
 from roundpipe.execution.call import Autocast
 from roundpipe.execution.losses import Losses, sum_columns
 from roundpipe.runtime.machines import MachineGroup, check_same
+from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.model_state import ModelState
 
 _Result = TypeVar("_Result")
@@ -22,13 +25,35 @@ _Result = TypeVar("_Result")
 
 @contextmanager
 def telling(group: MachineGroup | None, kind: str) -> Generator[None]:
-    """Tell the other machines, which wait for this one to say this kind of thing, what is raised inside."""
+    """Tell the other machines, which wait for this one to say this kind of thing, what is raised inside.
+
+    Unless they know: what was said inside was not the same, or failed, on all of them.
+    """
     try:
         yield
     except BaseException as error:
-        if group is not None:
+        if group is not None and not group.calls.is_known(error):
             group.calls.tell(kind, error)
         raise
+
+
+@contextmanager
+def telling_early(runtime: Runtime, kind: str) -> Generator[None]:
+    """As `telling`, on the caller's thread, before anything is launched."""
+    try:
+        yield
+    except BaseException as error:
+        group = runtime.group
+        if group is not None and not group.calls.is_known(error):
+            # A thread that may not call the model says nothing in its name.
+            with suppress(RoundPipeError):
+                runtime.launch(partial(group.calls.tell, kind, error))
+        raise
+
+
+def training_call(name: str) -> str:
+    """What machines say that they do in a training call of this model."""
+    return f"forward_backward of model {name!r}"
 
 
 class Numbers(NamedTuple):
@@ -68,7 +93,7 @@ class SharedCall:
     @property
     def kind(self) -> str:
         """What the machines do."""
-        return f"forward_backward of model {self.name!r}"
+        return training_call(self.name)
 
     def own(self, items: Sequence[_Result]) -> list[_Result]:
         """This machine's of all microbatches' items."""
@@ -103,11 +128,17 @@ class SharedCall:
         return {"number of microbatches": self.count, **self.batch}
 
 
-def fingerprint(state: ModelState, pin: str) -> dict[str, Any]:
+def fingerprint(state: ModelState) -> dict[str, Any]:
     """What must be the same on all machines when a model is wrapped: its weights, too."""
-    found: dict[str, Any] = {"trained parameters": state.digest, "pin_model": pin, "weights": 0}
+    found: dict[str, Any] = {
+        "trained parameters": state.digest,
+        "pin_model": state.pin,
+        "optim_dtype": str(state.optim_dtype),
+        "double_buffer": state.double_buffer,
+        "weights": 0,
+    }
     for block in state.blocks:
-        if pin == "alloc" or block.kind != "frozen":
+        if state.pin == "alloc" or block.kind != "frozen":
             # Frozen weights that stay in files are not read for this.
             found["weights"] = checksum([block.kind, *block.values], found["weights"])
     return found
