@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from machine_trainings import adamw, batch, row, square_error, weights, wrapped
-from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe import AutoRoundPipe, GradScaler, RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.optim import clip_grad_norm_
 from torch import nn
 
@@ -345,6 +345,105 @@ def masters_changed_late_on_one(runtime: Runtime) -> Found:
     ]
 
 
+def other_kinds_of_state(runtime: Runtime) -> Found:
+    """Machine 1 has masters of another dtype, or second blocks, for the same weights."""
+    return [
+        _error(lambda: wrapped(runtime, row().bfloat16(), optim_dtype=(None, torch.float32)[_rank(runtime)])),
+        _error(lambda: wrapped(runtime, row(), double_buffer=_rank(runtime) == 1)),
+    ]
+
+
+def other_scale(runtime: Runtime) -> Found:
+    """Machine 1 scales its losses otherwise; nobody publishes that."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    scaler = GradScaler(init_scale=64.0 * (1 + _rank(runtime)), runtime=runtime)
+    x, y = batch(0)
+    before = weights(layers)
+    model.forward_backward((x,), label=y, loss_fn=lambda *both: scaler.scale(square_error(*both)))
+    found = _error(lambda: model.step(lambda: scaler.step(optimizer), is_async=False))
+    model.reset()
+    assert all(torch.equal(before[name], value) for name, value in weights(layers).items())
+    return [found]
+
+
+def other_clipping(runtime: Runtime) -> Found:
+    """Machine 1 clips to another norm."""
+    model = wrapped(runtime, row())
+    _call(model)
+    return [
+        _error(
+            lambda: model.step(
+                lambda: clip_grad_norm_(model.optim_parameters(), 1.0 + _rank(runtime)), is_async=False
+            )
+        )
+    ]
+
+
+def dropped_on_one(runtime: Runtime) -> Found:
+    """Machine 1 alone drops gradients, before a step or between calls; after all have, they train on."""
+    model = wrapped(runtime, row())
+    found: Found = []
+    for attempt in (lambda: model.step(lambda: None, is_async=False), lambda: _call(model)):
+        _call(model)
+        if _rank(runtime) == 1:
+            model.zero_grad()
+        found.append(_error(attempt))
+        model.zero_grad()
+    _call(model)
+    return found
+
+
+def frozen_on_one(runtime: Runtime) -> Found:
+    """Machine 1 alone freezes a layer while a step's result is not published, which each would publish first."""
+    layers = row()
+    model = wrapped(runtime, layers, double_buffer=False)
+    optimizer = adamw(model.optim_parameters())
+    _call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    layers[0].requires_grad_(_rank(runtime) == 0)
+    found = [_error(lambda: _call(model))]
+    layers[0].requires_grad_()
+    return found
+
+
+def bad_arguments(runtime: Runtime) -> Found:
+    """Machine 1's labels do not fit, which its own thread notices; then all train on."""
+    model = wrapped(runtime, row())
+    x, y = batch(0)
+    labels = y[: 9 - 4 * _rank(runtime)]
+    found = [_error(lambda: model.forward_backward((x,), label=labels, loss_fn=square_error))]
+    model.zero_grad()
+    _call(model)
+    return found
+
+
+def decided_otherwise(runtime: Runtime) -> Found:
+    """Machine 1 has no room for second blocks: then none has any."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    model.engine.host.state.double_buffer = _rank(runtime) == 0
+
+    def fail() -> None:
+        optimizer.step()
+        if _rank(runtime) == 1:
+            raise ZeroDivisionError("in the step function")
+
+    for is_async in (True, False):
+        _call(model)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+    _call(model)
+    found = [
+        _error(lambda: model.step(fail, is_async=False)),
+        f"{model.memory_report(optimizer).second_blocks_bytes} bytes",
+    ]
+    model.reset()
+    _call(model)
+    return found
+
+
 # What works on one machine alone
 
 
@@ -438,6 +537,13 @@ MISTAKES: dict[str, Callable[[Runtime], Found]] = {
         other_step,
         other_calls,
         other_norms,
+        other_kinds_of_state,
+        other_scale,
+        other_clipping,
+        dropped_on_one,
+        frozen_on_one,
+        bad_arguments,
+        decided_otherwise,
         masters_changed_late,
         masters_changed_late_on_one,
         gradients_read,

@@ -13,6 +13,7 @@ import rp_batch
 import torch
 
 from roundpipe.device.packet import Packet
+from roundpipe.device.randomness import draw_seed
 from roundpipe.errors import RoundPipeError
 from roundpipe.execution.call import Autocast
 from roundpipe.execution.losses import Losses, sum_columns
@@ -39,7 +40,13 @@ def telling(group: MachineGroup | None, kind: str) -> Generator[None]:
 
 @contextmanager
 def telling_early(runtime: Runtime, kind: str) -> Generator[None]:
-    """As `telling`, on the caller's thread, before anything is launched."""
+    """As `telling`, on the caller's thread, before a training call is launched."""
+
+    def tell(group: MachineGroup, error: BaseException) -> None:
+        # As the others do, whose call has begun: the generators stay the same.
+        draw_seed()
+        group.calls.tell(kind, error)
+
     try:
         yield
     except BaseException as error:
@@ -47,7 +54,7 @@ def telling_early(runtime: Runtime, kind: str) -> Generator[None]:
         if group is not None and not group.calls.is_known(error):
             # A thread that may not call the model says nothing in its name.
             with suppress(RoundPipeError):
-                runtime.launch(partial(group.calls.tell, kind, error))
+                runtime.launch(partial(tell, group, error))
         raise
 
 
