@@ -233,6 +233,9 @@ class RoundPipe(RoundPipeBase):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any, config: RoundPipeRunConfig, mode: Mode
     ) -> int:
         """The number of microbatches: as given, chosen at the first call, or one more than there are devices."""
+        if self.runtime.group is not None and torch.is_grad_enabled() and config.requires_grad is not False:
+            # Machines divide all calls that train.
+            mode = "fused"
         machines = 1 if self.runtime.group is None or mode != "fused" else self.runtime.group.size
         given, more = config.num_microbatch, machines * (len(self.runtime.lanes) + 1)
         on_host = self.runtime.lanes[0].device.torch_device.type == "cpu"

@@ -137,6 +137,7 @@ class MachineGroup:
         self._num_reduced = 0
         self._num_talks = 3
         self._num_gathered = 0
+        self._num_passed = 0
         self._num_models = 0
 
     def new_model(self) -> int:
@@ -166,6 +167,15 @@ class MachineGroup:
     def gather(self, block: torch.Tensor, owner: int, number: int) -> Work:
         """Begin to copy the owner's block (numel,) into everybody's; `number`: see `count_gathered`."""
         return self.machines.gather(block, owner, tag=number)
+
+    def pass_around(self, memory: Sequence[torch.Tensor]) -> list[Work]:
+        """Begin to copy each machine's bytes (nbytes,), by rank, to all others; on the launcher's thread."""
+        self._num_passed += 1
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        pairs = [pair for rank in others for pair in ((self.rank, rank), (rank, self.rank))]
+        return [
+            self.machines.pass_on(memory[source], source, target, tag=self._num_passed) for source, target in pairs
+        ]
 
     def share(self, count: int) -> range:
         """This machine's microbatches of so many.
