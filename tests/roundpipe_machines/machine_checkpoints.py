@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import shutil
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from machine_trainings import Found, adamw, batch, row, square_error, weights, wrapped
-from roundpipe import CheckpointManager, GradScaler, RoundPipe, Runtime
+from roundpipe import CheckpointManager, GradScaler, RoundPipe, Runtime, load_checkpoint, save_checkpoint
 from roundpipe.checkpoints.writer import Writer
 from roundpipe.errors import CheckpointWarning
 from torch import nn
@@ -130,3 +132,32 @@ def refused(runtime: Runtime, *, folder: str) -> list[str]:
     training.step(1)
     saved = manager.save(training.model, step=2, wait=True, **training.state())
     return [said, saved.path.name, str(math.isfinite(float(training.losses[-1])))]
+
+
+def mistaken(runtime: Runtime, *, folder: str) -> list[str]:
+    """A folder that is taken, other checkpoints on other machines, and one that machine 1 cannot read."""
+    training = Training(runtime, is_async=False, double_buffer=False, bits=32)
+    rank = 0 if runtime.group is None else runtime.group.rank
+    paths: list[Path] = []
+    for number in range(2):
+        training.step(number)
+        paths.append(save_checkpoint(f"{folder}/{number}", training.model, **training.state()).path)
+    damaged = Path(folder) / "damaged"
+    if rank == 1:
+        shutil.copytree(paths[0], damaged)
+        (damaged / "model-00001-of-00002.safetensors").write_bytes(b"nothing")
+    found: list[str] = []
+    for attempt in (
+        lambda: save_checkpoint(paths[0], training.model, **training.state()),
+        lambda: load_checkpoint(paths[rank], training.model, **training.state()),
+        lambda: load_checkpoint(paths[0] if rank == 0 else damaged, training.model, **training.state()),
+    ):
+        try:
+            attempt()
+            found.append("no error")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    load_checkpoint(paths[0], training.model, **training.state())
+    training.step(1)
+    save_checkpoint(f"{folder}/last", training.model, **training.state())
+    return [*found, str(float(training.losses[1])), str(float(training.losses[2]))]

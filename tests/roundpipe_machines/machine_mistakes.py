@@ -7,8 +7,8 @@ from threading import Event
 from typing import Any
 
 import torch
-from machine_trainings import adamw, batch, row, square_error, weights, wrapped
-from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime
+from machine_trainings import Apart, adamw, batch, row, square_error, weights, wrapped
+from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from roundpipe.optim import clip_grad_norm_
 from torch import nn
 
@@ -345,6 +345,162 @@ def masters_changed_late_on_one(runtime: Runtime) -> Found:
     ]
 
 
+def other_kinds_of_state(runtime: Runtime) -> Found:
+    """Machine 1 has masters of another dtype, or second blocks, for the same weights."""
+    return [
+        _error(lambda: wrapped(runtime, row().bfloat16(), optim_dtype=(None, torch.float32)[_rank(runtime)])),
+        _error(lambda: wrapped(runtime, row(), double_buffer=_rank(runtime) == 1)),
+    ]
+
+
+def other_scale(runtime: Runtime) -> Found:
+    """Machine 1 scales its losses otherwise; nobody publishes that."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    scaler = GradScaler(init_scale=64.0 * (1 + _rank(runtime)), runtime=runtime)
+    x, y = batch(0)
+    before = weights(layers)
+    model.forward_backward((x,), label=y, loss_fn=lambda *both: scaler.scale(square_error(*both)))
+    found = _error(lambda: model.step(lambda: scaler.step(optimizer), is_async=False))
+    model.reset()
+    assert all(torch.equal(before[name], value) for name, value in weights(layers).items())
+    return [found]
+
+
+def other_clipping(runtime: Runtime) -> Found:
+    """Machine 1 clips to another norm."""
+    model = wrapped(runtime, row())
+    _call(model)
+    return [
+        _error(
+            lambda: model.step(
+                lambda: clip_grad_norm_(model.optim_parameters(), 1.0 + _rank(runtime)), is_async=False
+            )
+        )
+    ]
+
+
+def dropped_on_one(runtime: Runtime) -> Found:
+    """Machine 1 alone drops gradients, before a step or between calls; after all have, they train on."""
+    model = wrapped(runtime, row())
+    found: Found = []
+    for attempt in (lambda: model.step(lambda: None, is_async=False), lambda: _call(model)):
+        _call(model)
+        if _rank(runtime) == 1:
+            model.zero_grad()
+        found.append(_error(attempt))
+        model.zero_grad()
+    _call(model)
+    return found
+
+
+def frozen_on_one(runtime: Runtime) -> Found:
+    """Machine 1 alone freezes a layer while a step's result is not published, which each would publish first."""
+    layers = row()
+    model = wrapped(runtime, layers, double_buffer=False)
+    optimizer = adamw(model.optim_parameters())
+    _call(model)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    layers[0].requires_grad_(_rank(runtime) == 0)
+    found = [_error(lambda: _call(model))]
+    layers[0].requires_grad_()
+    return found
+
+
+def bad_arguments(runtime: Runtime) -> Found:
+    """Machine 1's labels do not fit, which its own thread notices; then all train on."""
+    model = wrapped(runtime, row())
+    x, y = batch(0)
+    labels = y[: 9 - 4 * _rank(runtime)]
+    found = [_error(lambda: model.forward_backward((x,), label=labels, loss_fn=square_error))]
+    model.zero_grad()
+    _call(model)
+    return found
+
+
+def decided_otherwise(runtime: Runtime) -> Found:
+    """Machine 1 has no room for second blocks: then none has any."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    model.engine.host.state.double_buffer = _rank(runtime) == 0
+
+    def fail() -> None:
+        optimizer.step()
+        if _rank(runtime) == 1:
+            raise ZeroDivisionError("in the step function")
+
+    for is_async in (True, False):
+        _call(model)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+    _call(model)
+    found = [
+        _error(lambda: model.step(fail, is_async=False)),
+        f"{model.memory_report(optimizer).second_blocks_bytes} bytes",
+    ]
+    model.reset()
+    _call(model)
+    return found
+
+
+def taken_apart(runtime: Runtime) -> Found:
+    """The model's own forward fails on machine 1, between its parts or behind them; then the batch differs."""
+    torch.manual_seed(0)
+    net = Apart()
+    config = RoundPipeRunConfig(num_microbatch=5)
+    model = wrap_model_to_roundpipe(net, runtime=runtime, name="m", lower_threshold=0, model_run_config=config)
+    optimizer = adamw(model.optim_parameters())
+    found: Found = []
+
+    def attempt(number: int) -> None:
+        x, y = batch(number)
+        square_error(model(x)["out"], y).backward()
+
+    for part in (net.second, net.last):
+        # A hook on the host, in the midst of the model's own forward.
+        handle = part.register_forward_pre_hook(_raise_here)
+        if _rank(runtime) == 0:
+            handle.remove()
+        found.append(_error(lambda: attempt(0)))
+        handle.remove()
+        model.zero_grad()
+    found.append(_error(lambda: attempt(_rank(runtime))))
+    model.zero_grad()
+    attempt(0)
+    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    return [*found, f"{sum(value.double().sum() for value in weights(net).values())}"]
+
+
+def _raise_here(*_: object) -> None:
+    raise ZeroDivisionError("in the model's own forward")
+
+
+def forward_and_backward(runtime: Runtime) -> Found:
+    """A layer of machine 1 fails in forward, then in backward; its labels differ; outputs stay in microbatches."""
+    model, layers = _with_failing_layer(runtime, backward=False)
+    x, y = batch(0)
+    _RETURNED.set()
+    found: Found = []
+    for backward in (False, True):
+        layers[1].backward = backward
+        with torch.no_grad():
+            # The last microbatch, which the last machine has.
+            layers[1].at = float((x[-1] @ layers[0].weight.T + layers[0].bias)[0])
+        config = RoundPipeRunConfig(num_microbatch=9)
+        found.append(
+            _error(lambda config=config: square_error(model(x, roundpipe_run_config=config), y).backward())
+        )
+        layers[1].at = 7.0
+        model.reset()
+    found.append(_error(lambda: square_error(model(x), y * (1 + _rank(runtime))).backward()))
+    model.reset()
+    packed = RoundPipeRunConfig(num_microbatch=5, merge_output=False)
+    found.append(_error(lambda: model(x, roundpipe_run_config=packed)))
+    square_error(model(x), y).backward()
+    return found
+
+
 # What works on one machine alone
 
 
@@ -359,14 +515,6 @@ def gradients_read(runtime: Runtime) -> Found:
         _call(model)
         found.append(_error(lambda model=model, read=read: model.step(lambda: read(model), is_async=False)))
     return found
-
-
-def forward_with_gradients(runtime: Runtime) -> Found:
-    """Forward and backward in two calls."""
-    model = wrapped(runtime, row())
-    with torch.no_grad():
-        assert model(batch(0)[0]).shape == (9, 3)
-    return [_error(lambda: model(batch(0)[0]))]
 
 
 def outputs(runtime: Runtime) -> Found:
@@ -385,35 +533,18 @@ def inputs_with_gradients(runtime: Runtime) -> Found:
 
 def written_buffers(runtime: Runtime) -> Found:
     """Batch norm's averages go from one microbatch to the next."""
-    model = wrapped(runtime, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), microbatches=4)
-    return [_error(lambda: _call(model, microbatches=4))]
-
-
-def gradients_from_outside(runtime: Runtime) -> Found:
-    """A penalty on the weights, outside of the loss function."""
-    layers = row()
-    model = wrapped(runtime, layers)
-    layers[0].weight.square().sum().backward()
-    return [_error(lambda: _call(model))]
+    found: Found = []
+    for call in (lambda model: _call(model, microbatches=4), lambda model: model(batch(0)[0])):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        model = wrapped(runtime, layers, microbatches=4)
+        found.append(_error(lambda call=call, model=model: call(model)))
+    return found
 
 
 def too_few_microbatches(runtime: Runtime) -> Found:
     """Fewer microbatches than machines."""
     model = wrapped(runtime, row())
     return [_error(lambda: _call(model, microbatches=1))]
-
-
-def taken_apart(runtime: Runtime) -> Found:
-    """A module that is not a row."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-    net = Net()
-    net.inner = RoundPipe(net.inner, runtime=runtime, name="part")
-    return [_error(lambda: AutoRoundPipe(net))]
 
 
 MISTAKES: dict[str, Callable[[Runtime], Found]] = {
@@ -438,16 +569,22 @@ MISTAKES: dict[str, Callable[[Runtime], Found]] = {
         other_step,
         other_calls,
         other_norms,
+        other_kinds_of_state,
+        other_scale,
+        other_clipping,
+        dropped_on_one,
+        frozen_on_one,
+        bad_arguments,
+        decided_otherwise,
+        taken_apart,
+        forward_and_backward,
         masters_changed_late,
         masters_changed_late_on_one,
         gradients_read,
-        forward_with_gradients,
         outputs,
         inputs_with_gradients,
         written_buffers,
-        gradients_from_outside,
         too_few_microbatches,
-        taken_apart,
     )
 }
 

@@ -8,7 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, token_mean
+from roundpipe import (
+    AutoRoundPipe,
+    GradScaler,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    token_mean,
+    wrap_model_to_roundpipe,
+)
 from roundpipe.optim import SGD, Adafactor, AdamW, Muon, clip_grad_norm_
 from torch import nn
 
@@ -367,6 +375,94 @@ def saved_by_one(runtime: Runtime) -> Found:
     return {"saved": saved, "weights": weights(layers)}
 
 
+class Apart(nn.Module):
+    """No row: its own forward adds, multiplies by a weight of its own and by one of a part, and drops out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2))
+        self.second = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The outputs, and what the first part made of it."""
+        h = self.first(x)
+        out = h + nn.functional.dropout(self.second(h * self.scale), 0.2, self.training)
+        return {"out": self.last(out + out @ self.second.weight), "h": h}
+
+
+def taken_apart(runtime: Runtime) -> Found:
+    """A model whose parts run on the devices, synchronously and asynchronously, with accumulation and clipping."""
+    found: Found = {}
+    for is_async, skipped in ((False, ()), (True, ("last",)), (True, ("second",))):
+        torch.manual_seed(0)
+        net = Apart()
+        model = wrap_model_to_roundpipe(
+            net,
+            runtime=runtime,
+            name="apart",
+            skip_modules=[getattr(net, name) for name in skipped],
+            lower_threshold=0,
+            model_run_config=RoundPipeRunConfig(num_microbatch=5),
+        )
+        assert isinstance(model, AutoRoundPipe)
+        assert model.parts
+        optimizer = adamw(model.optim_parameters())
+        losses: list[torch.Tensor] = []
+        norms: list[torch.Tensor] = []
+
+        def step(model: Any = model, optimizer: Any = optimizer, norms: Any = norms) -> None:
+            norms.append(clip_grad_norm_(model.optim_parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(2 * STEPS):
+            x, y = batch(number)
+            outputs = model(x)
+            loss = square_error(outputs["out"], y) + outputs["h"].abs().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            if number % 2:
+                model.step(step, is_async=is_async)
+        model.synchronize()
+        found[f"{is_async} {skipped}"] = {"losses": losses, "norms": norms, "weights": weights(net)}
+    return found
+
+
+def forward_then_backward(runtime: Runtime) -> Found:
+    """Two models in a row, and a loss outside of them."""
+    layers = [row(dropout=0.2)[:3], row(dropout=0.2)[3:]]
+    models = [wrapped(runtime, each) for each in layers]
+    optimizers = [adamw(model.optim_parameters()) for model in models]
+    losses: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
+    for number in range(STEPS):
+        x, y = batch(number)
+        x.requires_grad_()
+        loss = square_error(models[1](models[0](x)), y)
+        loss.backward()
+        losses.append(loss.detach())
+        assert x.grad is not None
+        grads.append(x.grad)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.step(lambda one=optimizer: (one.step(), one.zero_grad()), is_async=False)
+    return {"losses": losses, "grads": grads, "weights": [weights(each) for each in layers]}
+
+
+def penalized(runtime: Runtime) -> Found:
+    """A penalty on the weights outside of the engine, which all machines compute."""
+    layers = row()
+    model = wrapped(runtime, layers)
+    optimizer = adamw(model.optim_parameters())
+    for number in range(STEPS):
+        x, y = batch(number)
+        model.forward_backward((x,), label=y, loss_fn=square_error)
+        layers[0].weight.square().sum().backward()
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    return {"weights": weights(layers)}
+
+
 TRAININGS: dict[str, Callable[[Runtime], Found]] = {
     training.__name__: training
     for training in (
@@ -393,6 +489,9 @@ TRAININGS: dict[str, Callable[[Runtime], Found]] = {
         changed_after_the_optimizer,
         stepped_twice,
         saved_by_one,
+        taken_apart,
+        forward_then_backward,
+        penalized,
     )
 }
 

@@ -72,6 +72,18 @@ def test_owners_write_their_own_files_of_one_folder(tmp_path: Path) -> None:
             torch.testing.assert_close(tensor, whole[name], rtol=2e-2, atol=2e-2)
 
 
+def test_checkpoints_that_one_machine_cannot_use_are_told_to_all_and_training_goes_on(tmp_path: Path) -> None:
+    first, second = on_machines(2, "machine_checkpoints", "mistaken", "cpu:1", folder=str(tmp_path))
+    assert first[0].startswith("CheckpointError: ")
+    assert second[0].startswith("MachineFailed: in the folder of a checkpoint, machine 0 failed: CheckpointError")
+    for said in (first[1], second[1]):
+        assert said.startswith("Disagreement: in loading a checkpoint, checkpoint differs: machine 0 has '0, ")
+    assert first[2].startswith("MachineFailed: in loading a checkpoint, machine 1 failed: CheckpointDamaged")
+    assert second[2].startswith("CheckpointDamaged")
+    # What was loaded then trains on as before.
+    assert first[3] == second[3] == first[4] == second[4]
+
+
 @pytest.mark.nightly
 def test_a_machine_that_cannot_save_tells_the_others(tmp_path: Path) -> None:
     first, second = on_machines(2, "machine_checkpoints", "refused", "cpu:1", folder=str(tmp_path / "run"))

@@ -42,17 +42,40 @@ SAID = {
     "optimizer_states": [("AloneOnly", "save_checkpoint", None)] * 2,
     "other_step": [("Disagreement", "is_async differs: machine 0 has True, machine 1 has False", None)],
     "other_calls": [("Disagreement", "machine 0: publishing the weights", None)],
-    "other_norms": [("Disagreement", "machine 0: a norm or a check of gradients, machine 1: ending a step", None)],
+    "other_norms": [
+        ("Disagreement", "machine 0: clipping to 1.0 the norm of order 2.0, machine 1: ending a step", None)
+    ],
+    "other_kinds_of_state": [
+        ("Disagreement", "optim_dtype differs: machine 0 has 'None', machine 1 has 'torch.float32'", None),
+        ("Disagreement", "double_buffer differs: machine 0 has False, machine 1 has True", None),
+    ],
+    "other_scale": [("Disagreement", "machine 1: a check of gradients of a loss that was scaled by 128.0", None)],
+    "other_clipping": [("Disagreement", "machine 1: clipping to 2.0 the norm", None)],
+    "dropped_on_one": [
+        ("Disagreement", "calls since the last step, or since gradients were dropped differs", None),
+    ]
+    * 2,
+    "frozen_on_one": [("Disagreement", "machine 1: rebuilding model 'm', whose tensors changed", None)],
+    "taken_apart": [
+        ("MachineFailed", "machine 1 failed: ZeroDivisionError(\"in the model's own", "ZeroDivisionError"),
+        ("MachineFailed", "machine 1 failed: ZeroDivisionError(\"in the model's own", "ZeroDivisionError"),
+        ("Disagreement", "in a call of model 'm', batch differs", None),
+    ],
+    "forward_and_backward": [
+        ("MachineFailed", "in forward of model 'm', machine 1 failed: ZeroDivisionError", "ZeroDivisionError"),
+        ("MachineFailed", "in backward of model 'm', machine 1 failed: ZeroDivisionError", "ZeroDivisionError"),
+        ("Disagreement", "the norm of the gradients of the outputs differs", None),
+        ("AloneOnly", "merge_output=False", None),
+    ],
+    "bad_arguments": [("MachineFailed", "machine 1 failed: SizeError(", "SizeError")],
+    "decided_otherwise": [("MachineFailed", "in the step function", "ZeroDivisionError"), ("0 bytes", "", None)],
     "masters_changed_late": [("AloneOnly", "were changed after their step", None)],
     "masters_changed_late_on_one": [("MachineFailed", "were changed after their step", "AloneOnly")],
     "gradients_read": [("AloneOnly", "roundpipe.optim.clip_grad_norm_", None)] * 2,
-    "forward_with_gradients": [("AloneOnly", "train by forward_backward", None)],
     "outputs": [("AloneOnly", "return_outputs=True", None)],
     "inputs_with_gradients": [("AloneOnly", "an input requires grad", None)],
-    "written_buffers": [("AloneOnly", "layer 1 (BatchNorm1d) writes a buffer", None)],
-    "gradients_from_outside": [("AloneOnly", "a parameter of layer 0 has a .grad", None)],
+    "written_buffers": [("AloneOnly", "layer 1 (BatchNorm1d) writes a buffer", None)] * 2,
     "too_few_microbatches": [("ValueError", "num_microbatch=2", None)],
-    "taken_apart": [("AloneOnly", "the model is taken apart", None)],
 }
 
 
@@ -93,3 +116,4 @@ def test_a_failed_step_leaves_the_weights_whole_on_every_machine() -> None:
 
 def test_after_an_error_the_machines_train_on_together() -> None:
     assert len({machine["layer"][2] for machine in _found()}) == 1
+    assert len({machine["taken_apart"][3] for machine in _found()}) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import pytest
 from on_machines import IMPORTS, environment
 from processes import free_port
 from programs import Program
@@ -45,6 +46,33 @@ for number in range(2):
 """
 
 
+# Machine 1 has no memory left for what the machines have agreed to do.
+_OUT_OF_MEMORY = """
+import os, torch
+from roundpipe import Runtime
+from roundpipe.state.gradient import Gradient
+from roundpipe.state.model_state import Block
+from machine_trainings import adamw, batch, row, square_error, wrapped
+torch.set_num_threads(1)
+def fail(*_, **__):
+    raise MemoryError("no memory is left")
+with Runtime("cpu:1") as runtime:
+    model = wrapped(runtime, row(), double_buffer=os.environ["BACK"] == "1")
+    optimizer = adamw(model.optim_parameters())
+    x, y = batch(0)
+    model.forward_backward((x,), label=y, loss_fn=square_error)
+    if runtime.group.rank == 1:
+        for owner, name in ((Gradient, "to_reduce"), (Block, "write")):
+            if name == os.environ["PLACE"]:
+                setattr(owner, name, fail)
+    try:
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        print("no error")
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
 def _ended(program: str, **environ: str) -> list[tuple[int, str, str]]:
     port = free_port()
     with ExitStack() as stack:
@@ -71,3 +99,17 @@ def test_a_machine_that_ends_with_an_error_tells_the_others() -> None:
     assert said == "MachineLost rank 1 is lost: it failed: ZeroDivisionError('in the training loop')\n"
     assert failed == 1
     assert "ZeroDivisionError: in the training loop" in complaints
+
+
+@pytest.mark.parametrize(
+    ("place", "back"),
+    [
+        ("to_reduce", 0),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("write", 0), ("write", 1))),
+    ],
+)
+def test_an_error_between_what_machines_agreed_on_and_do_ends_them_all(place: str, back: int) -> None:
+    (status, said, _), (failed, cause, _) = _ended(_OUT_OF_MEMORY, PLACE=place, BACK=str(back))
+    assert cause == "MemoryError no memory is left\n"
+    assert said == "MachineLost rank 1 is lost: it failed: MemoryError('no memory is left')\n"
+    assert (status, failed) == (0, 0)

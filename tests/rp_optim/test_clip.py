@@ -148,5 +148,5 @@ def test_the_norm_does_not_depend_on_the_order_of_arrival() -> None:
 
             link(master, lambda value=value: torch.tensor([value]), ready=ready)
         # In fp64: the fp32 norm that is returned would hide it.
-        norms.add(_norm(masters, 2.0))
+        norms.add(_norm(masters, 2.0, "a norm"))
     assert len(norms) == 1

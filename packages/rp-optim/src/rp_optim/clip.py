@@ -44,7 +44,7 @@ def clip_grad_norm_(
     """
     del foreach
     members = _listed(parameters)
-    norm = _norm(members, float(norm_type))
+    norm = _norm(members, float(norm_type), f"clipping to {float(max_norm)} the norm of order {float(norm_type)}")
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteGradients(
             f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped; leave out "
@@ -70,14 +70,14 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
     return members
 
 
-def _norm(members: list[torch.Tensor], norm_type: float) -> float:
+def _norm(members: list[torch.Tensor], norm_type: float, purpose: str) -> float:
     """The total norm. Gradients are read as they arrive, but summed in the order of `members`."""
     places = list(enumerate(members))
     found: dict[int, float | None] = {}
     for here in by_arrival(places, lambda item: item[1]):
         together = _parts([parameter for _, parameter in here], norm_type)
         found.update(zip((place for place, _ in here), together, strict=True))
-    everywhere = known_to_all(members, [found[place] for place in range(len(members))])
+    everywhere = known_to_all(members, purpose, [found[place] for place in range(len(members))])
     parts = [part for part in everywhere if part is not None]
     return math.sqrt(sum(parts)) if norm_type == 2 else _join(parts, norm_type)
 

@@ -17,8 +17,17 @@ _Item = TypeVar("_Item")
 
 # A gradient that a master is linked to: one tensor, or two whose sum it is.
 Source = torch.Tensor | GradientPair
-# What each process knows of some masters (None: nothing) to what all know together; all call it with as many.
-Share = Callable[[Sequence[float | None]], list[float | None]]
+
+
+class Share(Protocol):
+    """Asks the processes that divide masters."""
+
+    def __call__(self, purpose: str, values: Sequence[float | None], /) -> list[float | None]:
+        """From what this process knows of some masters (None: nothing), what all know together.
+
+        All call it with as many values, for the same purpose.
+        """
+        ...
 
 
 class Ready(Protocol):
@@ -278,16 +287,20 @@ def is_elsewhere(parameter: torch.Tensor) -> bool:
     return parameter.is_meta and isinstance(parameter, Master)
 
 
-def known_to_all(parameters: Sequence[torch.Tensor], values: Sequence[float | None]) -> list[float | None]:
+def known_to_all(
+    parameters: Sequence[torch.Tensor], purpose: str, values: Sequence[float | None]
+) -> list[float | None]:
     """What is known of each parameter: by this process or, of masters that are divided, by another one.
 
-    `values`: what this process knows; None: nothing. All processes call it with the same parameters.
+    `values`: what this process knows; None: nothing. All processes call it with the same parameters and purpose,
+    which names what else must be the same, such as a scale.
     """
     links = [link_of(parameter) for parameter in parameters]
     places = [place for place, link in enumerate(links) if link is not None and link.share is not None]
     found = list(values)
     share = links[places[0]].share if places else None  # type: ignore[union-attr]  # it has a link
-    for place, value in zip(places, share([found[place] for place in places]) if share else (), strict=True):
+    told = share(purpose, [found[place] for place in places]) if share else ()
+    for place, value in zip(places, told, strict=True):
         found[place] = value
     return found
 

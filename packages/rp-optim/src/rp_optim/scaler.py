@@ -137,7 +137,8 @@ class GradScaler:
             for here in by_arrival(list(enumerate(parameters)), lambda item: item[1]):
                 squares_of([one for _, one in here])  # In one kernel call; links cache the results.
                 found.update((place, _unscale_one(parameter, inverse)) for place, parameter in here)
-        everywhere = known_to_all(parameters, [found[place] for place in range(len(parameters))])
+        purpose = f"a check of gradients of a loss that was scaled by {self._unscale_with}"
+        everywhere = known_to_all(parameters, purpose, [found[place] for place in range(len(parameters))])
         if any(infinite is not None for infinite in everywhere):
             self._found[optimizer] = any(everywhere)
         self._stages[optimizer] = _Stage.UNSCALED

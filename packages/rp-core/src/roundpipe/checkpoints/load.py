@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from rp_optim.kernels.kept import SCALES, has_codes
 from rp_sched import Plan
 
 from roundpipe.checkpoints.layout import Layout, layout_of
-from roundpipe.checkpoints.manifest import OWN, check, checked_names
+from roundpipe.checkpoints.manifest import OWN, check, checked_names, digest_of
 from roundpipe.checkpoints.random_state import restore_random_states
 from roundpipe.checkpoints.snapshot import FORMAT
 from roundpipe.checkpoints.tensor_file import Stored, catalogue, sample
@@ -25,11 +26,13 @@ from roundpipe.checkpoints.values import decode
 from roundpipe.engine.capture import Held
 from roundpipe.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointWarning
 from roundpipe.models.base import RoundPipeBase
-from roundpipe.runtime.runtime import lasting
+from roundpipe.runtime.runtime import Runtime, lasting
 from roundpipe.state.master import is_split
 
 _LOG = logging.getLogger(__name__)
 
+# What machines do together.
+_LOADING = "loading a checkpoint"
 # Of optimizer state in 8 bits.
 _CODES = (torch.int8, torch.uint8)
 
@@ -53,7 +56,7 @@ class LoadedCheckpoint:
 
 
 class Opened:
-    """A checkpoint whose files are as they were written. `description`: its ``training.json``.
+    """A checkpoint whose files are as they were written. `description`: its ``training.json``; `digest`: tells it.
 
     Raises `CheckpointDamaged`, which names the file, or `CheckpointError` if one cannot be read.
     """
@@ -61,6 +64,7 @@ class Opened:
     def __init__(self, path: Path) -> None:
         self.path = path
         names = check(path)
+        self.digest = digest_of(path)
         self.description = _description(path)
         files = checked_names(names)
         self._own = {key: found for name in files[OWN] for key, found in catalogue(path / name).items()}
@@ -141,12 +145,12 @@ def load_checkpoint(
         raise TypeError(
             f"model must be a RoundPipe or AutoRoundPipe, but is a {type(model).__name__}; wrap it first"
         )
-    opened = Opened(Path(os.path.abspath(path)))
     optimizers, several = _several(optimizer), _several(schedulers)
     notes = _Notes()
     layout = layout_of(model)
-    _compare(opened, layout)
-    _compare_counts(opened, optimizers, several, scaler)
+    opened = _opened_by_all(
+        Path(os.path.abspath(path)), model.runtime, _Wanted(layout, optimizers, several, scaler)
+    )
     with model.runtime.launching(), lasting(), torch.no_grad():
         is_behind = bool(opened.description["is_behind"])
         held = {id(one.tensor): one for one in model.joint.begin_restoring(is_behind=is_behind)}
@@ -163,6 +167,40 @@ def load_checkpoint(
     if random:
         restore_random_states(opened.value("random"))
     return _loaded(opened, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a checkpoint is loaded into."""
+
+    layout: Layout
+    optimizers: tuple[Any, ...]
+    schedulers: tuple[Any, ...]
+    scaler: Any
+
+    def open(self, path: Path) -> Opened:
+        """A checkpoint that fits."""
+        opened = Opened(path)
+        _compare(opened, self.layout)
+        _compare_counts(opened, self.optimizers, self.schedulers, self.scaler)
+        return opened
+
+
+def _opened_by_all(path: Path, runtime: Runtime, wanted: _Wanted) -> Opened:
+    """The checkpoint, which all machines have found whole, if there are several.
+
+    Raises `MachineFailed` where another one could not open it, `rp_dist.Disagreement` where it is not the same.
+    """
+    group = runtime.group
+    if group is None:
+        return wanted.open(path)
+    try:
+        opened = wanted.open(path)
+    except BaseException as error:
+        runtime.launch(partial(group.calls.tell, _LOADING, error))
+        raise
+    runtime.launch(partial(group.calls.same, _LOADING, {"checkpoint": f"{path.name}, {opened.digest[:12]}"}))
+    return opened
 
 
 # What must be the same

@@ -210,11 +210,13 @@ class CheckpointManager:
         Raises what `load_checkpoint` raises, and `CheckpointDamaged` if there are only damaged ones.
         """
         self.wait()
-        last: CheckpointDamaged | None = None
+        last: CheckpointError | MachineFailed | None = None
         for kept in reversed(self._finished()):
             try:
                 return load_checkpoint(kept.path, model, optimizer, **options)
-            except CheckpointDamaged as error:
+            except (CheckpointDamaged, MachineFailed) as error:
+                if isinstance(error, MachineFailed) and CheckpointDamaged.__name__ not in str(error):
+                    raise
                 warnings.warn(f"not loaded, the one before it is tried: {error}", CheckpointWarning, stacklevel=2)
                 last = error
         if last is not None:

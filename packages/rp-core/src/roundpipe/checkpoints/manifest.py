@@ -65,6 +65,11 @@ def is_finished(folder: Path) -> bool:
     return (folder / _MARKER).is_file()
 
 
+def digest_of(folder: Path) -> str:
+    """What tells a finished checkpoint from others: the SHA-256 of its manifest."""
+    return _read(folder / _MARKER).decode()
+
+
 def check(folder: Path) -> tuple[str, ...]:
     """Read all files and compare them with the manifest; return their names.
 

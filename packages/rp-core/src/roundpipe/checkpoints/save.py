@@ -135,6 +135,7 @@ class SavingCheckpoint:
         made: Path | None = None
         try:
             if together is None or together.is_first:
+                _refuse_taken(self.path)
                 made = new_folder_for(self.path)
                 (made / OWN).mkdir()
                 layout.write_configuration(made)
@@ -148,8 +149,8 @@ class SavingCheckpoint:
         except OSError as error:
             self._give_up(made, "the folder", error)
             raise self._named(error) from error
-        except (RoundPipeError, DistError):
-            self._give_up(made)
+        except BaseException as error:
+            self._give_up(made, "the folder", error)
             raise
         snapshot = self._snapshot = Snapshot(layout, training, together)
 
@@ -303,10 +304,10 @@ def _checked(path: Any, model: object, step: object, buffer_bytes: object, shard
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be a whole number, {least} or more, but is {value!r}")
-    target = Path(os.path.abspath(path))
-    if model.runtime.group is not None and model.runtime.group.rank:
-        # The first machine says which folder.
-        return target
+    return Path(os.path.abspath(path))
+
+
+def _refuse_taken(target: Path) -> None:
     try:
         is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError as error:
@@ -315,7 +316,6 @@ def _checked(path: Any, model: object, step: object, buffer_bytes: object, shard
         raise CheckpointError(
             f"{target} exists already and is not replaced; choose another folder, or remove it first"
         )
-    return target
 
 
 def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:

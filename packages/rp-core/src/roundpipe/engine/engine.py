@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,8 @@ from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.boundaries import Boundaries
 from roundpipe.engine.host_parameters import HostParameters, Launched
-from roundpipe.engine.shared_call import Numbers, SharedCall, telling
-from roundpipe.errors import AloneOnly, DeviceMemoryWarning, RoundPipeError
+from roundpipe.engine.shared_call import Numbers, SharedCall, norm_of, telling, telling_early, training_call
+from roundpipe.errors import AloneOnly, DeviceMemoryWarning, RoundPipeError, in_words
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
 from roundpipe.execution.call import Call, LossFn, Streams
@@ -57,6 +58,10 @@ class Engine:
         self._compiler = None if compile_options is None else Compiler(compile_options, len(runtime.lanes))
         self._twins = self._new_twins()
 
+    def telling(self) -> AbstractContextManager[None]:
+        """Tell the other machines, which wait for this one's training call, of an error before its launch."""
+        return telling_early(self._runtime, training_call(self._name))
+
     def call_times(self) -> list[CallTime]:
         """What plans promise that calls take, and what they took."""
         return self._planner.log.times()
@@ -93,35 +98,51 @@ class Engine:
     ) -> list[Any]:
         """Return the outputs of all microbatches, on the host; connected to autograd if they can require grad."""
         batch = Batch.of(parts, arrivals, wants_grad=wants_grad)
-        launch = partial(self._forward, batch, config, wants_grad=wants_grad)
+        group, shared, own = self._runtime.group, None, batch
+        if group is not None and wants_grad and (batch.inputs or self.host.has_trained()):
+            kind = f"forward of model {self._name!r}"
+            with telling_early(self._runtime, kind):
+                _refuse_in_parts(config)
+                shared = SharedCall.of(group, kind, parts)
+                own = Batch.of(shared.own_parts(parts), arrivals)
+        launch = partial(self._forward, own, config, wants_grad=wants_grad, shared=shared)
         run, outputs, version = self._runtime.launch(launch)
         if not run.call.with_grad:
             return self._returned([packet.tree() for packet in outputs], outputs, batch, config)
 
         def run_backward(grads: Gradients) -> Gradients:
-            launch = partial(self._backward, run, batch, config, outputs, grads, Streams.current(grads), version)
-            returned = self._runtime.launch(launch)
-            return batch.grads(returned) if batch.inputs else []
+            streams = Streams.current(grads)
+            launch = partial(self._backward, run, own, config, outputs, grads, streams, version, shared)
+            return self._runtime.launch(launch)
 
         return self._returned(connect(outputs, batch.inputs, run_backward), outputs, batch, config)
 
     def _forward(
-        self, batch: Batch, config: RoundPipeRunConfig, *, wants_grad: bool
+        self, batch: Batch, config: RoundPipeRunConfig, *, wants_grad: bool, shared: SharedCall | None
     ) -> tuple[Run, list[Packet], int]:
-        """Return the run, its outputs, and the version of the weights that it read."""
+        """Return the run, its outputs, and the version of the weights that it read.
+
+        `shared`: the call of several machines that `batch` is this one's share of; the outputs are those of all.
+        """
         with in_call("forward", self._name):
-            self.host.get_ready(training=False)
-            with_grad = bool(batch.inputs) or (wants_grad and bool(self.host.state.trainable))
-            if with_grad and self._runtime.group is not None:
-                raise AloneOnly(
-                    f"forward of model {self._name!r} with gradients would compute the whole batch on each of "
-                    f"{self._runtime.group.size} machines: train by forward_backward, which divides it, and "
-                    "evaluate under torch.no_grad()"
-                )
-            run = self._start("train" if with_grad else "infer", batch, config)
-            outputs = run.outputs(wait=config.merge_output is not False)
-            _warn_of_shortages(run)
+            with telling(None if shared is None else shared.group, "" if shared is None else shared.kind):
+                numbers = None if shared is None else Numbers(shared.share.start, draw_seed())
+                self.host.get_ready(training=False)
+                with_grad = bool(batch.inputs) or (wants_grad and bool(self.host.state.trainable))
+                run = self._start("train" if with_grad else "infer", batch, config, numbers=numbers)
+                outputs = run.outputs(wait=config.merge_output is not False)
+                _warn_of_shortages(run)
+            if shared is not None:
+                outputs = self._with_others(run, shared, outputs)
             return run, outputs, self.host.state.version
+
+    def _with_others(self, run: Run, shared: SharedCall, outputs: Sequence[Packet]) -> list[Packet]:
+        try:
+            return shared.outputs_of_all(outputs, {**self.host.facts(), "random seed": run.seed})
+        except BaseException as error:
+            run.abort(error, "together with other machines")
+            run.finish()
+            raise
 
     def _backward(
         self,
@@ -132,19 +153,37 @@ class Engine:
         grads: Gradients,
         streams: Streams,
         version: int,
-    ) -> list[Packet]:
+        shared: SharedCall | None,
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the inputs."""
         with in_call("backward", self._name):
-            self.host.get_ready(training=True)
-            self.host.check_version(version)
-            batch.arrivals.refuse_written()
-            self.host.check_call(run.later_tasks, 0, is_measured=True)
-            self.host.follow(run)
-            times = self._planner.watch(config, "train", batch.parts, run.later_tasks)
-            run.backward(outputs, grads, streams, times)
-            returned = run.input_grads()
-            run.finish()
-            _warn_of_shortages(run)
-            return returned
+            group, kind = (None, "") if shared is None else (shared.group, shared.backward_kind)
+            with telling(group, kind):
+                self.host.get_ready(training=True)
+                self.host.check_version(version)
+                batch.arrivals.refuse_written()
+                self.host.check_call(run.later_tasks, 0, is_measured=True)
+                self.host.follow(run)
+                times = self._planner.watch(config, "train", batch.parts, run.later_tasks)
+                norm = 0.0
+                if shared is not None:
+                    norm = norm_of(grads)
+                    grads, outputs = shared.own_grads(outputs, grads), shared.own(outputs)
+                run.backward(outputs, grads, streams, times)
+                packets = run.input_grads()
+                run.finish()
+                _warn_of_shortages(run)
+                returned = batch.grads(packets) if batch.inputs else []
+            return returned if shared is None else self._grads_with_others(run, shared, norm, returned)
+
+    def _grads_with_others(
+        self, run: Run, shared: SharedCall, norm: float, grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        try:
+            return shared.input_grads_of_all(grads, norm, self.host.facts())
+        except BaseException as error:
+            self.host.state.note_broken(run.number, in_words(error))
+            raise
 
     def forward_backward(
         self,
@@ -158,8 +197,9 @@ class Engine:
     ) -> tuple[Losses, list[Any]]:
         """Return the sums of the losses, and the outputs of all microbatches if `keep`."""
         if self._runtime.group is not None:
-            shared = SharedCall.of(self._runtime.group, self._name, parts, labels)
-            batch = Batch.of(shared.own_parts(parts), arrivals, shared.own(labels))
+            with self.telling():
+                shared = SharedCall.of(self._runtime.group, training_call(self._name), parts, labels)
+                batch = Batch.of(shared.own_parts(parts), arrivals, shared.own(labels))
             return self._runtime.launch(partial(self._share, shared, batch, config, loss_fn, keep=keep)), []
         batch = Batch.of(parts, arrivals, labels)
         launch = partial(self._forward_backward, batch, config, loss_fn, keep=keep)
@@ -324,6 +364,14 @@ class Engine:
     def _new_twins(self) -> list[Twins]:
         layers, compiler = self.host.state.layers, self._compiler
         return [Twins(lane.device.torch_device, layers, compiler) for lane in self._runtime.lanes]
+
+
+def _refuse_in_parts(config: RoundPipeRunConfig) -> None:
+    if config.merge_output is False:
+        raise AloneOnly(
+            "merge_output=False leaves outputs in microbatches, of which each machine has its own; leave it out, "
+            "or train on one machine"
+        )
 
 
 def _refuse_divided(batch: Batch, *, keep: bool) -> None:

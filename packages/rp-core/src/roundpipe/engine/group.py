@@ -23,6 +23,7 @@ from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.optimizer.steps import Part, run_step
 from roundpipe.optimizer.watched import Watched, described, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
+from roundpipe.runtime.machines import check_same
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
 from roundpipe.state.master import refuse_part
@@ -88,9 +89,12 @@ class Joint:
             self._foresight.check_training(self._states())
         if group is not None:
             facts = [host.facts() for host in self._hosts]
-            group.calls.same(
-                kind, {"is_async": is_async, **{key: [each[key] for each in facts] for key in facts[0]}}
-            )
+            shared = {"is_async": is_async, **{key: [each[key] for each in facts] for key in facts[0]}}
+            told = group.calls.say(kind, [shared, [state.double_buffer for state in self._states()]])
+            check_same(kind, [each for each, _ in told])
+            # Machines may differ in memory, and so in what they have decided by default.
+            for state, *has_room in zip(self._states(), *(each for _, each in told), strict=True):
+                state.double_buffer = all(has_room)
 
     def _shared(self, parts: Sequence[Part]) -> SharedStep | None:
         group = self._runtime.group

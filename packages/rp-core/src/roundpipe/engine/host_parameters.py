@@ -115,13 +115,15 @@ class HostParameters:
                 name,
             )
         if group is not None:
-            group.calls.same(self._wrapping, fingerprint(self.state, pin))
+            group.calls.same(self._wrapping, fingerprint(self.state))
         runtime.states.add(self.state)
         self._updates = Updates(name, self.state, runtime)
         self._exposure = Exposure()
         # How many tasks launched since the last step add to a block's gradients.
         self._additions: Counter[Block] = Counter()
         self._launched: list[Launched] = []
+        # On several machines, since the last step: the parameters whose ``.grad`` from outside was collected.
+        self._collected: set[str] = set()
 
     @property
     def _wrapping(self) -> str:
@@ -136,6 +138,9 @@ class HostParameters:
             "version of the weights": self.state.version,
             "what was written to weights and buffers": self._note_fixed_written(),
             "whether a step's result is not published yet": self.state.unpublished,
+            "gradients from code outside of the engine": sorted(self._collected),
+            "calls since the last step, or since gradients were dropped": self.state.num_runs
+            - self.state.stepped_runs,
         }
 
     @property
@@ -169,11 +174,16 @@ class HostParameters:
         self.state.make_masters()
         return self.state.masters
 
+    def has_trained(self) -> bool:
+        """Whether any parameter of the layers requires grad now."""
+        return any(parameter.requires_grad for module in self._modules() for parameter in module.parameters())
+
     # One model's share of the methods of `Joint`
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
         """Take a step's turns."""
         self._additions.clear()
+        self._collected.clear()
         return self._updates.prepare(take, is_async=is_async)
 
     def decide_second_blocks(self, *, is_async: bool) -> None:
@@ -414,11 +424,12 @@ class HostParameters:
         for block in self.state.trainable:
             found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
             if found and self._runtime.group is not None:
-                raise AloneOnly(
-                    f"a parameter of {block} has a .grad from code outside of the engine, which each of "
-                    f"{self._runtime.group.size} machines would add to its part of the sum; add what it is of to "
-                    "the loss function, or train on one machine"
-                )
+                # All machines have computed the same: it counts once.
+                self._collected.update(f"{index} of {block}" for index in found)
+                if self._runtime.group.rank:
+                    for index in found:
+                        block.tensors[index].grad = None
+                    continue
             if found and block.gradient is not None:
                 with own_turn(block.gradient.turns, write=True):
                     block.gradient.collect(found, block.tensors)
@@ -436,6 +447,10 @@ class HostParameters:
                 self._written = checksum(written, self._written)
         if changed:
             # A parameter that is no longer trained would never receive the last step's result.
+            if self._runtime.group is not None and self.state.unpublished:
+                self._runtime.group.calls.same(
+                    f"rebuilding model {self.name!r}, whose tensors changed", self._which
+                )
             self._updates.publish()
             self._updates.wait()
             self._claim.take(self.state.modules)
@@ -463,6 +478,7 @@ class HostParameters:
 
     def _drop_gradients(self) -> None:
         self._additions.clear()
+        self._collected.clear()
         self.state.stepped_runs = self.state.num_runs
         self._exposure.take_back()
         self.state.broken = None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.engine.host_parameters import HostParameters
+from roundpipe.engine.shared_call import checksum, telling, telling_early
 from roundpipe.optimizer.steps import Part
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
@@ -55,16 +58,33 @@ class Resident(HostParameters):
 
         super().__init__(name, modules, runtime, "off", optim_dtype)
 
-    def enter_call(self) -> None:
-        """Wait until the weights are readable; they stay so until the next step is launched."""
-        self._runtime.launch(partial(self._wait_for_weights, training=torch.is_grad_enabled()))
+    def enter_call(self, arguments: Any) -> None:
+        """Wait until the weights are readable; they stay so until the next step is launched.
 
-    def _wait_for_weights(self, *, training: bool) -> None:
-        self.get_ready(training=training)
+        `arguments`: a tree that several machines must have alike in training.
+        """
+        self._runtime.launch(
+            partial(self._wait_for_weights, arguments, training=torch.is_grad_enabled()),
+        )
+
+    def _wait_for_weights(self, arguments: Any, *, training: bool) -> None:
+        group = self._runtime.group if training else None
+        with telling(group, self._calling):
+            self.get_ready(training=training)
+        if group is not None:
+            group.calls.same(self._calling, {**self.facts(), "batch": checksum(arguments)})
         self.note_read()
         for block in [*self.state.trainable, *self._shared_blocks()]:
             with own_turn(block.turns, write=False):
                 pass
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Tell the other machines, which wait for this one in a part, of an error of the model's own forward."""
+        return telling_early(self._runtime, self._calling) if torch.is_grad_enabled() else nullcontext()
+
+    @property
+    def _calling(self) -> str:
+        return f"a call of model {self.name!r}"
 
     def note_read(self) -> None:
         """Record which step's weights a call of the whole model reads, in its parts and outside of them."""

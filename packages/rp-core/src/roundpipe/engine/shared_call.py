@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import rp_batch
 import torch
 
 from roundpipe.device.packet import Packet
+from roundpipe.device.randomness import draw_seed
+from roundpipe.errors import RoundPipeError
 from roundpipe.execution.call import Autocast
 from roundpipe.execution.losses import Losses, sum_columns
 from roundpipe.runtime.machines import MachineGroup, check_same
+from roundpipe.runtime.passing import rows_of_all
+from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.model_state import ModelState
 
 _Result = TypeVar("_Result")
+# How far numbers may be apart, of their size, that machines compute alike.
+_ROUNDED = 0.01
 
 
 @contextmanager
 def telling(group: MachineGroup | None, kind: str) -> Generator[None]:
-    """Tell the other machines, which wait for this one to say this kind of thing, what is raised inside."""
+    """Tell the other machines, which wait for this one to say this kind of thing, what is raised inside.
+
+    Unless they know: what was said inside was not the same, or failed, on all of them.
+    """
     try:
         yield
     except BaseException as error:
-        if group is not None:
+        if group is not None and not group.calls.is_known(error):
             group.calls.tell(kind, error)
         raise
+
+
+@contextmanager
+def telling_early(runtime: Runtime, kind: str) -> Generator[None]:
+    """As `telling`, on the caller's thread, before a training call is launched."""
+
+    def tell(group: MachineGroup, error: BaseException) -> None:
+        # As the others do, whose call has begun: the generators stay the same.
+        draw_seed()
+        group.calls.tell(kind, error)
+
+    try:
+        yield
+    except BaseException as error:
+        group = runtime.group
+        if group is not None and not group.calls.is_known(error):
+            # A thread that may not call the model says nothing in its name.
+            with suppress(RoundPipeError):
+                runtime.launch(partial(tell, group, error))
+        raise
+
+
+def training_call(name: str) -> str:
+    """What machines say that they do in a training call of this model."""
+    return f"forward_backward of model {name!r}"
 
 
 class Numbers(NamedTuple):
@@ -42,17 +78,19 @@ class Numbers(NamedTuple):
 class SharedCall:
     """One training call of the machines: the microbatches of `group.share`, of `count` in all.
 
-    `batch`: what tells the batch from others.
+    `kind`: what the machines do. `batch`: what tells the batch from others.
     """
 
     group: MachineGroup
-    name: str
+    kind: str
     share: range
     count: int
     batch: dict[str, Any] = field(repr=False)
 
     @classmethod
-    def of(cls, group: MachineGroup, name: str, parts: rp_batch.Parts[Any], labels: Sequence[Any]) -> SharedCall:
+    def of(
+        cls, group: MachineGroup, kind: str, parts: rp_batch.Parts[Any], labels: Sequence[Any] = ()
+    ) -> SharedCall:
         """Share a call whose batch, which every machine is given as a whole, is in these microbatches.
 
         Raises `ValueError` if there are fewer microbatches than machines.
@@ -60,15 +98,10 @@ class SharedCall:
         count = len(parts)
         batch = {
             "batch sizes": parts.sizes and list(parts.sizes),
-            "batch": checksum((list(parts), list(labels))),
+            "batch": checksum([_told(leaf) for leaf in rp_batch.flatten((list(parts), list(labels)))[0]]),
             "autocast": [f"{each.device_type} {each.enabled} {each.dtype}" for each in Autocast.current()],
         }
-        return cls(group, name, group.share(count), count, batch)
-
-    @property
-    def kind(self) -> str:
-        """What the machines do."""
-        return f"forward_backward of model {self.name!r}"
+        return cls(group, kind, group.share(count), count, batch)
 
     def own(self, items: Sequence[_Result]) -> list[_Result]:
         """This machine's of all microbatches' items."""
@@ -99,15 +132,78 @@ class SharedCall:
         ]
         return sum_columns(columns, like.treedef)
 
+    def outputs_of_all(self, outputs: Sequence[Packet], facts: dict[str, Any]) -> list[Packet]:
+        """The outputs of all microbatches, from this machine's; arguments and errors are those of `sum_losses`."""
+        like = outputs[0]
+        facts = {**facts, **self._facts(), "tree of the outputs": str(like.treedef)}
+        rows = [[*packet.leaves, *packet.grads] for packet in outputs]
+        found = rows_of_all(self.group, self.kind, rows, facts)
+        count = len(like.leaves)
+        own = dict(zip(self.share, outputs, strict=True))
+        return [
+            own.get(microbatch) or Packet(like.treedef, tuple(row[:count]), tuple(row[count:]))
+            for microbatch, row in enumerate(found)
+        ]
+
+    def own_grads(self, outputs: Sequence[Packet], grads: Sequence[_Result]) -> list[_Result]:
+        """The gradients of this machine's outputs, of those of all outputs that require grad."""
+        counts = [sum(packet.grads) for packet in outputs]
+        begin = sum(counts[: self.share.start])
+        return list(grads[begin : begin + sum(self.own(counts))])
+
+    def input_grads_of_all(
+        self, grads: Sequence[torch.Tensor | None], norm: float, facts: dict[str, Any]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of all microbatches' inputs, from those of this machine's.
+
+        `norm`: of the gradients of all outputs, which each machine has computed; they may differ in last bits.
+        """
+        rows = rows_of_all(self.group, self.backward_kind, [[norm, *grads]], facts)
+        check_near(self.backward_kind, "the norm of the gradients of the outputs", [row[0] for row in rows])
+        return [grad for row in rows for grad in row[1:]]
+
+    @property
+    def backward_kind(self) -> str:
+        """What the machines do when the backward of this forward comes."""
+        return self.kind.replace("forward", "backward", 1)
+
     def _facts(self) -> dict[str, Any]:
         return {"number of microbatches": self.count, **self.batch}
 
 
-def fingerprint(state: ModelState, pin: str) -> dict[str, Any]:
+def check_near(kind: str, name: str, values: Sequence[float]) -> None:
+    """Raise `rp_dist.Disagreement` if machines differ in a number by more than they may round.
+
+    >>> check_near("backward", "a norm", [1.0, 1.0001]), check_near("backward", "a norm", [math.nan, math.nan])
+    (None, None)
+    """
+    if max(values) - min(values) > _ROUNDED * max(values):
+        check_same(kind, [{name: value} for value in values])
+
+
+def norm_of(tensors: Sequence[torch.Tensor | None]) -> float:
+    """The norm of all of these on the host together, roughly."""
+    squares = [float(one.detach().float().square().sum()) for one in tensors if one is not None]
+    return math.sqrt(sum(squares))
+
+
+def _told(leaf: Any) -> Any:
+    """What must be the same of an argument. What machines have computed of it may differ in its last bits."""
+    is_computed = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if is_computed else leaf
+
+
+def fingerprint(state: ModelState) -> dict[str, Any]:
     """What must be the same on all machines when a model is wrapped: its weights, too."""
-    found: dict[str, Any] = {"trained parameters": state.digest, "pin_model": pin, "weights": 0}
+    found: dict[str, Any] = {
+        "trained parameters": state.digest,
+        "pin_model": state.pin,
+        "optim_dtype": str(state.optim_dtype),
+        "double_buffer": state.double_buffer,
+        "weights": 0,
+    }
     for block in state.blocks:
-        if pin == "alloc" or block.kind != "frozen":
+        if state.pin == "alloc" or block.kind != "frozen":
             # Frozen weights that stay in files are not read for this.
             found["weights"] = checksum([block.kind, *block.values], found["weights"])
     return found

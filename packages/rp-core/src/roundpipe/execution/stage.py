@@ -373,7 +373,7 @@ class Stage:
         return bool(block.writes)
 
     def _refuse_divided(self, layer: int) -> None:
-        if self._call.state.shards is not None and self._call.mode == "fused":
+        if self._call.state.shards is not None and self._call.mode != "infer":
             raise AloneOnly(
                 f"{self._call.where(layer)} writes a buffer in forward, from one microbatch to the next, so "
                 "several machines cannot divide the microbatches: let such layers write none (as batch norms in "

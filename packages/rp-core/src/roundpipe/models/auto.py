@@ -11,7 +11,7 @@ from torch import nn
 
 from roundpipe.engine.group import Joint
 from roundpipe.engine.resident import Resident
-from roundpipe.errors import AloneOnly, RoundPipeError
+from roundpipe.errors import RoundPipeError
 from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.part import Part
 from roundpipe.models.roundpipe import RoundPipe
@@ -74,12 +74,6 @@ class AutoRoundPipe(RoundPipeBase):
         self._own("parts", _parts(model))
         parts = list(dict.fromkeys(self.parts.values()))
         self._own("runtime", _shared_runtime(parts, runtime))
-        if self.runtime.group is not None:
-            raise AloneOnly(
-                "the model is taken apart, and its own forward would compute the whole batch on each of "
-                f"{self.runtime.group.size} machines; several machines train models that are a row of layers "
-                "(RoundPipe): give wrap_model_to_roundpipe one, or train on one machine"
-            )
         hosts = [part.engine.host for part in parts]
         resident = Resident(self.name, model, [part.model for part in parts], hosts, self.runtime, optim_dtype)
         self._own("_resident", resident)
@@ -101,8 +95,9 @@ class AutoRoundPipe(RoundPipeBase):
         for part in self.parts.values():
             if isinstance(part, Part):
                 refuse_hooked(part.members)
-        self._resident.enter_call()
-        return self.model(*args, **_without_cache(self.model, args, kwargs))
+        self._resident.enter_call((args, kwargs))
+        with self._resident.telling():
+            return self.model(*args, **_without_cache(self.model, args, kwargs))
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported: only a sequence of layers can run forward and backward in one call.

@@ -161,20 +161,14 @@ class RoundPipe(RoundPipeBase):
         Raises `ValueError` for a `label` without a `loss_fn`; `RuntimeError` while torch's grad mode is off; what
         a layer or `loss_fn` raises, with a note that names the layer and the microbatch.
         """
-        _check_arguments(input_args, input_kwargs, loss_fn)
-        self._refuse_call(input_kwargs or {})
-        if not torch.is_grad_enabled():
-            raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
-        config = given("run_config", run_config).over(self.model_run_config)
-        if config.requires_grad is False:
-            raise ValueError(
-                "forward_backward computes gradients, but requires_grad is False; call forward instead"
-            )
-        _check_outputs(config)
-        chosen = call_loss(self.model, input_kwargs or {}, label, loss_fn, config.split_label)
-        arrivals = Arrivals(self.runtime.backend, (input_args, chosen.kwargs, label))
-        parts = self._split(input_args, chosen.kwargs, arrivals, config, "fused")
-        labels, loss_fn = chosen.in_parts(parts)
+        with self._engine.telling():
+            _check_arguments(input_args, input_kwargs, loss_fn)
+            self._refuse_call(input_kwargs or {})
+            config = _training_config(given("run_config", run_config).over(self.model_run_config))
+            chosen = call_loss(self.model, input_kwargs or {}, label, loss_fn, config.split_label)
+            arrivals = Arrivals(self.runtime.backend, (input_args, chosen.kwargs, label))
+            parts = self._split(input_args, chosen.kwargs, arrivals, config, "fused")
+            labels, loss_fn = chosen.in_parts(parts)
         losses, outputs = self._engine.forward_backward(
             parts, labels, arrivals, loss_fn, config, keep=return_outputs
         )
@@ -254,6 +248,9 @@ class RoundPipe(RoundPipeBase):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any, config: RoundPipeRunConfig, mode: Mode
     ) -> int:
         """The number of microbatches: as given, chosen at the first call, or one more than there are devices."""
+        if self.runtime.group is not None and torch.is_grad_enabled() and config.requires_grad is not False:
+            # Machines divide all calls that train.
+            mode = "fused"
         machines = 1 if self.runtime.group is None or mode != "fused" else self.runtime.group.size
         given, more = config.num_microbatch, machines * (len(self.runtime.lanes) + 1)
         on_host = self.runtime.lanes[0].device.torch_device.type == "cpu"
@@ -330,6 +327,16 @@ def _check_model(model: nn.Module, pin_model: object, runtime: object, double_bu
         raise ValueError(f"double_buffer must be True, False or None, but is {double_buffer!r} instead")
     if runtime is not None and not isinstance(runtime, Runtime):
         raise TypeError(f"runtime must be a Runtime or None, but is {runtime!r} instead")
+
+
+def _training_config(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    """The settings of a training call, checked."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
+    if config.requires_grad is False:
+        raise ValueError("forward_backward computes gradients, but requires_grad is False; call forward instead")
+    _check_outputs(config)
+    return config
 
 
 def _check_outputs(config: RoundPipeRunConfig) -> None:

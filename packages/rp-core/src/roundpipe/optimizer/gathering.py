@@ -125,6 +125,13 @@ class Gathering:
 
     def complete(self, changed: Sequence[Sequence[Sequence[int]]]) -> None:
         """All machines have taken the step: send the rest, and what has changed, as each machine told."""
+        try:
+            self._complete(changed)
+        except BaseException as error:
+            self._group.break_off(error)
+            raise
+
+    def _complete(self, changed: Sequence[Sequence[Sequence[int]]]) -> None:
         for block, copies in self._under_way.items():
             block.write(self._state.backend, self._masters(block))
             copies.send_rest()
@@ -163,12 +170,14 @@ class Gathering:
         After a failed step nothing is published: the masters are a mixture of old and new.
         """
         held: deque[tuple[Block, Ticket]] = deque()
+        begun: set[Block] = set()
         published = 0
         try:
             for block, ticket in turns.items():
                 enter(block, ticket)
                 if self._state.failed is None:
                     self._begin(block)
+                begun.add(block)
                 held.append((block, ticket))
                 if len(held) == _HELD:
                     self._finish(*held.popleft(), tracer)
@@ -179,6 +188,8 @@ class Gathering:
         except BaseException as error:
             if published or any(block.back is None for block, _ in held):
                 self._state.mixed = in_words(error)
+            if any(block not in begun and block not in self._under_way for block in turns):
+                self._group.break_off(error)
             raise
 
     def _begin(self, block: Block) -> None:

@@ -161,6 +161,8 @@ class Reduction:
                     block.reduce(self._group)
                 except BaseException as error:
                     failure = error
+                    if not isinstance(error, Incomplete):
+                        self._group.break_off(error)
             if failure is not None:
                 block.cancel(failure)
 

@@ -29,9 +29,9 @@ class SharedStep:
         self._reduction = Reduction(group, blocks)
         self._is_over = False
 
-    def share(self, values: Sequence[float | None]) -> list[float | None]:
+    def share(self, purpose: str, values: Sequence[float | None], /) -> list[float | None]:
         """See `rp_optim.masters.Share`."""
-        told: list[list[float | None]] = self._say("a norm or a check of gradients", list(values))
+        told: list[list[float | None]] = self._say(purpose, list(values))
         if len({len(each) for each in told}) > 1:
             self._is_over = True
             raise Disagreement(

@@ -16,6 +16,9 @@ from roundpipe.errors import MachineFailed, RoundPipeError, in_words
 
 _LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+# On an error: the number of what was said when it was told or raised.
+_TOLD = "_roundpipe_told"
+_Error = TypeVar("_Error", bound=BaseException)
 # What else to say of facts that differ.
 _HINTS = {
     "random seed": "; what only one of them does, such as evaluating, must leave torch's generator as it was "
@@ -33,6 +36,7 @@ class Talk:
     def __init__(self, machines: Machines, channel: int) -> None:
         self._machines = machines
         self._channel = channel
+        self._num_said = 0
 
     def say(self, kind: str, value: Any = None, *, error: BaseException | str | None = None) -> list[Any]:
         """Tell a value that JSON can hold, or that an error happened here; return what each machine told.
@@ -41,19 +45,30 @@ class Talk:
         the same; `rp_dist.MachineLost` if one is gone.
         """
         words = _told(error) if isinstance(error, BaseException) else error
+        self._num_said += 1
         found: list[Any] = self._machines.exchange(
             {"kind": kind, "value": value, "error": words}, channel=self._channel
         )
         failed = [rank for rank, told in enumerate(found) if told["error"] is not None]
         if failed:
-            raise MachineFailed(failed[0], self._failures(failed, found))
+            raise self._noted(MachineFailed(failed[0], self._failures(failed, found)))
         if len({told["kind"] for told in found}) > 1:
             each = ", ".join(f"machine {rank}: {told['kind']}" for rank, told in enumerate(found))
-            raise Disagreement(
+            words = (
                 f"the machines do not do the same ({each}); every process must make the same calls of the model "
                 "in the same order, also those that only one of them needs"
             )
+            raise self._noted(Disagreement(words))
         return [told["value"] for told in found]
+
+    def _noted(self, error: _Error) -> _Error:
+        # On the error: to keep it here would keep its frames alive.
+        vars(error)[_TOLD] = self._num_said
+        return error
+
+    def is_known(self, error: BaseException) -> bool:
+        """Whether this error is what was said here last, or came of it, so that all machines know of it."""
+        return vars(error).get(_TOLD) == self._num_said
 
     def _failures(self, failed: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:
         words = "; ".join(f"machine {rank} failed: {found[rank]['error']}" for rank in failed)
@@ -64,13 +79,19 @@ class Talk:
         # Whoever is gone cannot be told.
         with suppress(Exception):
             self.say(kind, error=error)
+        self._noted(error)
 
     def same(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Check that these facts are the same on all machines.
 
         Raises `rp_dist.Disagreement`, on all machines, that names what differs; otherwise as `say` does.
         """
-        check_same(kind, self.say(kind, dict(facts)))
+        told = self.say(kind, dict(facts))
+        try:
+            check_same(kind, told)
+        except Disagreement as error:
+            self._noted(error)
+            raise
 
 
 def check_same(kind: str, told: Sequence[Mapping[str, Any]]) -> None:
@@ -116,6 +137,7 @@ class MachineGroup:
         self._num_reduced = 0
         self._num_talks = 3
         self._num_gathered = 0
+        self._num_passed = 0
         self._num_models = 0
 
     def new_model(self) -> int:
@@ -146,6 +168,15 @@ class MachineGroup:
         """Begin to copy the owner's block (numel,) into everybody's; `number`: see `count_gathered`."""
         return self.machines.gather(block, owner, tag=number)
 
+    def pass_around(self, memory: Sequence[torch.Tensor]) -> list[Work]:
+        """Begin to copy each machine's bytes (nbytes,), by rank, to all others; on the launcher's thread."""
+        self._num_passed += 1
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        pairs = [pair for rank in others for pair in ((self.rank, rank), (rank, self.rank))]
+        return [
+            self.machines.pass_on(memory[source], source, target, tag=self._num_passed) for source, target in pairs
+        ]
+
     def share(self, count: int) -> range:
         """This machine's microbatches of so many.
 
@@ -157,6 +188,11 @@ class MachineGroup:
                 f"num_microbatch={self.size} or more, and batches of that many samples at least"
             )
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def break_off(self, error: BaseException) -> None:
+        """Give this machine up after an error between what all machines do: the others would wait for it."""
+        if not isinstance(error, DistError):
+            self.machines.fail(in_words(error))
 
     def fail(self, error: BaseException) -> None:
         """Tell the other machines that this one ends with an error, so that none waits for it."""
