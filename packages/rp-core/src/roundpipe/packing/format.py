@@ -66,7 +66,7 @@ def rows_and_columns(shape: Sequence[int], name: str) -> tuple[int, int]:
 
 
 def table(values: tuple[float, ...], columns: int, like: torch.Tensor) -> torch.Tensor:
-    """These numbers as fp32 on a tensor's device, (rows, columns); made once, except where operations are traced."""
+    """These numbers as fp32 on a tensor's device, (rows, columns); made once, unless operations are traced."""
     # A tracer's tensors have no numbers, and no other tracer takes them.
     made = _kept_table if type(like) is torch.Tensor else _table
     return made(values, columns, like.device)
