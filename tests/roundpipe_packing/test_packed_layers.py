@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, pack_frozen, unpack_frozen
+from roundpipe import (
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    pack_frozen,
+    unpack_frozen,
+    wrap_model_to_roundpipe,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,3 +108,21 @@ def gradients(row: str, devices: str, *, is_expanded: bool) -> dict[str, torch.T
         model.synchronize()
     found = {name: one.grad for name, one in layers.named_parameters() if one.requires_grad}
     return {name: grad for name, grad in found.items() if grad is not None}
+
+
+class Params4bit(nn.Parameter):
+    """As the parameters of bitsandbytes are."""
+
+
+Params4bit.__module__ = "bitsandbytes.nn.modules"
+
+
+@pytest.mark.parametrize("wrap", [RoundPipe, wrap_model_to_roundpipe])
+def test_weights_that_another_library_has_packed_are_refused(wrap: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = Params4bit(torch.zeros(2048, 1, dtype=torch.uint8), requires_grad=False)
+    with (
+        Runtime("cpu:1") as runtime,
+        pytest.raises(TypeError, match=r"1\.weight is packed by bitsandbytes, as Para"),
+    ):
+        wrap(model, runtime=runtime)

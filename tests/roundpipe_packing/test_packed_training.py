@@ -6,6 +6,7 @@ import copy
 import io
 import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,20 @@ def test_plain_pytorch_runs_the_packed_model_too() -> None:
     alone = model(input_ids=ids(), labels=ids()).loss
     expanded = packed("lora", "nf4", is_expanded=True)
     assert torch.equal(alone, expanded(input_ids=ids(), labels=ids()).loss)
+
+
+@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+def test_a_packed_model_is_compiled_in_plain_pytorch_and_runs_eagerly_after(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given tables that nobody has used yet, which a tracer must not keep for others
+    monkeypatch.setattr(windows, "_kept_table", cache(windows._table))
+    row, inputs = tower()[:2], torch.randn(4, 256)
+    pack_frozen(row, name)
+    # when
+    found = torch.compile(row, backend="aot_eager")(inputs)
+    # then
+    assert torch.equal(found, row(inputs))
 
 
 def tower() -> nn.Sequential:

@@ -20,6 +20,7 @@ from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import RoundPipeError, TrainingWarning
 from roundpipe.frameworks import advice
 from roundpipe.models.current import publish_first
+from roundpipe.packing.foreign import check_not_packed_by_others
 from roundpipe.runtime.runtime import Runtime, lasting
 
 
@@ -604,3 +605,4 @@ def _check(model: object, name: object, optim_dtype: object) -> None:
         raise TypeError(
             f"optim_dtype must be a floating-point torch.dtype or None, but is {optim_dtype!r} instead"
         )
+    check_not_packed_by_others(model)

@@ -17,6 +17,7 @@ from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller, master_dtype, wrappers
 from roundpipe.models.partition import Options, Rules, Splitter, config_for, flat_row, module_bytes
 from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.packing.foreign import check_not_packed_by_others
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.model_state import MasterKind, PinMode
@@ -73,6 +74,7 @@ def wrap_model_to_roundpipe(
     or `TypeError` for an unsupported model or an invalid argument. The model is then unchanged.
     """
     _check(model, use_sequential_preset, lower_threshold, upper_threshold, skip_modules)
+    check_not_packed_by_others(model)
     name = caller() if name is None else name
     options = Options(
         optim_dtype=master_dtype(master, optim_dtype),

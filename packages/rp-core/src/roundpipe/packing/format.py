@@ -65,15 +65,19 @@ def rows_and_columns(shape: Sequence[int], name: str) -> tuple[int, int]:
     return shape[-2], shape[-1]
 
 
-def table(values: tuple[float, ...], columns: int, device: torch.device) -> torch.Tensor:
-    """These numbers as fp32 on a device, (rows, columns); made once."""
-    return _table(values, columns, device)
+def table(values: tuple[float, ...], columns: int, like: torch.Tensor) -> torch.Tensor:
+    """These numbers as fp32 on a tensor's device, (rows, columns); made once, unless operations are traced."""
+    # A tracer's tensors have no numbers, and no other tracer takes them.
+    made = _kept_table if type(like) is torch.Tensor else _table
+    return made(values, columns, like.device)
 
 
-@cache
 def _table(values: tuple[float, ...], columns: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float32, device=device).view(-1, columns)
+
+
+_kept_table = cache(_table)
 
 
 def blocks(length: int, block: int) -> int:

@@ -62,7 +62,7 @@ class Mxfp4:
         """See `Format`."""
         target = self._rows(matrices(out))
         bytes_, powers = codes.view(*target.shape[:2], -1), matrices(scales)
-        pairs = table(_PAIRS, 2, codes.device)
+        pairs = table(_PAIRS, 2, codes)
         for where in windows(target.shape, 1):
             part = bytes_[where]
             values = pairs.index_select(0, part.reshape(-1).int()).view(*powers[where].shape, BLOCK)
@@ -78,11 +78,11 @@ def _codes(scaled: torch.Tensor) -> torch.Tensor:
     # Numbers are 0.5 apart up to 2, then 1 up to 4, then 2.
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     nearest = (size / step).round() * step
-    values = table(_VALUES, 1, scaled.device).view(-1)
+    values = table(_VALUES, 1, scaled).view(-1)
     found = torch.bucketize(nearest.clamp(max=_VALUES[-1]).contiguous(), values)
     return torch.where(scaled < 0, found | 8, found).to(torch.uint8)
 
 
 def _power(bytes_: torch.Tensor) -> torch.Tensor:
-    powers = table(_POWERS, 1, bytes_.device).view(-1)
+    powers = table(_POWERS, 1, bytes_).view(-1)
     return powers.index_select(0, bytes_.reshape(-1).int()).view(bytes_.shape)

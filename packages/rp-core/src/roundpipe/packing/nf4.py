@@ -57,7 +57,7 @@ class Nf4:
     def pack(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """See `Format`."""
         flat = weight.view(-1)
-        middles = table(_MIDDLES, 1, weight.device).view(-1)
+        middles = table(_MIDDLES, 1, weight).view(-1)
         for first in range(0, scales.numel(), _WINDOW_BLOCKS):
             part = flat[first * BLOCK : (first + _WINDOW_BLOCKS) * BLOCK].float()
             padded = part.new_zeros(blocks(part.numel(), BLOCK), BLOCK)
@@ -72,7 +72,7 @@ class Nf4:
     def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """See `Format`."""
         flat = out.view(-1)
-        pairs = table(_PAIRS, 2, codes.device)
+        pairs = table(_PAIRS, 2, codes)
         for first in range(0, scales.numel(), _WINDOW_BLOCKS):
             target = flat[first * BLOCK : (first + _WINDOW_BLOCKS) * BLOCK]
             bytes_ = codes[first * BLOCK // 2 :][: blocks(target.numel(), 2)]
