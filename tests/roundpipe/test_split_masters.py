@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 import roundpipe
 import torch
+from paired import on_both
 from plain import batch, mlp, plans, square_error, weights
-from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed, TrainingWarning
+from roundpipe import AloneOnly, GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed, TrainingWarning
 from rp_optim import SplitMaster
+from rp_sched import Plan
 from torch import nn
 
+PATIENCE_S = 30.0
 optim = roundpipe.optim
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": optim.AdamW,
@@ -248,6 +252,50 @@ def test_with_a_second_block_a_failed_step_leaves_the_weights_whole(two: Runtime
     assert are_rounded(model)
 
 
+class Fails(torch.autograd.Function):
+    """Its backward waits until somebody opens, and fails."""
+
+    opened = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx, grads
+        assert Fails.opened.wait(PATIENCE_S)
+        raise KeyError
+
+
+class Failing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Fails.apply(super().forward(x))
+
+
+def test_a_call_that_fails_while_its_step_updates_in_place_tears_the_weights(two: Runtime) -> None:
+    Fails.opened.clear()
+    layers = nn.Sequential(Failing(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+    config = RoundPipeRunConfig(
+        num_microbatch=1, execute_plan=Plan([range(1), range(1, 2)], range(2, 3), [range(1, 2), range(1)])
+    )
+    model = RoundPipe(layers, None, "m", config, runtime=two, master="split")
+    *first, weight, bias = model.optim_parameters()
+    last, others = optim.SGD([weight, bias], lr=1.0), optim.SGD(first, lr=1.0)
+    call(model)
+
+    def update() -> None:
+        last.step()
+        Fails.opened.set()
+        others.step()
+
+    with pytest.raises(KeyError):
+        model.step(update, is_async=False)
+    with pytest.raises(StepFailed, match="some weights are of that step"):
+        call(model)
+
+
 def test_a_step_that_fails_before_it_updates_tears_nothing(two: Runtime) -> None:
     model = wrapped(two)
     before = weights(model.model)
@@ -322,6 +370,24 @@ def test_who_reads_masters_gets_whole_ones_and_training_goes_on(two: Runtime, is
     assert same(*found)
 
 
+def test_a_step_outside_of_a_step_function_leaves_the_weights_that_calls_read(two: Runtime) -> None:
+    found = []
+    for master in ("whole", "split"):
+        model = wrapped(two, master=master)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+        train(model, optimizer, is_async=False, turns=2)
+        before = weights(model.model)
+        for one in model.optim_parameters():
+            one.grad = torch.ones(one.shape)
+        with nullcontext() if master == "whole" else pytest.warns(TrainingWarning, match="because a step outside"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert same(list(weights(model.model).values()), list(before.values()))
+        train(model, optimizer, is_async=False, turns=2)
+        found.append([*masters(model), *weights(model.model).values()])
+    assert same(*found)
+
+
 def test_16_bit_weights_that_cannot_be_halves_keep_whole_masters_and_that_is_told(two: Runtime) -> None:
     model = wrapped(two, mlp().half())
     with pytest.warns(TrainingWarning, match="6 trained parameters of model 'm' keep whole fp32 masters.*float16"):
@@ -364,6 +430,8 @@ def test_weights_that_others_write_freeze_and_replace_go_on_as_with_whole_master
         with torch.no_grad():
             next(model.model.parameters()).mul_(2)
         train(model, optimizer, is_async=True, turns=2)
+        # The step function asks for the parameters that are trained.
+        model.synchronize()
         model.model[2].requires_grad_(False)
         train(model, optimizer, is_async=False, turns=2)
         model.model[2].requires_grad_(True)
@@ -396,6 +464,15 @@ def test_asynchronous_steps_without_second_blocks_are_refused(
     train(model, optimizer, is_async=False, turns=2)
     assert all_split(model)
     assert are_rounded(model)
+
+
+def test_several_machines_are_refused() -> None:
+    def wrap(runtime: Runtime) -> str:
+        with pytest.raises(AloneOnly) as refused:
+            wrapped(runtime)
+        return str(refused.value)
+
+    assert all('master="split" is for one machine, but there are 2' in told for told in on_both(wrap))
 
 
 def test_other_masters_are_refused(two: Runtime) -> None:
