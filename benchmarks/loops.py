@@ -27,6 +27,7 @@ class Workload:
     sync: bool
     devices: str | None
     profile: str | None
+    optimizer_state: str = "fp32"
 
 
 Step = Callable[[Tensor], float]
@@ -63,7 +64,7 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
     config = roundpipe.RoundPipeRunConfig(num_microbatch=workload.microbatches)
     options = {"compile_layers": True} if workload.compile else {}
     wrapped = roundpipe.RoundPipe(model, torch.float32, "bench", config, runtime=runtime, **options)
-    optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5)
+    optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5, state=workload.optimizer_state)
     loss_fn = loss_of(workload)
 
     def update() -> None:
@@ -88,7 +89,10 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
         wrapped.synchronize()
         report = wrapped.memory_report(optimizer)
         print(report, *wrapped.call_times(), sep="\n", file=sys.stderr)
-        found = {} if report.predicted_bytes is None else {"foreseen_device_gb": report.predicted_bytes / 1e9}
+        elements = sum(one.numel() for one in wrapped.optim_parameters())
+        found = {"bytes_a_parameter": (report.host_bytes - report.activations_bytes) / elements}
+        if report.predicted_bytes is not None:
+            found["foreseen_device_gb"] = report.predicted_bytes / 1e9
         for one in wrapped.call_times():
             if one.promised_ms is not None and one.measured_ms is not None:
                 found |= {"promised_ms": one.promised_ms, "measured_ms": one.measured_ms}

@@ -111,6 +111,7 @@ class Truth:
 # Against plain PyTorch
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("plan", ["planned", "one layer a stage", "microbatches divided"])
 @pytest.mark.parametrize("kind", ["asynchronous", "synchronous", "mixed"])
 def test_training_through_a_scaler_is_training_without_one_less_the_bad_steps(

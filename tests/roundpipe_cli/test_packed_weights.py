@@ -105,6 +105,25 @@ def test_a_plan_counts_packed_bytes_and_suggests_packing(
     assert packed["model"]["expanded_bytes"] == 2 * elements // 64
 
 
+@pytest.mark.parametrize(("how", "name"), [({"load_in_4bit": True}, "nf4"), ({"load_in_8bit": True}, "int8")])
+def test_a_plan_of_a_checkpoint_of_bitsandbytes_counts_its_linear_layers(
+    how: dict[str, Any], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a mixture, whose stacked experts bitsandbytes leaves as they are
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 2, "moe_intermediate_size": 768}
+    method = {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", **how}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_32B | experts | {"quantization_config": method}))
+    # when
+    stored = planned(capsys, tmp_path, "--pack", "stored")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_32B | experts))
+    whole, packed = planned(capsys, tmp_path), planned(capsys, tmp_path, "--pack", name)
+    # then
+    bits = {"nf4": 4.5, "int8": 8 + 32 / 768}[name]
+    saved = stored["host_bytes"]["weights"] - packed["host_bytes"]["weights"]
+    assert saved == pytest.approx(2 * 4 * 3 * 5120 * 768 * (2 - bits / 8), rel=0.01)
+    assert stored["host_bytes"]["weights"] < whole["host_bytes"]["weights"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ from roundpipe import (
     unpack_frozen,
     wrap_model_to_roundpipe,
 )
+from roundpipe.packing import format as windows
 from roundpipe.packing.expansion import PackedTwin
 from roundpipe.packing.formats import FORMATS
+from roundpipe.packing.weight import expansion_bytes
 from roundpipe.planning.footprint import Footprint
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -37,6 +41,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 SMALL = {
@@ -48,6 +54,7 @@ SMALL = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
+VIT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CONFIG = RoundPipeRunConfig(num_microbatch=2)
 
@@ -227,7 +234,40 @@ def test_before_measurements_a_plan_counts_what_is_kept_and_one_expanded_layer()
     assert [found.kept_bytes(layer, 3) for layer in range(5)] == [
         wanted.kept_bytes(layer, 3) for layer in range(5)
     ]
-    assert (found.working_at(3), wanted.working_at(3)) == (4 * 256 * 256, 0)
+    assert (found.working_at(3), wanted.working_at(3)) == ((4 + 11) * 256 * 256, 0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_expanding_takes_no_more_than_is_foreseen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given one weight of several windows
+    monkeypatch.setattr(windows, "WINDOW", 1 << 16)
+    monkeypatch.setattr("roundpipe.packing.weight.WINDOW", 1 << 16)
+    monkeypatch.setattr("roundpipe.packing.nf4._WINDOW_BLOCKS", (1 << 16) // 64)
+    row = nn.Sequential(nn.Linear(512, 512, bias=False)).requires_grad_(False)
+    pack_frozen(row, name)
+    row[0].weight.expanded()  # tables are made once
+    # when
+    with Living(row[0].weight.codes, row[0].weight.scales) as living:
+        row[0].weight.expanded()
+    # then
+    assert 4 * 512 * 512 < living.most <= expansion_bytes(row) == 4 * 512 * 512 + 11 * (1 << 16)
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive at once, besides those given."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.most, self._now = 0, {one.untyped_storage()._cdata: 0 for one in given}
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        storage = found.untyped_storage()
+        if storage._cdata not in self._now:
+            self._now[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._now.pop, storage._cdata)
+            self.most = max(self.most, sum(self._now.values()))
+        return found
 
 
 @pytest.mark.parametrize("pin", ["off", "register"])
@@ -366,7 +406,10 @@ def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda row: row.requires_grad_(True), "there is no frozen matrix to pack; freeze"),
+        (
+            lambda row: row.requires_grad_(True),
+            "there is no frozen matrix to pack, of float32, bfloat16 or float16; freeze",
+        ),
         (lambda row: row[0].append(nn.Linear(40, 40).requires_grad_(False)), r"0\.2\.weight: mxfp4 packs 32"),
     ],
 )
@@ -376,6 +419,38 @@ def test_what_cannot_be_packed_is_said_and_nothing_is(change: Callable[[Any], ob
     with pytest.raises(ValueError, match=words):
         pack_frozen(row, "mxfp4")
     assert not any(isinstance(one, PackedWeight) for one in row.parameters())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_with_a_nan_or_an_infinity_are_refused(name: str, value: float) -> None:
+    row = tower()
+    with torch.no_grad():
+        row[1][0].weight[3, 5] = value
+    with pytest.raises(ValueError, match=rf"1\.0\.weight: {name} packs finite numbers"):
+        pack_frozen(row, name)
+
+
+def test_position_embeddings_are_no_stack_of_experts() -> None:
+    config = ViTConfig(**VIT, image_size=32, patch_size=8)
+    model = ViTForImageClassification(config).requires_grad_(False)
+    pack_frozen(model, "nf4")
+    assert model.vit.embeddings.position_embeddings.shape == (1, 17, 64)
+    plain = [name for name, one in model.vit.embeddings.named_parameters() if not isinstance(one, PackedWeight)]
+    assert "position_embeddings" in plain
+
+
+def test_what_is_packed_already_is_said() -> None:
+    row = tower()
+    pack_frozen(row, "nf4")
+    with pytest.raises(
+        ValueError, match="all frozen matrices are packed already, as nf4; to pack them otherwise, call"
+    ):
+        pack_frozen(row, "int8")
+    with pytest.raises(ValueError, match="select chose no parameter"):
+        pack_frozen(row, "int8", select=lambda *_: False)
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, but is \[\]"):
+        pack_frozen([], "int8")  # type: ignore[arg-type]
 
 
 def test_select_chooses_by_name() -> None:

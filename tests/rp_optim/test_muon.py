@@ -292,6 +292,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.positions = nn.Parameter(torch.ones(1, 6, 8))
         self.up, self.up_bias = nn.Parameter(torch.ones(3, 4, 8)), nn.Parameter(torch.ones(3, 4))
         self.gate = nn.Linear(8, 1)
 

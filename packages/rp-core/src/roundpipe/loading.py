@@ -20,7 +20,7 @@ from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.wrap import wrap_model_to_roundpipe
-from roundpipe.packing.formats import format_of
+from roundpipe.packing.formats import FORMATS, format_of
 from roundpipe.packing.frozen import pack_frozen
 from roundpipe.packing.weight import PackedWeight, as_parameter
 from roundpipe.runtime.host_limit import current_limit
@@ -45,7 +45,8 @@ def from_pretrained(
         model_class: a class of transformers; default: ``AutoModelForCausalLM``.
         adapt: called with the loaded model before it is wrapped, such as to add adapters; returns what to wrap.
         pack: freeze the model and hold its matrices in few bits, as `pack_frozen` does: its format, or
-            ``"stored"`` to keep those of a checkpoint in FP8 or MXFP4 as they are. Then adapters are trained.
+            ``"stored"`` to keep those of a checkpoint in FP8, MXFP4, or bitsandbytes' NF4 or int8 as they are.
+            Then adapters are trained.
         options: those of `wrap_model_to_roundpipe` and `RoundPipe` are passed to it, all others, such as `dtype`,
             to `model_class.from_pretrained`.
 
@@ -75,8 +76,8 @@ def from_pretrained(
     """
     if adapt is not None and not callable(adapt):
         raise TypeError(f"adapt must be a function of the loaded model, but is {adapt!r} instead")
-    if pack not in (None, STORED):
-        format_of(pack)
+    if pack is not None and pack not in (*FORMATS, STORED):
+        raise ValueError(f"pack must be one of {', '.join((*FORMATS, STORED))}, but is {pack!r}")
     wrapping = {name: options.pop(name) for name in _WRAPPING & options.keys()}
     wrapping.setdefault("name", caller())
     if pack is None:

@@ -124,7 +124,7 @@ def check_loading(
     if not may_be_packed and read_config(folder / subfolder).get("quantization_config"):
         raise ValueError(
             f"{directory} is quantized, by its config.json: pass pack='stored' to roundpipe.from_pretrained, "
-            f"which keeps FP8 and MXFP4 as they are; or {_LATER}"
+            f"which keeps FP8, MXFP4, and bitsandbytes' NF4 and int8 as they are; or {_LATER}"
         )
     return _checked_class(model_class)
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
+from rp_presets.bitsandbytes import bitsandbytes_kind, take_int8, take_nf4, taken
 from rp_presets.loading import check_loading, one_by_one, read_config, weight_files
 
 _FP8_BLOCK = [128, 128]
 _SCALE = "_scale_inv"
+# Options that are not the model's.
+_OWN = frozenset({"config", "dtype", "torch_dtype", "subfolder"})
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # How FP8 checkpoints name the weights that models have stacked.
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<own>gate|up|down)_proj\.weight")
+
+
+StoredFormat = Literal["fp8", "mxfp4", "nf4", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +34,11 @@ class StoredPacked:
 
     `codes`: uint8; of ``fp8``, E4M3 numbers in the weight's shape, with `scales` in fp32 for blocks of 128 by 128;
     of ``mxfp4``, (experts, out, in / 32, 16), with `scales` (experts, out, in / 32) in uint8: for a weight that is
-    (experts, in, out).
+    (experts, in, out). Of ``nf4``, two codes a byte, with `scales` in fp32 for 64 elements in the order of memory;
+    of ``int8``, whole numbers in the weight's shape, with `scales` in fp32 for rows.
     """
 
-    format: Literal["fp8", "mxfp4"]
+    format: StoredFormat
     codes: torch.Tensor
     scales: torch.Tensor
 
@@ -41,8 +49,8 @@ def load_packed(
     """Load a model, and apart from it the weights that its checkpoint stores packed, by parameter.
 
     Args:
-        directory: a checkpoint in FP8 with blocks of 128 by 128, as DeepSeek-V3 and Qwen3 are published, or in
-            MXFP4, as GPT-OSS is.
+        directory: a checkpoint in FP8 with blocks of 128 by 128, as DeepSeek-V3 and Qwen3 are published, in MXFP4,
+            as GPT-OSS is, or in bitsandbytes' NF4 or int8.
         model_class: as for `load_pretrained`.
         options: as for `load_pretrained`.
 
@@ -56,15 +64,14 @@ def load_packed(
     kind = packed_kind(folder)
     if kind is None:
         raise ValueError(f"{directory} has no packed weights: its config.json has no quantization_config")
-    config = _plain_config(folder, options)
+    config, rest = _plain_config(folder, options)
     meta = _on_meta(loader, config, options)
-    tensors = _tensors(folder)
     shapes = {name: one.shape for name, one in meta.named_parameters()}
-    stored = _stored_fp8(tensors, shapes) if kind == "fp8" else _stored_mxfp4(tensors, shapes)
+    tensors = _without_ignored(_tensors(folder), meta, shapes)
+    stored = _STORED[kind](tensors, shapes)
     dtype = _dtype(config, options)
     for name in stored:
         tensors[name] = torch.zeros(1, dtype=dtype).expand(shapes[name])
-    rest = {name: value for name, value in options.items() if name not in ("config", "dtype", "subfolder")}
     with one_by_one():
         maker: Any = type(meta)
         model = maker.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **rest)
@@ -74,7 +81,7 @@ def load_packed(
     return model, stored
 
 
-def packed_kind(folder: Path) -> Literal["fp8", "mxfp4"] | None:
+def packed_kind(folder: Path) -> StoredFormat | None:
     """How a checkpoint's weights are packed; None if they are not.
 
     Raises `ValueError` for another way than those of `load_packed`.
@@ -87,14 +94,28 @@ def packed_kind(folder: Path) -> Literal["fp8", "mxfp4"] | None:
         return "mxfp4"
     if method == "fp8" and found.get("weight_block_size") == _FP8_BLOCK:
         return "fp8"
-    size = f" with weight_block_size {found.get('weight_block_size')}" if method == "fp8" else ""
+    if method == "bitsandbytes" and (kind := bitsandbytes_kind(found)) is not None:
+        return kind
     raise ValueError(
-        f"{folder} is packed as {method!r}{size}, which is not read: only fp8 with weight_block_size {_FP8_BLOCK} "
-        "and mxfp4 are; load it with transformers, dequantized, then call pack_frozen"
+        f"{folder} is packed as {method!r}{_details(found)}, which is not read: only fp8 with weight_block_size "
+        f"{_FP8_BLOCK}, mxfp4, and bitsandbytes' nf4 and int8 are; load it with transformers, dequantized, then "
+        "call pack_frozen"
     )
 
 
-def _plain_config(folder: Path, options: Mapping[str, Any]) -> Any:  # Any: each model has a class of its own
+def _details(found: Mapping[str, Any]) -> str:
+    """What is said of a way of packing beside its name."""
+    match found.get("quant_method"):
+        case "fp8":
+            return f" with weight_block_size {found.get('weight_block_size')}"
+        case "bitsandbytes":
+            return f" of {found.get('bnb_4bit_quant_type', 'fp4')}"
+        case _:
+            return ""
+
+
+def _plain_config(folder: Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config, of a class of its own, changed by options as transformers does; and the other options."""
     from transformers import AutoConfig  # importing transformers takes seconds
 
     loader: Any = AutoConfig
@@ -103,7 +124,19 @@ def _plain_config(folder: Path, options: Mapping[str, Any]) -> Any:  # Any: each
     # Otherwise transformers would make modules of its own for packed weights.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    return config
+    rest = {name: value for name, value in options.items() if name not in _OWN}
+    for name in [name for name in rest if hasattr(config, name)]:
+        setattr(config, name, rest.pop(name))
+    return config, rest
+
+
+def _without_ignored(
+    tensors: dict[str, torch.Tensor], meta: nn.Module, shapes: Mapping[str, torch.Size]
+) -> dict[str, torch.Tensor]:
+    """Without what the model's class says its checkpoints hold in vain, such as DeepSeek-V3's 62nd layer."""
+    said: list[str] = getattr(meta, "_keys_to_ignore_on_load_unexpected", None) or []
+    patterns = [one for one in said if not any(re.search(one, name) for name in shapes)]
+    return {name: one for name, one in tensors.items() if not any(re.search(each, name) for each in patterns)}
 
 
 def _on_meta(loader: Any, config: Any, options: Mapping[str, Any]) -> nn.Module:
@@ -115,7 +148,7 @@ def _on_meta(loader: Any, config: Any, options: Mapping[str, Any]) -> nn.Module:
 
 
 def _dtype(config: Any, options: Mapping[str, Any]) -> torch.dtype:
-    dtype = options.get("dtype", "auto")
+    dtype = options.get("dtype", options.get("torch_dtype", "auto"))
     if dtype in (None, "auto"):
         dtype = getattr(config, "dtype", None) or torch.bfloat16
     return cast(torch.dtype, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -133,16 +166,23 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _stored_mxfp4(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
-    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
+    names = sorted({name.removesuffix(_BLOCKS).removesuffix(_SCALES) for name in tensors if _is_mxfp4(name)})
     for name in names:
         _check_known(name, shapes)
     return {
-        name: StoredPacked("mxfp4", tensors.pop(name + _BLOCKS), tensors.pop(name + _SCALES)) for name in names
+        name: StoredPacked("mxfp4", taken(tensors, name + _BLOCKS), taken(tensors, name + _SCALES))
+        for name in names
     }
 
 
+def _is_mxfp4(name: str) -> bool:
+    return name.endswith((_BLOCKS, _SCALES))
+
+
 def _stored_fp8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
-    names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    # Without their scales the numbers would be taken as the weights.
+    in_fp8 = {name for name, one in tensors.items() if one.dtype == torch.float8_e4m3fn}
+    names = sorted(in_fp8 | {name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)})
     single = {name: _fp8(tensors, name) for name in names}
     found = {name: one for name, one in single.items() if name in shapes}
     stacks: dict[str, dict[tuple[int, str], StoredPacked]] = {}
@@ -162,13 +202,16 @@ def _stored_fp8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Siz
 
 
 def _fp8(tensors: dict[str, torch.Tensor], name: str) -> StoredPacked:
-    codes, scales = tensors.pop(name), tensors.pop(name + _SCALE)
+    codes, scales = taken(tensors, name), taken(tensors, name + _SCALE)
     return StoredPacked("fp8", codes.view(torch.uint8), scales.to(torch.float32))
 
 
 def _stacked(name: str, experts: Mapping[tuple[int, str], StoredPacked]) -> StoredPacked:
-    numbers = sorted({number for number, _ in experts})
-    owns = [own for own in ("gate", "up", "down") if (numbers[0], own) in experts]
+    numbers = range(1 + max(number for number, _ in experts))
+    owns = ("down",) if name.endswith("down_proj") else ("gate", "up")
+    missing = next((one for one in product(numbers, owns) if one not in experts), None)
+    if missing is not None:
+        raise ValueError(f"the checkpoint's files have no {missing[1]}_proj of expert {missing[0]} of {name}")
     if len(owns) > 1 and experts[numbers[0], "gate"].codes.shape[0] % _FP8_BLOCK[0]:
         raise ValueError(
             f"{name} is stored in parts whose rows end within a block of {_FP8_BLOCK[0]}, so they cannot be "
@@ -177,6 +220,36 @@ def _stacked(name: str, experts: Mapping[tuple[int, str], StoredPacked]) -> Stor
     rows = [[experts[number, own] for own in owns] for number in numbers]
     codes = torch.stack([torch.cat([one.codes for one in row]) for row in rows])
     return StoredPacked("fp8", codes, torch.stack([torch.cat([one.scales for one in row]) for row in rows]))
+
+
+def _stored_nf4(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
+    return {name: _whole("nf4", name, shapes, *found) for name, found in take_nf4(tensors).items()}
+
+
+def _stored_int8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
+    return {name: _whole("int8", name, shapes, *found) for name, found in take_int8(tensors).items()}
+
+
+def _whole(
+    kind: StoredFormat,
+    name: str,
+    shapes: Mapping[str, torch.Size],
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: tuple[int, ...],
+) -> StoredPacked:
+    _check_known(name, shapes)
+    if shape != tuple(shapes[name]):
+        raise ValueError(f"{name} is stored in the shape {shape}, but the model's has {tuple(shapes[name])}")
+    return StoredPacked(kind, codes, scales)
+
+
+_STORED: Mapping[StoredFormat, Callable[..., dict[str, StoredPacked]]] = {
+    "fp8": _stored_fp8,
+    "mxfp4": _stored_mxfp4,
+    "nf4": _stored_nf4,
+    "int8": _stored_int8,
+}
 
 
 def _check_known(name: str, shapes: Mapping[str, torch.Size]) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -134,6 +134,14 @@ class Twins:
         """Let a layer's packed weights be expanded while its forward runs."""
         with self.expansions.of(index, self._packed_in[index]):
             yield
+
+    def enter_backward(self, index: int) -> None:
+        """Expand a layer's packed weights for its backward."""
+        self.expansions.enter_backward(index, self._packed_in[index])
+
+    def outside(self, index: int, output: Any) -> Any:
+        """A layer's output as others may read it after the layer's packed weights were freed."""
+        return self.expansions.outside(output) if self._packed_in[index] else output
 
     def check(self, index: int) -> None:
         """Refuse a layer whose forward added, replaced or removed a module, parameter or buffer.

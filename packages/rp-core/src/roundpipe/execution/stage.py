@@ -284,7 +284,7 @@ class Stage:
                 enter_memory(layer, microbatch),
                 self._twins.expanded(layer),
             ):
-                return twin(*call[0], **call[1])
+                return self._twins.outside(layer, twin(*call[0], **call[1]))
 
         has_buffers = layer in self._buffered
         if has_buffers:
@@ -435,6 +435,7 @@ class Stage:
             self._place = place
             if self._times is not None:
                 self._times.enter_backward(layer, self._device.compute)
+            self._twins.enter_backward(layer)
             if microbatch == self._task.microbatches[-1]:
                 self._send_complete(layer)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import rp_batch
 import torch
 
 from roundpipe.packing.weight import PackedWeight, expand
@@ -14,8 +16,8 @@ from roundpipe.packing.weight import PackedWeight, expand
 class PackedTwin:
     """A packed weight of the host, and its copy on a device.
 
-    `parameter`: an ordinary frozen one, which the layer reads; it is empty while no forward runs. `codes` and
-    `scales` are bound to the task's blocks.
+    `parameter`: an ordinary frozen one, which the layer reads; it is empty unless the layer is the expanded one.
+    `codes` and `scales` are bound to the task's blocks.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Expansions:
     """
 
     def __init__(self) -> None:
-        self._layer = -1
+        self._layer: int | None = None
         self._expanded: dict[PackedTwin, torch.Tensor] = {}
 
     @property
@@ -70,7 +72,10 @@ class Expansions:
 
     def forget(self) -> None:
         """Free them."""
+        for weight in self._expanded:
+            weight.empty()
         self._expanded = {}
+        self._layer = None
 
     @contextmanager
     def of(self, layer: int, weights: Sequence[PackedTwin]) -> Generator[None]:
@@ -78,14 +83,28 @@ class Expansions:
         if not weights:
             yield
             return
-        try:
-            for weight in weights:
-                weight.fill(self._get(layer, weight))
-            with torch.autograd.graph.saved_tensors_hooks(self._noting(layer, weights), self._again):
-                yield
-        finally:
-            for weight in weights:
-                weight.empty()
+        self._fill(layer, weights)
+        with torch.autograd.graph.saved_tensors_hooks(self._noting(layer, weights), self._again):
+            yield
+
+    def enter_backward(self, layer: int, weights: Sequence[PackedTwin]) -> None:
+        """Expand a layer's weights for its backward, which may run parts of its forward again.
+
+        Nothing is done if backward is below that layer already: its output may have passed through others.
+        """
+        if weights and (self._layer is None or layer <= self._layer):
+            self._fill(layer, weights)
+
+    def outside(self, output: Any) -> Any:
+        """A layer's output, in which other tensors stand for the weights themselves."""
+        held = {id(weight.parameter) for weight in self._expanded}
+        if held.isdisjoint(map(id, rp_batch.flatten(output)[0])):
+            return output
+        return rp_batch.map_leaves(lambda leaf: leaf.detach() if id(leaf) in held else leaf, output)
+
+    def _fill(self, layer: int, weights: Sequence[PackedTwin]) -> None:
+        for weight in weights:
+            weight.fill(self._get(layer, weight))
 
     def _get(self, layer: int, weight: PackedTwin) -> torch.Tensor:
         if layer != self._layer:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from roundpipe.packing.format import Format
 from roundpipe.packing.formats import format_of
 from roundpipe.packing.weight import PackedWeight, as_parameter
 
@@ -43,18 +44,18 @@ def pack_frozen(
     >>> tower[0].weight
     PackedWeight(nf4, shape=(64, 64), dtype=torch.float32)
 
-    Raises `ValueError` for an unknown format, a model without frozen matrices, and a weight that does not fit the
-    format, and for a parameter that `select` chooses though it is trained, or of another dtype than float32,
-    bfloat16 and float16. Nothing is packed then.
+    Raises `TypeError` for what is no module; `ValueError` for an unknown format, a model without frozen matrices,
+    a weight that does not fit the format, and a parameter that `select` chooses though it is trained, or of
+    another dtype than float32, bfloat16 and float16. Nothing is packed then. `ValueError` for a weight with a NaN
+    or an infinity: those before it are packed.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users need not check types
+        raise TypeError(f"model must be a torch.nn.Module, but is {model!r}")
     format_of(format)
     heads = _heads(model)
     chosen = [place for place in _places(model) if _is_chosen(place, select, heads)]
     if not chosen:
-        raise ValueError(
-            "there is no frozen matrix to pack; freeze what is not trained first, as in "
-            "model.requires_grad_(False), or add adapters"
-        )
+        raise ValueError(_nothing_chosen(model, is_selected=select is not None))
     forms = [format_of(format, transposed=bool(getattr(place.module, "is_transposed", False))) for place in chosen]
     for place, form in zip(chosen, forms, strict=True):
         _check(place)
@@ -67,7 +68,7 @@ def pack_frozen(
     for place, form in zip(chosen, forms, strict=True):
         if id(place.parameter) not in packed:
             before += place.parameter.nbytes
-            packed[id(place.parameter)] = as_parameter(PackedWeight.of(form, place.parameter))
+            packed[id(place.parameter)] = as_parameter(_packed(place, form))
         place.put(packed[id(place.parameter)])
     after = sum(cast(PackedWeight, one).packed_nbytes for one in packed.values())
     return PackedBytes(len(packed), before, after)
@@ -126,7 +127,8 @@ def _is_matrix(place: _Place) -> bool:
     if isinstance(place.module, nn.Linear) or type(place.module).__name__ == "Conv1D":
         return place.own == "weight"
     is_convolution = isinstance(place.module, nn.modules.conv._ConvNd)  # pyright: ignore[reportPrivateUsage] - the class of all
-    return place.parameter.ndim == 3 and not is_convolution and min(place.parameter.shape[1:]) > 1
+    # One of a kind is no stack: vision towers have position embeddings of shape (1, patches, width).
+    return place.parameter.ndim == 3 and not is_convolution and min(place.parameter.shape) > 1
 
 
 def _heads(model: nn.Module) -> set[int]:
@@ -138,6 +140,28 @@ def _heads(model: nn.Module) -> set[int]:
         if isinstance(head, nn.Module):
             found |= {id(parameter) for parameter in head.parameters()}
     return found
+
+
+def _packed(place: _Place, form: Format) -> PackedWeight:
+    try:
+        return PackedWeight.of(form, place.parameter)
+    except ValueError as error:
+        raise ValueError(f"{place.name}: {error}") from None
+
+
+def _nothing_chosen(model: nn.Module, *, is_selected: bool) -> str:
+    if is_selected:
+        return "select chose no parameter; it is called with name and parameter"
+    packed = next((one for one in model.parameters() if isinstance(one, PackedWeight)), None)
+    if packed is not None:
+        return (
+            f"all frozen matrices are packed already, as {packed.format.name}; to pack them otherwise, call "
+            "roundpipe.unpack_frozen(model) first"
+        )
+    return (
+        "there is no frozen matrix to pack, of float32, bfloat16 or float16; freeze what is not trained first, as "
+        "in model.requires_grad_(False), or add adapters"
+    )
 
 
 def _check(place: _Place) -> None:

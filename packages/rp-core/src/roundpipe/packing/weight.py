@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
 
-from roundpipe.packing.format import Format
+from roundpipe.packing.format import WINDOW, Format
 from roundpipe.packing.formats import format_of
 
 _aten: Any = torch.ops.aten
+# For each element of a window: its number and its scale in fp32, and an index for two; 10.02 at most, in NF4.
+_PASSING_BYTES = 11
 _UNPACK = "call roundpipe.unpack_frozen(model) first, which gives it back its whole memory"
 
 
@@ -47,12 +50,16 @@ class PackedWeight(torch.Tensor):
 
     @staticmethod
     def of(form: Format, weight: torch.Tensor) -> PackedWeight:
-        """Pack a weight; one on the meta device gets codes and scales there."""
+        """Pack a weight; one on the meta device gets codes and scales there.
+
+        Raises `ValueError` if the format cannot hold its shape or its values.
+        """
         codes_shape, scales_shape, scales_dtype = form.specs(weight.shape)
         with torch.no_grad(), torch.inference_mode(False):
             codes = torch.empty(codes_shape, dtype=torch.uint8, device=weight.device)
             scales = torch.empty(scales_shape, dtype=scales_dtype, device=weight.device)
             if not weight.is_meta:
+                _check_finite(weight, form)
                 form.pack(weight.detach().contiguous(), codes, scales)
         return PackedWeight(form, codes, scales, weight.shape, weight.dtype)
 
@@ -177,6 +184,13 @@ def packed_weights(module: torch.nn.Module) -> list[PackedWeight]:
     return [one for one in module.parameters() if isinstance(one, PackedWeight)]
 
 
+def expansion_bytes(module: torch.nn.Module) -> int:
+    """Bytes of device memory that expanding a module's packed weights takes: theirs, and what passes meanwhile."""
+    weights = packed_weights(module)
+    passing = max((min(one.numel(), WINDOW) for one in weights), default=0) * _PASSING_BYTES
+    return sum(one.expanded_nbytes for one in weights) + passing
+
+
 def _check(form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> None:
     codes_shape, scales_shape, dtype = form.specs(shape)
     found = (tuple(codes.shape), codes.dtype, tuple(scales.shape), scales.dtype)
@@ -185,6 +199,12 @@ def _check(form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Seque
             f"a weight of shape {tuple(shape)} in {form.name} has codes {codes_shape} in uint8 and scales "
             f"{scales_shape} in {dtype}, but got {found[0]} in {found[1]} and {found[2]} in {found[3]}"
         )
+
+
+def _check_finite(weight: torch.Tensor, form: Format) -> None:
+    # In one pass without temporaries: a NaN is both the smallest and the largest.
+    if weight.numel() and not all(map(math.isfinite, map(float, weight.detach().aminmax()))):
+        raise ValueError(f"{form.name} packs finite numbers, but the weight has a NaN or an infinity")
 
 
 def _like(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> PackedWeight:

@@ -15,7 +15,7 @@ import rp_batch
 import torch
 from rp_sched import LayerCost, Task
 
-from roundpipe.packing.weight import packed_weights
+from roundpipe.packing.weight import expansion_bytes
 from roundpipe.state.model_state import LayerState
 
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
@@ -63,7 +63,7 @@ class Footprint:
         # What tasks that ran out of memory were foreseen to take, by the rows of their microbatches.
         self._too_much: dict[int, int] = {}
         # Packed weights of one layer are expanded at a time.
-        self._expanded = max((_expanded_bytes(layer) for layer in layers), default=0)
+        self._expanding = max((expansion_bytes(layer.module) for layer in layers), default=0)
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
         # For each layer, kept bytes by rows, for the fewest and the most rows measured.
         self._measured: dict[int, dict[int, int]] = {}
@@ -83,10 +83,10 @@ class Footprint:
     def working_at(self, rows: int) -> int:
         """The workspace for so many rows: of the next more that were measured; beyond the most in proportion.
 
-        Before: that of expanded weights.
+        Before: that of expanding weights.
         """
         if not self._working:
-            return self._expanded
+            return self._expanding
         most = self._most_working_rows
         if rows > most:
             return self._working[most] * rows // most
@@ -210,7 +210,3 @@ def _guessed_bytes_per_row(layer: LayerState) -> int:
         tensor.shape[0] + math.prod(tensor.shape[1:]) for tensor in tensors if tensor.ndim > 1 and tensor.numel()
     )
     return _GUESSED_FACTOR * widths * max((tensor.dtype.itemsize for tensor in tensors), default=1)
-
-
-def _expanded_bytes(layer: LayerState) -> int:
-    return sum(weight.expanded_nbytes for weight in packed_weights(layer.module))

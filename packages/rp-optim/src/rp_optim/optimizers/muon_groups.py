@@ -22,9 +22,9 @@ def muon_groups(
     """Groups of a model's parameters for `Muon`: its hidden matrices, and all others for AdamW.
 
     Matrices are parameters of 2 dimensions, and of 3, as stacks of matrices such as the weights of experts. Not
-    hidden are embeddings, heads, kernels of convolutions, and what has just one row or column. A head is a module
-    of a usual name such as ``lm_head``, what ``get_output_embeddings()`` returns, or a linear layer whose weight
-    has the shape of an embedding's.
+    hidden are embeddings, heads, kernels of convolutions, what has one row or column only, and stacks of one, as
+    position embeddings are. A head is a module of a usual name such as ``lm_head``, what `get_output_embeddings`
+    returns, or a linear layer whose weight has the shape of an embedding's.
 
     Args:
         model: whose modules tell what a parameter is for.
@@ -52,7 +52,8 @@ def muon_groups(
 
 
 def _is_matrix(parameter: torch.Tensor) -> bool:
-    return parameter.dim() in (2, 3) and min(parameter.shape[-2:]) > 1
+    # One of a kind is no stack: vision towers have position embeddings of shape (1, patches, width).
+    return parameter.dim() in (2, 3) and min(parameter.shape) > 1
 
 
 def _not_hidden(model: nn.Module) -> set[int]:

@@ -22,7 +22,7 @@ from roundpipe.engine.boundaries import held_at_once
 from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
-from roundpipe.packing.weight import packed_weights
+from roundpipe.packing.weight import expansion_bytes, packed_weights
 from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, gradient_itemsize
 from roundpipe.state.model_state import MasterKind
 from roundpipe.state.shards import Shards
@@ -47,7 +47,8 @@ _MUON_FLOPS_PER_BYTE = 30
 class Workload:
     """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate.
 
-    `expanded_bytes`: of the packed weights of one layer, expanded; the most of any.
+    `expanded_bytes`: of the packed weights of one layer, expanded; the most of any. `expansion_bytes`: with what
+    expanding them takes beside.
     `hidden`: the trained weights that Muon would orthogonalize. `is_sync`: of the steps, which counts for masters
     in halves: these have second blocks of weights beside asynchronous ones alone.
     """
@@ -61,6 +62,7 @@ class Workload:
     is_adapted: bool = False
     optimizer_state: str = "fp32"
     expanded_bytes: int = 0
+    expansion_bytes: int = 0
     hidden: frozenset[torch.Tensor] = frozenset()
     master: MasterKind = "whole"
     is_sync: bool = True
@@ -94,6 +96,7 @@ class Workload:
             is_adapted,
             optimizer_state,
             max(map(_expanded_bytes, observed.modules)),
+            max(map(expansion_bytes, observed.modules)),
             _hidden(model),
             "split" if master == "split" else "whole",
             is_sync,
@@ -206,7 +209,7 @@ class Workload:
     def working_bytes(self, sequences: int) -> int:
         """The most that a layer has on a device beyond weights, gradients and what it keeps."""
         layers = max(facts.working_bytes for facts in self.observed.facts)
-        own = int(sequences * layers * COMPILED_SHARE) + self.expanded_bytes
+        own = int(sequences * layers * COMPILED_SHARE) + self.expansion_bytes
         return max(own, self._loss_bytes(sequences))
 
     def _loss_bytes(self, sequences: int) -> int:

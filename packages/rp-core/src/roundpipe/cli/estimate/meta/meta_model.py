@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from rp_presets import lists_of_layers, packed_kind
@@ -52,22 +52,35 @@ def model_of(
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a model's frozen weights are packed. `is_of_experts`: only those of stacked experts."""
+    """How a model's frozen weights are packed. `of`: which; experts are stacks, of three dimensions."""
 
     format: str
-    is_of_experts: bool = False
+    of: Literal["all", "experts", "linear layers"] = "all"
 
     def pack(self, model: nn.Module) -> None:
         """Pack a model on the meta device. Raises `Refused` for weights that do not fit the format."""
         try:
-            pack_frozen(model, self.format, select=_is_stack if self.is_of_experts else None)
+            pack_frozen(model, self.format, select=self._select(model))
         except ValueError as error:
             raise Refused(f"--pack {self.format}: {error}") from error
 
+    def _select(self, model: nn.Module) -> Callable[[str, nn.Parameter], bool] | None:
+        match self.of:
+            case "all":
+                return None
+            case "experts":
+                return lambda _, parameter: parameter.ndim == _STACK and not parameter.requires_grad
+            case "linear layers":
+                weights = _linear_weights(model)
+                return lambda name, parameter: name in weights and not parameter.requires_grad
 
-def _is_stack(name: str, parameter: nn.Parameter) -> bool:
-    del name
-    return parameter.ndim == _STACK and not parameter.requires_grad
+
+def _linear_weights(model: nn.Module) -> set[str]:
+    """The names of the weights of a model's linear layers, without the output head."""
+    get: Any = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    modules = cast("Any", model).named_modules()
+    return {f"{name}.weight" for name, one in modules if isinstance(one, nn.Linear) and one is not head}
 
 
 def packing_of(path: Path, pack: str | None) -> Packing | None:
@@ -85,8 +98,15 @@ def packing_of(path: Path, pack: str | None) -> Packing | None:
         raise Refused(f"--model {error}") from error
     if kind is None:
         raise Refused(f"--pack {STORED}: {path} is of weights that are not packed; give a format, such as nf4")
-    # As they are published: GPT-OSS has all but its experts in bf16.
-    return Packing(kind, is_of_experts=kind == "mxfp4")
+    match kind:
+        case "mxfp4":
+            # As it is published: GPT-OSS has all but its experts in bf16.
+            return Packing(kind, "experts")
+        case "fp8":
+            return Packing(kind)
+        case _:
+            # bitsandbytes replaces modules, which stacked experts are not.
+            return Packing(kind, "linear layers")
 
 
 def adapt(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> int:
