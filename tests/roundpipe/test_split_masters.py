@@ -18,6 +18,10 @@ from hypothesis import strategies as st
 from paired import on_both
 from plain import batch, mlp, plans, square_error, weights
 from roundpipe import AloneOnly, GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed, TrainingWarning
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.forecast import foretold
+from roundpipe.cli.finetune.options import read_fine_tuning
+from roundpipe.cli.options import Given
 from rp_optim import SplitMaster
 from rp_sched import Plan
 from torch import nn
@@ -552,6 +556,17 @@ def test_several_machines_are_refused() -> None:
         return str(refused.value)
 
     assert all('master="split" is for one machine, but there are 2' in told for told in on_both(wrap))
+
+
+def test_the_command_refuses_several_machines_before_it_makes_a_model() -> None:
+    options = read_fine_tuning(Given(model="m", data=["d.jsonl"], output="run", master="split"))
+
+    def foretell(runtime: Runtime) -> str:
+        with pytest.raises(Refused) as refused:
+            foretold(options, runtime, 9)
+        return str(refused.value)
+
+    assert on_both(foretell) == ["--master split is for one machine, but there are 2; leave it out"] * 2
 
 
 def test_other_masters_are_refused(two: Runtime) -> None:
