@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,11 +12,23 @@ from typing import Any
 import pytest
 import roundpipe
 import torch
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paired import on_both
 from plain import batch, mlp, plans, square_error, weights
-from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed, TrainingWarning
+from roundpipe import AloneOnly, GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed, TrainingWarning
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.forecast import foretold
+from roundpipe.cli.finetune.options import read_fine_tuning
+from roundpipe.cli.options import Given
 from rp_optim import SplitMaster
+from rp_sched import Plan
 from torch import nn
 
+PATIENCE_S = 30.0
+# Times a bf16 number it is no power of two, as 0.05 times 1.25 is: so first steps of SGD do not end on ties.
+LR = 0.03
 optim = roundpipe.optim
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": optim.AdamW,
@@ -91,7 +104,7 @@ def test_masters_have_the_bits_of_whole_ones(make: Any, is_async: bool, double_b
         found = []
         for master in ("whole", "split"):
             model = wrapped(runtime, master=master, double_buffer=double_buffer)
-            optimizer = make(model.optim_parameters(), lr=0.02)
+            optimizer = make(model.optim_parameters(), lr=LR)
             losses = train(model, optimizer, is_async=is_async)
             model.synchronize()
             found.append((losses, masters(model), list(weights(model.model).values())))
@@ -107,7 +120,7 @@ def test_muon_takes_masters_in_halves(two: Runtime) -> None:
     for master in ("whole", "split"):
         model = wrapped(two, master=master)
         groups = optim.muon_groups(model.named_model, model.optim_named_parameters(), lr=1e-2)
-        train(model, optim.Muon(groups, lr=0.02, ns_dtype=torch.float32), is_async=False)
+        train(model, optim.Muon(groups, lr=LR, ns_dtype=torch.float32), is_async=False)
         found.append(masters(model))
     assert all_split(model)
     assert same(*found)
@@ -117,7 +130,7 @@ def test_synchronous_and_asynchronous_steps_may_follow_each_other(two: Runtime) 
     found = []
     for master in ("whole", "split"):
         model = wrapped(two, master=master)
-        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
         losses = [
             loss
             for is_async in (False, True, True, False, False, True)
@@ -136,8 +149,8 @@ def test_a_step_that_the_scaler_skips_and_one_of_few_parameters_keep_the_others(
     found = []
     for master in ("whole", "split"):
         model, scaler = wrapped(two, master=master), GradScaler(init_scale=2.0**127, runtime=two)
-        every = optim.AdamW(model.optim_parameters(), lr=0.02)
-        few = optim.AdamW(list(model.optim_parameters())[2:4], lr=0.02)
+        every = optim.AdamW(model.optim_parameters(), lr=LR)
+        few = optim.AdamW(list(model.optim_parameters())[2:4], lr=LR)
         for optimizer, next_scale in ((every, 8.0), (few, 8.0), (every, 8.0), (every, 8.0)):
             scaled_step(model, optimizer, scaler, is_async=is_async)
             scaler.update(next_scale, is_async=is_async)
@@ -176,7 +189,7 @@ def test_a_trained_model_takes_so_many_bytes_a_parameter(
     with Runtime("cpu:1") as runtime:
         model = RoundPipe(layers, runtime=runtime, master="split", double_buffer=double_buffer)
         foreseen = model.memory_forecast().whole
-        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02, state=kind)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=LR, state=kind)
         for _ in range(3):
             model.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum())
             model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
@@ -203,7 +216,7 @@ def fails_after(optimizer: torch.optim.Optimizer) -> None:
 
 def test_a_failed_step_in_place_tears_the_weights_and_says_so_until_a_state_is_loaded(two: Runtime) -> None:
     model = wrapped(two)
-    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
     train(model, optimizer, is_async=False, turns=2)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     call(model)
@@ -231,7 +244,7 @@ def test_a_failed_step_in_place_tears_the_weights_and_says_so_until_a_state_is_l
 @pytest.mark.parametrize("is_async", [False, True])
 def test_with_a_second_block_a_failed_step_leaves_the_weights_whole(two: Runtime, is_async: bool) -> None:
     model = wrapped(two, double_buffer=True)
-    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
     train(model, optimizer, is_async=False, turns=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     call(model)
@@ -248,6 +261,50 @@ def test_with_a_second_block_a_failed_step_leaves_the_weights_whole(two: Runtime
     assert are_rounded(model)
 
 
+class Fails(torch.autograd.Function):
+    """Its backward waits until somebody opens, and fails."""
+
+    opened = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx, grads
+        assert Fails.opened.wait(PATIENCE_S)
+        raise KeyError
+
+
+class Failing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Fails.apply(super().forward(x))
+
+
+def test_a_call_that_fails_while_its_step_updates_in_place_tears_the_weights(two: Runtime) -> None:
+    Fails.opened.clear()
+    layers = nn.Sequential(Failing(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+    config = RoundPipeRunConfig(
+        num_microbatch=1, execute_plan=Plan([range(1), range(1, 2)], range(2, 3), [range(1, 2), range(1)])
+    )
+    model = RoundPipe(layers, None, "m", config, runtime=two, master="split")
+    *first, weight, bias = model.optim_parameters()
+    last, others = optim.SGD([weight, bias], lr=1.0), optim.SGD(first, lr=1.0)
+    call(model)
+
+    def update() -> None:
+        last.step()
+        Fails.opened.set()
+        others.step()
+
+    with pytest.raises(KeyError):
+        model.step(update, is_async=False)
+    with pytest.raises(StepFailed, match="some weights are of that step"):
+        call(model)
+
+
 def test_a_step_that_fails_before_it_updates_tears_nothing(two: Runtime) -> None:
     model = wrapped(two)
     before = weights(model.model)
@@ -261,7 +318,7 @@ def test_a_step_that_fails_before_it_updates_tears_nothing(two: Runtime) -> None
     assert not any("torn" in note for note in caught.value.__notes__)
     model.reset()
     assert same(list(weights(model.model).values()), list(before.values()))
-    train(model, optim.AdamW(model.optim_parameters(), lr=0.02), is_async=False, turns=2)
+    train(model, optim.AdamW(model.optim_parameters(), lr=LR), is_async=False, turns=2)
 
 
 # Waiting for readers
@@ -292,7 +349,7 @@ def test_torchs_optimizers_get_whole_masters_and_say_so(two: Runtime, is_async: 
     found = []
     for master in ("whole", "split"):
         model = wrapped(two, master=master)
-        optimizer = torch.optim.AdamW(model.optim_parameters(), lr=0.02)
+        optimizer = torch.optim.AdamW(model.optim_parameters(), lr=LR)
         told = pytest.warns(TrainingWarning, match="masters of model 'm' are whole from now on")
         with nullcontext() if master == "whole" else told:
             train_to_end(model, optimizer, is_async=is_async)
@@ -308,7 +365,7 @@ def test_who_reads_masters_gets_whole_ones_and_training_goes_on(two: Runtime, is
     found = []
     for master in ("whole", "split"):
         model = wrapped(two, master=master)
-        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
         train(model, optimizer, is_async=is_async, turns=2)
         first, second, *_ = model.optim_parameters()
         if master == "split":
@@ -322,10 +379,28 @@ def test_who_reads_masters_gets_whole_ones_and_training_goes_on(two: Runtime, is
     assert same(*found)
 
 
+def test_a_step_outside_of_a_step_function_leaves_the_weights_that_calls_read(two: Runtime) -> None:
+    found = []
+    for master in ("whole", "split"):
+        model = wrapped(two, master=master)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
+        train(model, optimizer, is_async=False, turns=2)
+        before = weights(model.model)
+        for one in model.optim_parameters():
+            one.grad = torch.ones(one.shape)
+        with nullcontext() if master == "whole" else pytest.warns(TrainingWarning, match="because a step outside"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert same(list(weights(model.model).values()), list(before.values()))
+        train(model, optimizer, is_async=False, turns=2)
+        found.append([*masters(model), *weights(model.model).values()])
+    assert same(*found)
+
+
 def test_16_bit_weights_that_cannot_be_halves_keep_whole_masters_and_that_is_told(two: Runtime) -> None:
     model = wrapped(two, mlp().half())
     with pytest.warns(TrainingWarning, match="6 trained parameters of model 'm' keep whole fp32 masters.*float16"):
-        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
     train(model, optimizer, is_async=False, turns=2)
     assert {one.dtype for one in model.optim_parameters()} == {torch.float32}
     assert model.memory_report().masters_bytes == 4 * sum(one.numel() for one in model.optim_parameters())
@@ -341,7 +416,7 @@ def test_fp32_parameters_beside_bf16_ones_have_whole_masters(two: Runtime) -> No
             return self.linear(x) * self.scale.to(x.dtype)
 
     model = RoundPipe(Mixed(), runtime=two, master="split", model_run_config=RoundPipeRunConfig(num_microbatch=2))
-    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
     x, y = (tensor.bfloat16() for tensor in batch(6))
     for is_async in (False, True, True):
         model.forward_backward((x,), None, y, square_error)
@@ -358,12 +433,14 @@ def test_weights_that_others_write_freeze_and_replace_go_on_as_with_whole_master
     found = []
     for master in ("whole", "split"):
         model = wrapped(two, master=master)
-        optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+        optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
         train(model, optimizer, is_async=True, turns=2)
         model.synchronize()
         with torch.no_grad():
             next(model.model.parameters()).mul_(2)
         train(model, optimizer, is_async=True, turns=2)
+        # The step function asks for the parameters that are trained.
+        model.synchronize()
         model.model[2].requires_grad_(False)
         train(model, optimizer, is_async=False, turns=2)
         model.model[2].requires_grad_(True)
@@ -377,6 +454,80 @@ def test_weights_that_others_write_freeze_and_replace_go_on_as_with_whole_master
     assert same(*found)
 
 
+class Course:
+    """A training, of which methods by these names are drawn.
+
+    `is_whole`: with masters that were made whole at once, whose weights are rounded as halves are, also on ties.
+    """
+
+    def __init__(self, runtime: Runtime, double_buffer: bool | None, *, is_whole: bool) -> None:
+        self.model = wrapped(runtime, double_buffer=double_buffer)
+        for master in self.model.optim_parameters() if is_whole else ():
+            assert isinstance(master, SplitMaster)
+            master.make_whole()
+        self.every = optim.AdamW(self.model.optim_parameters(), lr=LR)
+        self.few = optim.SGD(list(self.model.optim_parameters())[1:4], lr=LR, momentum=0.9)
+        self.losses: Losses = []
+
+    def call(self) -> None:
+        self.losses.append(call(self.model, len(self.losses)))
+
+    def step(self) -> None:
+        self.model.step(lambda: (self.every.step(), self.every.zero_grad()), is_async=False)
+
+    def step_late(self) -> None:
+        self.model.step(lambda: (self.every.step(), self.every.zero_grad()))
+
+    def step_twice(self) -> None:
+        self.model.step(lambda: (self.few.step(), self.every.step(), self.every.zero_grad()), is_async=False)
+
+    def step_few(self) -> None:
+        self.model.step(lambda: (self.few.step(), self.every.zero_grad()))
+
+    def synchronize(self) -> None:
+        self.model.synchronize()
+
+    def write(self) -> None:
+        self.model.synchronize()
+        with torch.no_grad():
+            next(self.model.model.parameters()).mul_(1.5)
+
+    def load(self) -> None:
+        self.model.load_state_dict({name: 2 * value for name, value in self.model.state_dict().items()})
+
+    def read(self) -> None:
+        self.model.synchronize()
+        _, second, *_ = self.model.optim_parameters()
+        second.sum()
+
+    def freeze(self) -> None:
+        self.model.synchronize()
+        self.model.model[2].requires_grad_(not self.model.model[2].weight.requires_grad)
+
+    def end(self) -> list[torch.Tensor]:
+        self.model.synchronize()
+        self.model.model.requires_grad_(True)
+        return [torch.tensor(self.losses), *masters(self.model), *weights(self.model.model).values()]
+
+
+DOINGS = (
+    *("call", "call", "step", "step_late", "step_twice", "step_few"),
+    *("synchronize", "write", "load", "read", "freeze"),
+)
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe.TrainingWarning")
+@given(doings=st.lists(st.sampled_from(DOINGS), max_size=14), double_buffer=st.sampled_from([None, True]))
+@settings(max_examples=examples(80))
+def test_any_course_of_a_training_is_that_of_whole_masters(doings: list[str], double_buffer: bool | None) -> None:
+    with Runtime("cpu:2") as runtime:
+        courses = [Course(runtime, double_buffer, is_whole=is_whole) for is_whole in (True, False)]
+        for doing in doings:
+            for course in courses:
+                getattr(course, doing)()
+        assert same(*(course.end() for course in courses))
+
+
 # What is refused
 
 
@@ -388,7 +539,7 @@ def test_asynchronous_steps_without_second_blocks_are_refused(
     two: Runtime, setting: dict[str, Any], told: str
 ) -> None:
     model = wrapped(two, **setting)
-    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=LR)
     call(model)
     with pytest.raises(ValueError, match=f"needs second weight blocks.*{told}"):
         model.step(optimizer.step)
@@ -396,6 +547,26 @@ def test_asynchronous_steps_without_second_blocks_are_refused(
     train(model, optimizer, is_async=False, turns=2)
     assert all_split(model)
     assert are_rounded(model)
+
+
+def test_several_machines_are_refused() -> None:
+    def wrap(runtime: Runtime) -> str:
+        with pytest.raises(AloneOnly) as refused:
+            wrapped(runtime)
+        return str(refused.value)
+
+    assert all('master="split" is for one machine, but there are 2' in told for told in on_both(wrap))
+
+
+def test_the_command_refuses_several_machines_before_it_makes_a_model() -> None:
+    options = read_fine_tuning(Given(model="m", data=["d.jsonl"], output="run", master="split"))
+
+    def foretell(runtime: Runtime) -> str:
+        with pytest.raises(Refused) as refused:
+            foretold(options, runtime, 9)
+        return str(refused.value)
+
+    assert on_both(foretell) == ["--master split is for one machine, but there are 2; leave it out"] * 2
 
 
 def test_other_masters_are_refused(two: Runtime) -> None:

@@ -287,6 +287,8 @@ def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
     if gradient is None:
         return None
     link = link_of(parameter)
+    if link is None and isinstance(parameter, SplitMaster) and not parameter.steps_unlinked:
+        parameter.make_whole("a step outside of a step function")
     weight = None if link is None else link.destination(parameter)
     factor = -gradient.factor if group.get("maximize") else gradient.factor
     return Taken(group, parameter, _spot(parameter, gradient, weight, factor))

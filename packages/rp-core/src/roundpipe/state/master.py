@@ -97,6 +97,9 @@ class EngineMaster(_FromEngine):
 class EngineSplitMaster(_FromEngine, SplitMaster):
     """A master in halves, the upper of which is the weight; see `rp_optim.SplitMaster`."""
 
+    # Calls may be reading the weight.
+    steps_unlinked = False
+
     def note_whole(self, reader: str) -> None:
         """See `SplitMaster.note_whole`."""
         tell = cast("Callable[[str], None] | None", _WHOLE.get(self))  # pyright: ignore[reportUnknownMemberType]

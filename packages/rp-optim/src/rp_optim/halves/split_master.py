@@ -63,6 +63,9 @@ class SplitMaster(Master):
     Raises `InvalidParameter` for other tensors.
     """
 
+    # Whether a step may write the weight where it is although the master is not linked.
+    steps_unlinked = True
+
     _halves: tuple[torch.Tensor, torch.Tensor] | None
 
     def __new__(cls, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> Self:

@@ -23,8 +23,11 @@ _GB = 1e9
 def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foretold:
     """Plan the training on this machine, with the number of microbatches that is fastest unless one is given.
 
-    Raises `Refused` for a model that cannot be made, and tokens and positions that it does not have.
+    Raises `Refused` for a model that cannot be made, tokens and positions that it does not have, and options that
+    are for one machine.
     """
+    if options.master == "split" and runtime.group is not None:
+        raise Refused(f"--master split is for one machine, but there are {runtime.group.size}; leave it out")
     model = model_of(
         config_file(options),
         options.lora,
