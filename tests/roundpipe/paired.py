@@ -71,6 +71,7 @@ class Paired:
     """One of two machines; has what the engine uses of `rp_dist.Machines`."""
 
     size = 2
+    link_gb_s, connections = 1.0, 1
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank = rank
@@ -89,6 +90,11 @@ class Paired:
     def gather(self, block: torch.Tensor, owner: int, *, tag: int) -> Work:
         """See `rp_dist.Machines.gather`."""
         return self._meeting.post("gather", tag, self.rank, owner, block, None)
+
+    def pass_on(self, block: torch.Tensor, source: int, target: int, *, tag: int) -> Work:
+        """See `rp_dist.Machines.pass_on`."""
+        assert {source, target} == {0, 1}
+        return self._meeting.post(f"pass from {source}", tag, self.rank, source, block, None)
 
     def fail(self, reason: str) -> None:
         """See `rp_dist.Machines.fail`."""
