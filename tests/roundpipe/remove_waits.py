@@ -206,6 +206,7 @@ WAITS = [
         "a checkpoint waits for the results of other machines",
         nth=1,
     ),
+    Wait("runtime/passing.py", "work.wait()", "what other machines have computed is waited for"),
 ]
 
 

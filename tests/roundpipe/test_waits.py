@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mutants import started
+from paired import on_both
 from remove_waits import ENGINE, WAITS, Wait
 
 pytestmark = pytest.mark.timeout(300)
@@ -22,6 +23,11 @@ def ended() -> Iterator[Callable[[int], str]]:
 @pytest.mark.parametrize("wait", WAITS, ids=[wait.what for wait in WAITS])
 def test_the_engine_has_each_of_them(wait: Wait) -> None:
     wait.removed_from((ENGINE / wait.file).read_text())
+
+
+def test_two_machines_in_one_process_meet() -> None:
+    # The scenarios of several machines go by these.
+    assert on_both(lambda runtime: None if runtime.group is None else runtime.group.size) == [2, 2]
 
 
 @pytest.mark.mutation

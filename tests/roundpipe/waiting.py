@@ -807,6 +807,25 @@ def machines_wait_for_each_other(*, double_buffer: bool, is_async: bool) -> None
             same(one, other)
 
 
+def train_by_backward(runtime: Runtime) -> list[torch.Tensor]:
+    row, model, optimizer = divided(runtime, double_buffer=False)
+    x = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_()
+    for _ in range(2):
+        model(x).square().sum().backward()
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    assert x.grad is not None
+    return [x.grad, *(parameter.detach().clone() for parameter in row.parameters())]
+
+
+def what_is_passed_on_is_waited_for() -> None:
+    """Outputs, and gradients of inputs, are those of all machines."""
+    with Runtime("cpu:1") as alone:
+        truth = train_by_backward(alone)
+    for found in on_both(train_by_backward, lambda *_: DELAY_S / 8):
+        for one, other in zip(found, truth, strict=True):
+            same(one, other)
+
+
 def fail_and_go_on(runtime: Runtime) -> list[torch.Tensor]:
     row, model, optimizer = divided(runtime, double_buffer=False)
     call(model, 0)
@@ -957,6 +976,7 @@ SCENARIOS: list[Callable[[], None]] = [
     state_dicts_have_the_buffers_of_the_calls_before,
     lambda: machines_wait_for_each_other(double_buffer=False, is_async=False),
     lambda: machines_wait_for_each_other(double_buffer=True, is_async=True),
+    what_is_passed_on_is_waited_for,
     a_failed_step_waits_for_its_transfers,
     a_failed_step_waits_for_results_that_nobody_uses,
     what_is_sent_again_comes_after_what_was_sent,

@@ -68,7 +68,10 @@ MAKE = {
 
 
 class Recipe(TypedDict):
-    """A training. `cuts`: of forward, backward and the microbatches of each part, in parts of the whole."""
+    """A training.
+
+    `separate`: by forward and backward. `cuts`: of forward, backward and the microbatches, in parts of the whole.
+    """
 
     seed: int
     layers: list[str]
@@ -76,6 +79,7 @@ class Recipe(TypedDict):
     devices: int
     size: int
     microbatches: int
+    separate: bool
     top: float | None
     cuts: list[list[float]]
     in_turn: bool
@@ -116,12 +120,17 @@ def plan_of(recipe: Recipe, layers: int, microbatches: int) -> Plan | None:
     if recipe["top"] is None:
         return None
     top = int(recipe["top"] * layers)
-    forward, backward, *groups = recipe["cuts"]
+    forward, backward, *places = recipe["cuts"]
+    groups = [_cut(microbatches, each) if each else () for each in places]
+    passes = _cut(top, forward), range(top, layers), _cut(top, backward)[::-1]
+    if not recipe["separate"]:
+        return Plan(*passes, *groups, in_turn=recipe["in_turn"])
     return Plan(
-        _cut(top, forward),
-        range(top, layers),
-        _cut(top, backward)[::-1],
-        *(_cut(microbatches, places) if places else () for places in groups),
+        (*passes[0], passes[1]),
+        None,
+        (passes[1], *passes[2]),
+        forward_groups=groups[0],
+        backward_groups=groups[1],
         in_turn=recipe["in_turn"],
     )
 
@@ -172,7 +181,12 @@ def _run(recipe: Recipe, model: RoundPipe, layers: nn.Sequential, runtime: Runti
     for number in range(STEPS * recipe["calls"]):
         generator = torch.Generator().manual_seed(number)
         x, y = (torch.randn(recipe["size"], n, generator=generator).to(layers[0].weight.dtype) for n in (4, 3))
-        losses.append(model.forward_backward((x,), label=y, loss_fn=loss_fn).float())
+        if recipe["separate"]:
+            loss = loss_fn(model(x), y)
+            loss.backward()
+        else:
+            loss = model.forward_backward((x,), label=y, loss_fn=loss_fn)
+        losses.append(loss.detach().float())
         if number % recipe["calls"] == recipe["calls"] - 1:
             model.step(step, is_async=recipe["is_async"])
             scaler.update()

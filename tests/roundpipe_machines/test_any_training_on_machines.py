@@ -82,6 +82,7 @@ def recipes(draw: st.DrawFn, machines: int) -> Recipe:
         "devices": draw(st.integers(1, 3)),
         "size": draw(st.integers(microbatches, 9)),
         "microbatches": microbatches,
+        "separate": draw(st.booleans()),
         "top": draw(st.none() | _FRACTION),
         "cuts": [draw(st.lists(_FRACTION, max_size=2)) for _ in range(5)],
         "in_turn": draw(st.booleans()),
