@@ -12,8 +12,17 @@ import pytest
 import roundpipe
 import torch
 from plain import batch, mlp, plans, square_error, weights
-from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed, TrainingWarning
+from roundpipe import (
+    GradScaler,
+    HostMemoryShort,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    StepFailed,
+    TrainingWarning,
+)
 from rp_optim import SplitMaster
+from rp_transfer import HostLimit
 from torch import nn
 
 optim = roundpipe.optim
@@ -228,6 +237,31 @@ def test_a_failed_step_in_place_tears_the_weights_and_says_so_until_a_state_is_l
     assert are_rounded(model)
 
 
+def test_an_update_that_fails_between_two_parameters_tears_the_weights(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(two)
+    optimizer = optim.Adafactor(model.optim_parameters(), lr=0.5)
+    updated, update = list[int](), optim.Adafactor._update_one
+
+    def fails_at_second(*args: Any) -> None:
+        if updated:
+            raise MemoryError
+        update(*args)
+        updated.append(1)
+
+    call(model)
+    before = weights(model.model)
+    monkeypatch.setattr(optim.Adafactor, "_update_one", fails_at_second)
+    with pytest.raises(MemoryError) as caught:
+        model.step(optimizer.step, is_async=False)
+    assert any("torn" in note for note in caught.value.__notes__)
+    with pytest.raises(StepFailed, match="some weights are of that step"):
+        model.reset()
+    model.load_state_dict(before)
+    assert same(list(weights(model.model).values()), list(before.values()))
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_with_a_second_block_a_failed_step_leaves_the_weights_whole(two: Runtime, is_async: bool) -> None:
     model = wrapped(two, double_buffer=True)
@@ -396,6 +430,22 @@ def test_asynchronous_steps_without_second_blocks_are_refused(
     train(model, optimizer, is_async=False, turns=2)
     assert all_split(model)
     assert are_rounded(model)
+
+
+def test_synchronous_steps_go_on_where_second_blocks_for_an_asynchronous_one_did_not_fit(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(two)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    train(model, optimizer, is_async=False, turns=2)
+    call(model)
+    monkeypatch.setattr(two, "host_limit", lambda: HostLimit("the machine", 1 << 30, 0))
+    told = r"double_buffer=False and synchronous steps \(is_async=False\): .* less"
+    with pytest.raises(HostMemoryShort, match=told):
+        model.step(optimizer.step)
+    model.step(optimizer.step, is_async=False)
+    assert are_rounded(model)
+    assert model.memory_report().second_blocks_bytes == 0
 
 
 def test_other_masters_are_refused(two: Runtime) -> None:

@@ -84,13 +84,24 @@ class Joint:
         with telling(group, kind):
             for host in self._hosts:
                 host.get_ready(training=True)
-                host.decide_second_blocks(is_async=is_async)
-            self._foresight.check_training(self._states())
+            self._check_second_blocks(is_async=is_async)
         if group is not None:
             facts = [host.facts() for host in self._hosts]
             group.calls.same(
                 kind, {"is_async": is_async, **{key: [each[key] for each in facts] for key in facts[0]}}
             )
+
+    def _check_second_blocks(self, *, is_async: bool) -> None:
+        decided = [state.double_buffer for state in self._states()]
+        try:
+            for host in self._hosts:
+                host.decide_second_blocks(is_async=is_async)
+            self._foresight.check_training(self._states())
+        except BaseException:
+            # Synchronous steps may fit still.
+            for state, before in zip(self._states(), decided, strict=True):
+                state.double_buffer = before
+            raise
 
     def _shared(self, parts: Sequence[Part]) -> SharedStep | None:
         group = self._runtime.group
