@@ -11,6 +11,7 @@ from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime, wra
 from torch import nn
 
 PinMode = Any  # "alloc", "register" or "off"; `wrap_model_to_roundpipe` checks it
+MasterKind = Any  # "whole" or "split"; so it does
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class RoundPipeOptions:
         runtime: the devices; default: all GPUs, see ``ROUNDPIPE_DEVICES``.
         model_run_config: settings of all calls, such as ``RoundPipeRunConfig(num_microbatch=8)``.
         optim_dtype: dtype of the master weights; default: fp32 if the weights have 16 bits, else their own.
+        master: ``"split"`` keeps bf16 weights as halves of their masters: 2 bytes a parameter less with the
+            optimizers of `roundpipe.optim`, which the trainer makes for AdamW and Adam.
         pin_model, compile_layers, double_buffer, example_inputs: see `roundpipe.wrap_model_to_roundpipe`.
 
     >>> RoundPipeOptions(model_run_config=RoundPipeRunConfig(num_microbatch=8)).asynchronous
@@ -37,6 +40,7 @@ class RoundPipeOptions:
     compile_layers: bool | Mapping[str, Any] = False
     double_buffer: bool | None = None
     example_inputs: Mapping[str, Any] | None = None
+    master: MasterKind = "whole"
 
     def wrap(self, model: nn.Module, name: str) -> RoundPipe | AutoRoundPipe:
         """Wrap a model. Raises what `wrap_model_to_roundpipe` raises."""
@@ -50,6 +54,7 @@ class RoundPipeOptions:
             runtime=self.runtime,
             compile_layers=self.compile_layers,
             double_buffer=self.double_buffer,
+            master=self.master,
         )
 
     def on(self, runtime: Runtime) -> RoundPipeOptions:
