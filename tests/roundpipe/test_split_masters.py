@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from threading import Event
 from typing import Any
 
 import pytest
@@ -260,6 +261,46 @@ def test_an_update_that_fails_between_two_parameters_tears_the_weights(
         model.reset()
     model.load_state_dict(before)
     assert same(list(weights(model.model).values()), list(before.values()))
+
+
+class HookedInBackward(nn.Module):
+    """A layer that calls a function in its backward."""
+
+    def __init__(self, hook: Callable[[object], None]) -> None:
+        super().__init__()
+        self.linear, self.hook = nn.Linear(4, 6, dtype=torch.bfloat16), hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.linear(x)
+        if outputs.requires_grad:
+            outputs.register_hook(self.hook)
+        return outputs
+
+
+def test_a_call_that_fails_after_its_step_has_begun_tears_the_weights(two: Runtime) -> None:
+    may_fail, row = Event(), mlp().bfloat16()
+
+    def fail(_: object) -> None:
+        assert may_fail.wait(30)
+        raise LookupError
+
+    row[0] = HookedInBackward(fail)
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(5, 1)["one layer a stage"])
+    model = RoundPipe(row, torch.float32, "m", config, runtime=two, master="split")
+    first, *others = (optim.SGD([one], lr=0.1) for one in model.optim_parameters())
+
+    def update() -> None:
+        for optimizer in others[1:]:
+            optimizer.step()
+        may_fail.set()
+        first.step()
+
+    call(model)
+    with pytest.raises(LookupError):
+        model.step(update, is_async=False)
+    for do in (model.reset, lambda: call(model)):
+        with pytest.raises(StepFailed, match=r"failed half-way \(LookupError.*some weights are of that step"):
+            do()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
