@@ -452,6 +452,24 @@ def test_weights_that_others_write_freeze_and_replace_go_on_as_with_whole_master
     assert same(*found)
 
 
+@pytest.mark.parametrize("master", ["whole", "split"])
+def test_weights_that_were_loaded_while_they_were_frozen_are_trained_on(two: Runtime, master: str) -> None:
+    model = wrapped(two, master=master)
+    optimizer = optim.SGD(model.optim_parameters(), lr=1e-6)
+    train(model, optimizer, is_async=False, turns=2)
+    model.model[2].requires_grad_(False)
+    train(model, optimizer, is_async=False, turns=1)
+    loaded = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    # The frozen layer's masters are whole beside its weights.
+    trained = sum(one.numel() for one in model.model.parameters() if one.requires_grad)
+    frozen = sum(one.numel() for one in model.model[2].parameters())
+    assert model.memory_report().masters_bytes == 4 * frozen + (2 if master == "split" else 4) * trained
+    model.model[2].requires_grad_(True)
+    train(model, optimizer, is_async=False, turns=1)
+    assert same(list(weights(model.model).values()), list(loaded.values()))
+
+
 # What is refused
 
 
