@@ -93,6 +93,11 @@ class Paired:
         """See `rp_dist.Machines.gather`."""
         return self._meeting.post("gather", tag, self.rank, owner, block, None)
 
+    def pass_on(self, block: torch.Tensor, source: int, target: int, *, tag: int) -> Work:
+        """See `rp_dist.Machines.pass_on`."""
+        assert {source, target} == {0, 1}
+        return self._meeting.post(f"pass from {source}", tag, self.rank, source, block, None)
+
     def fail(self, reason: str) -> None:
         """See `rp_dist.Machines.fail`."""
         self._meeting.fail(reason)

@@ -119,6 +119,16 @@ def test_refusals_suggest_it_where_state_is_whole() -> None:
     assert 'state="bf16"' not in told(20)
 
 
+def test_refusals_do_not_suggest_it_twice_where_masters_are_in_halves() -> None:
+    def told(state: int) -> str:
+        whole = HostBytes(weights=20, gradients=20, masters=20, optimizer_state=state)
+        limit = HostLimit("the machine", 100, 100)
+        return MemoryForecast("m", "to train", whole, HostBytes(), limit, adam_bytes=80).explained("needs")
+
+    assert 'state="bf16" or "8bit" of roundpipe.optim' in told(80)
+    assert 'state="bf16"' not in told(21)
+
+
 def test_steps_that_are_late_have_the_same_numbers() -> None:
     # The noise goes by the step's number and the parameter's place, not by when the step runs.
     def trained(devices: str) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from threading import Event
 from typing import Any
 
 import pytest
@@ -17,13 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paired import on_both
 from plain import batch, mlp, plans, square_error, weights
-from roundpipe import AloneOnly, GradScaler, RoundPipe, RoundPipeRunConfig, Runtime, StepFailed, TrainingWarning
+from roundpipe import (
+    AloneOnly,
+    GradScaler,
+    HostMemoryShort,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Runtime,
+    StepFailed,
+    TrainingWarning,
+)
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.forecast import foretold
 from roundpipe.cli.finetune.options import read_fine_tuning
 from roundpipe.cli.options import Given
 from rp_optim import SplitMaster
 from rp_sched import Plan
+from rp_transfer import HostLimit
 from torch import nn
 
 PATIENCE_S = 30.0
@@ -239,6 +250,71 @@ def test_a_failed_step_in_place_tears_the_weights_and_says_so_until_a_state_is_l
     assert all(not one.halves[1].any() for one in model.optim_parameters())
     train(model, optimizer, is_async=False, turns=2)
     assert are_rounded(model)
+
+
+def test_an_update_that_fails_between_two_parameters_tears_the_weights(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(two)
+    optimizer = optim.Adafactor(model.optim_parameters(), lr=0.5)
+    updated, update = list[int](), optim.Adafactor._update_one
+
+    def fails_at_second(*args: Any) -> None:
+        if updated:
+            raise MemoryError
+        update(*args)
+        updated.append(1)
+
+    call(model)
+    before = weights(model.model)
+    monkeypatch.setattr(optim.Adafactor, "_update_one", fails_at_second)
+    with pytest.raises(MemoryError) as caught:
+        model.step(optimizer.step, is_async=False)
+    assert any("torn" in note for note in caught.value.__notes__)
+    with pytest.raises(StepFailed, match="some weights are of that step"):
+        model.reset()
+    model.load_state_dict(before)
+    assert same(list(weights(model.model).values()), list(before.values()))
+
+
+class HookedInBackward(nn.Module):
+    """A layer that calls a function in its backward."""
+
+    def __init__(self, hook: Callable[[object], None]) -> None:
+        super().__init__()
+        self.linear, self.hook = nn.Linear(4, 6, dtype=torch.bfloat16), hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.linear(x)
+        if outputs.requires_grad:
+            outputs.register_hook(self.hook)
+        return outputs
+
+
+def test_a_call_that_fails_after_its_step_has_begun_tears_the_weights(two: Runtime) -> None:
+    may_fail, row = Event(), mlp().bfloat16()
+
+    def fail(_: object) -> None:
+        assert may_fail.wait(30)
+        raise LookupError
+
+    row[0] = HookedInBackward(fail)
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(5, 1)["one layer a stage"])
+    model = RoundPipe(row, torch.float32, "m", config, runtime=two, master="split")
+    first, *others = (optim.SGD([one], lr=0.1) for one in model.optim_parameters())
+
+    def update() -> None:
+        for optimizer in others[1:]:
+            optimizer.step()
+        may_fail.set()
+        first.step()
+
+    call(model)
+    with pytest.raises(LookupError):
+        model.step(update, is_async=False)
+    for do in (model.reset, lambda: call(model)):
+        with pytest.raises(StepFailed, match=r"failed half-way \(LookupError.*some weights are of that step"):
+            do()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -528,6 +604,24 @@ def test_any_course_of_a_training_is_that_of_whole_masters(doings: list[str], do
         assert same(*(course.end() for course in courses))
 
 
+@pytest.mark.parametrize("master", ["whole", "split"])
+def test_weights_that_were_loaded_while_they_were_frozen_are_trained_on(two: Runtime, master: str) -> None:
+    model = wrapped(two, master=master)
+    optimizer = optim.SGD(model.optim_parameters(), lr=1e-6)
+    train(model, optimizer, is_async=False, turns=2)
+    model.model[2].requires_grad_(False)
+    train(model, optimizer, is_async=False, turns=1)
+    loaded = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    # The frozen layer's masters are whole beside its weights.
+    trained = sum(one.numel() for one in model.model.parameters() if one.requires_grad)
+    frozen = sum(one.numel() for one in model.model[2].parameters())
+    assert model.memory_report().masters_bytes == 4 * frozen + (2 if master == "split" else 4) * trained
+    model.model[2].requires_grad_(True)
+    train(model, optimizer, is_async=False, turns=1)
+    assert same(list(weights(model.model).values()), list(loaded.values()))
+
+
 # What is refused
 
 
@@ -567,6 +661,22 @@ def test_the_command_refuses_several_machines_before_it_makes_a_model() -> None:
         return str(refused.value)
 
     assert on_both(foretell) == ["--master split is for one machine, but there are 2; leave it out"] * 2
+
+
+def test_synchronous_steps_go_on_where_second_blocks_for_an_asynchronous_one_did_not_fit(
+    two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrapped(two)
+    optimizer = optim.AdamW(model.optim_parameters(), lr=0.02)
+    train(model, optimizer, is_async=False, turns=2)
+    call(model)
+    monkeypatch.setattr(two, "host_limit", lambda: HostLimit("the machine", 1 << 30, 0))
+    told = r"double_buffer=False and synchronous steps \(is_async=False\): .* less"
+    with pytest.raises(HostMemoryShort, match=told):
+        model.step(optimizer.step)
+    model.step(optimizer.step, is_async=False)
+    assert are_rounded(model)
+    assert model.memory_report().second_blocks_bytes == 0
 
 
 def test_other_masters_are_refused(two: Runtime) -> None:

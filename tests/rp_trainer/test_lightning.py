@@ -210,10 +210,21 @@ def test_asynchronous_steps_are_one_late(tmp_path, two):
     assert_same_weights(late, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_that_is_resumed_equals_the_uninterrupted_one(tmp_path, two, dtype):
+# The master kinds of the run that is saved and of the one that goes on.
+@pytest.mark.filterwarnings("error:.*masters of model.*are whole from now on")
+@pytest.mark.parametrize(
+    ("dtype", "kinds"),
+    [
+        (torch.float32, ("whole", "whole")),
+        (torch.bfloat16, ("whole", "whole")),
+        (torch.bfloat16, ("split", "split")),
+        (torch.bfloat16, ("split", "whole")),
+        (torch.bfloat16, ("whole", "split")),
+    ],
+)
+def test_a_run_that_is_resumed_equals_the_uninterrupted_one(tmp_path, two, dtype, kinds):
     # One microbatch: the sums of 16-bit gradients depend on the plan.
-    options = RoundPipeOptions(runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    config = RoundPipeRunConfig(num_microbatch=1)
 
     class Steady(Rows):
         def __init__(self) -> None:
@@ -227,8 +238,9 @@ def test_a_run_that_is_resumed_equals_the_uninterrupted_one(tmp_path, two, dtype
             optimizer = roundpipe.optim.AdamW(self.parameters(), lr=1e-2)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
-    def run(epochs: int, path: Path, resumed: Any = None) -> Rows:
+    def run(epochs: int, path: Path, resumed: Any = None, kind: str = kinds[0]) -> Rows:
         saving = {"callbacks": [ModelCheckpoint(path, "{epoch}", save_top_k=-1)], "enable_checkpointing": True}
+        options = RoundPipeOptions(runtime=two, model_run_config=config, master=kind)
         module = Steady()
         made = trainer(path, strategy(options), max_epochs=epochs, **saving)
         made.fit(module, numbers(), ckpt_path=resumed, weights_only=False)
@@ -236,12 +248,13 @@ def test_a_run_that_is_resumed_equals_the_uninterrupted_one(tmp_path, two, dtype
 
     whole = run(2, tmp_path / "whole")
     run(1, tmp_path / "first")
-    resumed = run(2, tmp_path / "second", tmp_path / "first" / "epoch=0.ckpt")
+    resumed = run(2, tmp_path / "second", tmp_path / "first" / "epoch=0.ckpt", kinds[1])
     assert not torch.equal(whole.net[0].weight, Rows().net[0].weight.to(dtype))
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
     saved = torch.load(tmp_path / "whole" / "epoch=1.ckpt", weights_only=False)
-    assert ("roundpipe_masters" in saved) == (dtype == torch.bfloat16)
+    masters = saved.get("roundpipe_masters", {})
+    assert {one.dtype for one in masters.values()} == ({torch.float32} if dtype == torch.bfloat16 else set())
 
 
 def test_plain_lightning_and_this_one_resume_each_others_checkpoints(tmp_path, options):

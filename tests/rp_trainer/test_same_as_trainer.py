@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
+from rp_optim import SplitMaster
 from rp_trainer import RoundPipeOptions, RoundPipeTrainer, SteppedByEngine
 from tiny import ARGUMENTS, assert_same, causal_lm, logs, padded, rows, weights
 from torch import nn
@@ -161,6 +162,21 @@ def test_a_wrapped_model_is_taken_as_it_is(tmp_path, two):
     assert found.model is model
     assert found.model_wrapped.engine is engine
     assert_same(found, script(Trainer, tmp_path, once))
+
+
+@pytest.mark.filterwarnings("error:.*masters of model.*are whole from now on")
+def test_masters_may_be_halves(tmp_path, two):
+    settings = {"num_train_epochs": 1, "save_strategy": "epoch"}
+    found = []
+    for kind in ("whole", "split"):
+        options = RoundPipeOptions(runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1), master=kind)
+        model = causal_lm().bfloat16()
+        trainer = script(RoundPipeTrainer, tmp_path / kind, settings, model=model, roundpipe=options)
+        halves = [isinstance(one, SplitMaster) for one in trainer.model_wrapped.engine.optim_parameters()]
+        assert set(halves) == {kind == "split"}
+        found.append(trainer)
+    # Weights on a tie are rounded to the other neighbour.
+    torch.testing.assert_close(weights(found[1]), weights(found[0]), rtol=2**-7, atol=2e-3)
 
 
 def test_a_model_that_is_taken_apart_trains_too(tmp_path, options):

@@ -220,7 +220,13 @@ class HostOptimizer(torch.optim.Optimizer):
         return ((group, parameter) for group in self.param_groups for parameter in group["params"])
 
     def _update_some(self, taken: Sequence[Taken]) -> None:
-        self._update(taken)
+        try:
+            self._update(taken)
+        except BaseException:
+            # Some may be updated: who compares versions must see that.
+            for each in taken:
+                torch.autograd.graph.increment_version(each.parameter)
+            raise
         for each in taken:
             if each.spot.is_halved and each.spot.weight is not each.spot.param:
                 assert isinstance(each.parameter, SplitMaster)

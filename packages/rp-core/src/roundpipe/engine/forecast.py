@@ -116,6 +116,11 @@ class MemoryForecast:
             f"{self.limit.name}'s {readable_bytes(self.limit.total_bytes)} are free"
         )
 
+    @property
+    def likely_adam_bytes(self) -> int:
+        """What Adam's state would take."""
+        return 2 * self.whole.masters if self.adam_bytes is None else self.adam_bytes
+
     def _remedies(self) -> Iterator[str]:
         whole = self.whole
         trained = whole.gradients + whole.masters + whole.optimizer_state
@@ -125,14 +130,17 @@ class MemoryForecast:
                 f"{readable_bytes(trained)}; frozen parameters have none. For inference call requires_grad_(False)"
             )
         if whole.optimizer_state:
-            if whole.optimizer_state >= whole.gradients:
+            if 2 * whole.optimizer_state >= self.likely_adam_bytes:
                 yield 'state="bf16" or "8bit" of roundpipe.optim: a half or a little over a quarter of fp32 state'
             yield "an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none"
         if whole.masters > whole.gradients:
             yield 'master="split": masters of half the size, exact, for bf16 weights and roundpipe.optim'
             yield "optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost"
         if whole.second_blocks:
-            yield f"double_buffer=False: {readable_bytes(whole.second_blocks)} less"
+            # Masters that take less than a half of Adam's state are in halves.
+            is_split = self.likely_adam_bytes > 2 * whole.masters
+            how = " and synchronous steps (is_async=False)" if is_split else ""
+            yield f"double_buffer=False{how}: {readable_bytes(whole.second_blocks)} less"
         if whole.activations:
             yield "a smaller batch, or fewer stages: fewer activations between stages"
         yield from _REMEDIES[self.limit.name]
@@ -147,7 +155,7 @@ def likely(certain: MemoryForecast) -> MemoryForecast:
     """
     if not certain.whole.masters:
         return certain
-    state = 2 * certain.whole.masters if certain.adam_bytes is None else certain.adam_bytes
+    state = certain.likely_adam_bytes
     return replace(certain, whole=replace(certain.whole, optimizer_state=state), assumed="Adam's")
 
 

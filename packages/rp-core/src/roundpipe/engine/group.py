@@ -85,8 +85,7 @@ class Joint:
         with telling(group, kind):
             for host in self._hosts:
                 host.get_ready(training=True)
-                host.decide_second_blocks(is_async=is_async)
-            self._foresight.check_training(self._states())
+            self._check_second_blocks(is_async=is_async)
         if group is not None:
             facts = [host.facts() for host in self._hosts]
             shared = {"is_async": is_async, **{key: [each[key] for each in facts] for key in facts[0]}}
@@ -95,6 +94,18 @@ class Joint:
             # Machines may differ in memory, and so in what they have decided by default.
             for state, *has_room in zip(self._states(), *(each for _, each in told), strict=True):
                 state.double_buffer = all(has_room)
+
+    def _check_second_blocks(self, *, is_async: bool) -> None:
+        decided = [state.double_buffer for state in self._states()]
+        try:
+            for host in self._hosts:
+                host.decide_second_blocks(is_async=is_async)
+            self._foresight.check_training(self._states())
+        except BaseException:
+            # Synchronous steps may fit still.
+            for state, before in zip(self._states(), decided, strict=True):
+                state.double_buffer = before
+            raise
 
     def _shared(self, parts: Sequence[Part]) -> SharedStep | None:
         group = self._runtime.group

@@ -11,7 +11,7 @@ from rp_transfer import Group
 
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.halves import can_split
-from roundpipe.state.master import master_bytes
+from roundpipe.state.master import is_split, master_bytes
 from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode, moves
 from roundpipe.state.shards import Shards
 
@@ -75,9 +75,15 @@ def added(parts: Iterable[HostBytes]) -> HostBytes:
 
 def held_by(states: Sequence[ModelState]) -> HostBytes:
     """What these models hold now, without the optimizers' state and activations."""
-    here = [master for state in states for master in list(state.masters.values()) if not master.is_meta]
-    masters = sum(map(master_bytes, here))
+    masters = sum(map(_held_masters_bytes, states))
     return added(_held(block) for state in states for block in state.blocks) + HostBytes(masters=masters)
+
+
+def _held_masters_bytes(state: ModelState) -> int:
+    trained, found = set(state.trainable_tensors()), list(state.masters.items())
+    # Of parameters that are frozen now, masters in halves have an upper one of their own.
+    own = (one.halves[0].nbytes for tensor, one in found if tensor not in trained and is_split(one))
+    return sum(master_bytes(one) for _, one in found) + sum(own)
 
 
 def given_to(states: Sequence[ModelState]) -> int:

@@ -250,7 +250,7 @@ def _update(
         return False
     except BaseException as error:
         _note_failed(parts, class_name(error))
-        _note_torn(parts, loans, error)
+        _note_torn(parts, loans, error, in_words(error))
         if shared is not None:
             shared.tell(error)
         abandon(loans)
@@ -281,15 +281,15 @@ def _note_incomplete(
     changed = any(loan.has_changed() for loan in loans)
     if changed if shared is None else shared.has_changed(changed):
         _note_failed(parts, "a call failed while its step was under way")
-    _note_torn(parts, loans, incomplete)
+    _note_torn(parts, loans, incomplete, str(incomplete))
     _note_reduced(parts, str(incomplete), shared)
 
 
-def _note_torn(parts: Sequence[Part], loans: Sequence[Loan], error: BaseException) -> None:
+def _note_torn(parts: Sequence[Part], loans: Sequence[Loan], error: BaseException, words: str) -> None:
     """Record of each model whether weights that calls read are of two steps now."""
     for part in parts:
         if any(loan.is_torn() for loan in loans if loan.of(part.state)):
-            part.state.torn = in_words(error)
+            part.state.torn = words
             add_note(
                 error,
                 f"RoundPipe: the step had begun to update weights of model {part.name!r} in place, as "

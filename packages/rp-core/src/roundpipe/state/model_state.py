@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from roundpipe.state.master import (
     EngineMaster,
     EngineSplitMaster,
     is_split,
+    published,
     refuse_reads,
     watch_reads,
     watch_whole,
@@ -448,8 +449,10 @@ class ModelState:
             for index, tensor in enumerate(block.tensors)
             if index in block.gradient.written
         }
+        trained = set(self.trainable_tensors())
         self.build(foresee)
         self._move_halves()
+        self._take_over_thawed(trained)
         for block in self.trainable:
             for index, tensor in enumerate(block.tensors):
                 if block.gradient is not None and tensor in held:
@@ -467,6 +470,16 @@ class ModelState:
                 upper, value = master.halves[0], places.get(tensor)
                 is_same = value is not None and can_split(value) and same_bits(upper, value)
                 master.move_to(value if is_same and value is not None else upper.clone())
+
+    def _take_over_thawed(self, trained: Set[torch.Tensor]) -> None:
+        """Set masters from weights that were written while they were frozen. `trained`: were not frozen."""
+        for block in self.trainable:
+            for tensor, value in zip(block.tensors, block.values, strict=True):
+                master = self.masters.get(tensor)
+                if master is None or master.is_meta or tensor in trained:
+                    continue
+                if not torch.equal(published(master, value.dtype).to(value.dtype), value):
+                    self.set_master(tensor)
 
     def trainable_tensors(self) -> list[torch.Tensor]:
         """All trainable parameters."""

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from rp_optim import SplitMaster
 
 from rp_trainer.lightning.optimizer import named_like
 from rp_trainer.lightning.precision import HostPrecision, on_host
@@ -235,7 +236,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """The masters, if they have another dtype than their weights."""
         engine = self.on_devices.engine
         own = dict(engine.named_model.named_parameters())
-        masters = {name: one.detach() for name, one in engine.optim_named_parameters()}
+        masters = {name: _values(one) for name, one in engine.optim_named_parameters()}
         return masters if any(one.dtype != own[name].dtype for name, one in masters.items()) else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -246,7 +247,15 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             engine.step(partial(_fill, dict(engine.optim_named_parameters()), saved), is_async=False)
 
 
+def _values(master: torch.Tensor) -> torch.Tensor:
+    """Of one in halves a copy: it stays so."""
+    return master.joined() if isinstance(master, SplitMaster) else master.detach()
+
+
 @torch.no_grad()
 def _fill(masters: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
     for name, master in masters.items():
-        master.copy_(saved[name])
+        if isinstance(master, SplitMaster) and master.is_split:
+            master.write(0, saved[name].to(master.dtype).flatten())
+        else:
+            master.copy_(saved[name])
