@@ -72,6 +72,7 @@ def test_owners_write_their_own_files_of_one_folder(tmp_path: Path) -> None:
             torch.testing.assert_close(tensor, whole[name], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_checkpoints_that_one_machine_cannot_use_are_told_to_all_and_training_goes_on(tmp_path: Path) -> None:
     first, second = on_machines(2, "machine_checkpoints", "mistaken", "cpu:1", folder=str(tmp_path))
     assert first[0].startswith("CheckpointError: ")

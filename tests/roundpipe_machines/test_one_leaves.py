@@ -101,6 +101,7 @@ def test_a_machine_that_ends_with_an_error_tells_the_others() -> None:
     assert "ZeroDivisionError: in the training loop" in complaints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "back"),
     [
