@@ -105,6 +105,7 @@ def test_whole_masters_can_be_rounded_alike() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_all_numbers_are_exact_on_the_fastest_kernel() -> None:
     size = 1 << 26
     for first in range(0, 1 << 32, size):

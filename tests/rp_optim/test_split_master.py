@@ -145,6 +145,7 @@ def test_every_step_has_the_bits_of_whole_masters(
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("make", [rp_optim.AdamW, rp_optim.SGD, rp_optim.Lion, rp_optim.Adafactor])
 def test_a_milliard_random_values_have_the_bits_of_whole_masters(make: Any) -> None:
     size, generator = 1 << 24, torch.Generator().manual_seed(0)
