@@ -515,7 +515,7 @@ def test_weights_that_others_write_freeze_and_replace_go_on_as_with_whole_master
         with torch.no_grad():
             next(model.model.parameters()).mul_(2)
         train(model, optimizer, is_async=True, turns=2)
-        # The step function asks for the parameters that are trained.
+        # Calls return before their backward is over.
         model.synchronize()
         model.model[2].requires_grad_(False)
         train(model, optimizer, is_async=False, turns=2)
