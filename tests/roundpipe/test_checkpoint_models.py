@@ -62,9 +62,11 @@ def experts() -> nn.Module:
 Wrapped = RoundPipe | AutoRoundPipe
 
 
-def wrapped(make: Callable[[], nn.Module], runtime: Runtime, seed: int = 0, **kwargs: Any) -> Wrapped:
+def wrapped(
+    make: Callable[[], nn.Module], runtime: Runtime, seed: int = 0, plan: Plan | None = None, **kwargs: Any
+) -> Wrapped:
     torch.manual_seed(seed)
-    config = RoundPipeRunConfig(num_microbatch=2)
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
     return wrap_model_to_roundpipe(make(), runtime=runtime, model_run_config=config, **kwargs)
 
 
@@ -88,17 +90,19 @@ def test_from_pretrained_loads_a_checkpoint_and_training_goes_on_from_it(
     def half() -> nn.Module:
         return make().to(dtype)
 
-    model = wrapped(half, two, optim_dtype=torch.float32)
+    # Gradients of tied 16-bit weights are rounded once a task, so they depend on the plan, which is measured.
+    plan = Plan([range(4)], None, [range(2, 4), range(2)])
+    model = wrapped(half, two, plan=plan, optim_dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.optim_parameters(), lr=0.05)
     train(model, optimizer, 0, 2)
     path = save_checkpoint(tmp_path / "c", model, optimizer, shard_bytes=8000).path
     wanted = train(model, optimizer, 2, 4)
-    other = wrapped(half, two, 1, optim_dtype=torch.float32)
+    other = wrapped(half, two, 1, plan, optim_dtype=torch.float32)
     another = torch.optim.AdamW(other.optim_parameters(), lr=0.05)
     load_checkpoint(path, other, another)
     assert train(other, another, 2, 4) == wanted
     # What transformers saves of the model after that step, and what it loads.
-    truth = wrapped(half, two, optim_dtype=torch.float32)
+    truth = wrapped(half, two, plan=plan, optim_dtype=torch.float32)
     optimizer = torch.optim.AdamW(truth.optim_parameters(), lr=0.05)
     train(truth, optimizer, 0, 2)
     truth.save_pretrained(tmp_path / "truth")
