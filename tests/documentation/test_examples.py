@@ -32,12 +32,14 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINING)
 def test_an_example_that_trains_has_falling_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = example(name, monkeypatch).main(["--tiny"])
     assert sum(losses[-3:]) / 3 < 0.98 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Version(version("trl")) < Version("1.16") and not torch.cuda.is_available(),
     reason="TRL before 1.16 computes losses by a Triton kernel",

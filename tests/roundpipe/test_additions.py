@@ -139,6 +139,7 @@ def train(
         return Found(found[0] if read else [], [master.detach().clone() for master in masters])
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("calls", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

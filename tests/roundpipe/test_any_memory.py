@@ -192,6 +192,7 @@ def check_any(count: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_call_succeeds_if_any_plan_of_its_microbatches_fits() -> None:
     seen = check_any(examples(60))

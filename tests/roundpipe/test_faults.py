@@ -186,6 +186,7 @@ class Joining(nn.Linear):
         return super().forward(x[0] + x[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["memory on the device", "memory on the host"])
 def test_what_was_under_way_beside_what_failed_lives_until_it_is_there(
     monkeypatch: pytest.MonkeyPatch, place: str

@@ -77,6 +77,7 @@ def is_mapped(folder: Path) -> bool:
     return str(folder.resolve()) in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("files", ["one", "several", "of the hub's cache"])

@@ -272,6 +272,7 @@ KINDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* share the buffer:UserWarning")
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)

@@ -131,6 +131,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 @pytest.mark.parametrize("make", ROWS)

@@ -184,6 +184,7 @@ def test_bf16_weights_with_fp32_masters_follow_plain_pytorch(runtime: Runtime, p
         assert torch.equal(weight, master.to(torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plan_name", ["one layer a stage", "microbatches divided", "cut differently"])
 def test_one_plan_gives_the_same_bits_on_any_number_of_devices(plan_name: str, dtype: torch.dtype) -> None:

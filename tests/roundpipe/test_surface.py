@@ -527,6 +527,7 @@ def test_what_is_wrapped_can_be_copied_pickled_and_saved(two: Runtime, pin: Any,
 # One model a parameter
 
 
+@pytest.mark.slow
 def test_a_parameter_of_two_models_is_refused_and_free_again_when_one_is_gone(two: Runtime) -> None:
     shared = nn.Linear(4, 4)
     first = wrap(two, nn.Sequential(shared, nn.Linear(4, 3)), name="first")

@@ -160,6 +160,7 @@ def test_losses_and_gradients_are_those_of_plain_transformers(
         both.compare(**batch(max(size, 2) if mask else size, mask=mask, seed=seed))
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("upper", UPPER)
@@ -226,6 +227,7 @@ class Penalty:
 PLACES = ["model.layers.1", "model.layers.0.self_attn", "model.layers.1.mlp.gate_proj", "model.norm", "lm_head"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("upper", UPPER)
 def test_users_hooks_see_whole_batches_and_their_penalties_train(
@@ -285,6 +287,7 @@ def test_gradient_checkpointing_is_refused(two: Runtime) -> None:
     both.compare(**batch())
 
 
+@pytest.mark.slow
 def test_compiled_parts_collect_what_is_asked(two: Runtime) -> None:
     compiled: list[Any] = []
 

@@ -339,6 +339,7 @@ def test_the_state_dict_is_the_last_steps_result(runtime: Runtime, how: str) -> 
     assert {value.item() for value in state.values()} == {telling.steps}
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("assign", [False, True])

@@ -39,6 +39,7 @@ def model_folder(folders: dict[str, Path], family: str, tmp_path_factory: pytest
     return folders[family]
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("family", finetuning.FAMILIES)
 @pytest.mark.parametrize("lora", [None, 4])

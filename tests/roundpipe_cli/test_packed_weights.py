@@ -51,6 +51,7 @@ def expanded(folder: Path, name: str, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 def test_training_on_packed_weights_is_training_on_the_expanded_ones(tmp_path: Path) -> None:
     folder = finetuning.make_model(tmp_path / "model", "qwen3-moe")
@@ -88,6 +89,7 @@ def planned(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> 
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_packed_bytes_and_suggests_packing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

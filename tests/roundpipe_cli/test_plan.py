@@ -73,6 +73,7 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return json.loads(told(capsys, *arguments, "--json"))
 
 
+@pytest.mark.slow
 def test_32b_on_eight_cards_is_told_what_it_needs_and_what_fits(
     config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def _check(group: Group, recipe: Recipe) -> None:
         assert error <= tolerance * (_flat(wanted).norm() + 1e-3), part
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("machines", "count"),

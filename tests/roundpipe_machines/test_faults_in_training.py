@@ -112,6 +112,7 @@ def _check_resumed(
                 torch.testing.assert_close(torch.tensor(weight), torch.tensor(true), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "fault", "lost"), [("reduction", "killed", 0), ("publication", "stopped", 1)])
 def test_the_others_have_a_named_error_and_training_resumes(
     tmp_path: Path, phase: str, fault: str, lost: int

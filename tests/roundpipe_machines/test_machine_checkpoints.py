@@ -19,6 +19,7 @@ def _run(machines: int, folder: Path, steps: int = STEPS, **options: Any) -> lis
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "is_async", "double_buffer"),
     [

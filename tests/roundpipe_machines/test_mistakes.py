@@ -95,6 +95,7 @@ def test_every_machine_has_a_named_error(name: str) -> None:
                 assert has in found
 
 
+@pytest.mark.slow
 def test_another_machines_error_says_where_it_happened() -> None:
     said = _found()[0]["layer"][0]
     assert "machine 1 failed: ZeroDivisionError('in a layer')" in said

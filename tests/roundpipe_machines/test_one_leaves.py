@@ -83,6 +83,7 @@ def _ended(program: str, **environ: str) -> list[tuple[int, str, str]]:
         return [program.end() for program in programs]
 
 
+@pytest.mark.slow
 def test_a_program_may_end_while_its_last_step_is_under_way() -> None:
     assert _ended(_LEFT_OPEN, FAILS_AT="9") == [(0, "", "")] * 2
 

@@ -298,6 +298,7 @@ def test_packed_weights_stay_where_they_are(pin: Any) -> None:
     torch.testing.assert_close(found, row(inputs))
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_on_packed_weights() -> None:
     losses: list[torch.Tensor] = []
     for is_expanded in (False, True):

@@ -196,6 +196,7 @@ def all_optimizers(threads: int) -> list[torch.Tensor]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernel")
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     before = torch.get_num_threads()
@@ -441,6 +442,7 @@ def test_a_compiler_that_fails_is_quoted(
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache", "_quick_compiler")
 def test_a_compiler_without_openmp_will_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

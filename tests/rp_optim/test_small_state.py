@@ -81,6 +81,7 @@ def test_every_kernel_and_torch_keep_the_same_bits(
     assert all(each == natives[0] for each in natives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @kinds
 def test_pieces_and_threads_do_not_change_a_bit(kind: str, threads: int) -> None:

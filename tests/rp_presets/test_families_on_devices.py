@@ -78,6 +78,7 @@ def test_a_family_trains_on_devices_as_plainly(name, devices):
     assert_trains_as_plainly(name, devices, is_row=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "compile_layers"),
     [

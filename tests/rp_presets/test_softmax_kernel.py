@@ -78,6 +78,7 @@ for steps, weight, reduction, with_grad in itertools.product(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="torch brings Triton along on Linux alone")
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="the interpreter that came with torch 2.11 fails with new NumPy"

@@ -29,6 +29,7 @@ def test_eight_cards_are_worth_nearly_eight(model: scaling.Published):
     assert efficiency >= 0.95
 
 
+@pytest.mark.slow
 def test_eight_h200s_are_worth_more_than_seven_at_a_quarter_of_the_launching():
     efficiency, bound = scaling.h200_efficiency(
         scaling.LLAMA_8B, 512, (2, 4), gpus=8, part=1 / 4, add_gb_s=scaling.ADD_ALONE_GB_S

@@ -389,6 +389,7 @@ def test_threads_of_several_devices_share_one_backend() -> None:
     assert all((result == 1).all() for result in results)
 
 
+@pytest.mark.slow
 def test_a_thousand_rounds_leave_nothing_behind() -> None:
     backend = CpuBackend(1)
     device = backend.devices[0]

@@ -28,6 +28,7 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGVTALRM, before)
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_leaves_it_open() -> None:
