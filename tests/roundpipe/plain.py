@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from rp_sched import Plan
 from torch import nn
 
+PATIENCE_S = 30.0
 Tensors = dict[str, torch.Tensor | None]
 
 
@@ -68,6 +70,26 @@ def plans(layers: int, microbatches: int) -> dict[str, Plan | None]:
 
 
 PLAN_NAMES = tuple(plans(3, 1))
+
+
+# What fails
+
+
+class FailsLate(torch.autograd.Function):
+    """Its backward waits until somebody opens, and fails."""
+
+    opened = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx, grads
+        assert FailsLate.opened.wait(PATIENCE_S)
+        raise KeyError
 
 
 # The truth

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import roundpipe
 import torch
-from plain import assert_near, batch, mlp, plans, square_error, weights
+from plain import FailsLate, assert_near, batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
 from roundpipe.state.model_state import signature, walk
 from rp_sched import Plan
 from torch import nn
 
-PATIENCE_S = 30.0
 Optimizer = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS = {"roundpipe": roundpipe.optim.AdamW, "torch": torch.optim.AdamW}
 
@@ -112,33 +109,16 @@ def test_a_step_that_fails_leaves_the_weights_whole(two: Runtime) -> None:
     assert_near(weights(layers), masters(model), 0)
 
 
-class Wait(torch.autograd.Function):
-    """Its backward waits until somebody opens, and fails."""
-
-    opened = threading.Event()
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        del ctx
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        del ctx, grads
-        assert Wait.opened.wait(PATIENCE_S)
-        raise KeyError
-
-
 class Waiting(nn.Linear):
     fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Wait.apply(super().forward(x)) if Waiting.fails else super().forward(x)
+        return FailsLate.apply(super().forward(x)) if Waiting.fails else super().forward(x)
 
 
 def test_what_a_failed_step_has_written_is_not_taken_for_a_later_steps(two: Runtime) -> None:
     Waiting.fails = False
-    Wait.opened.clear()
+    FailsLate.opened.clear()
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(2, 2)["all fused"])
     layers = nn.Sequential(Waiting(4, 4), nn.Linear(4, 4))
     model = RoundPipe(layers, runtime=two, model_run_config=config, double_buffer=True)
@@ -156,7 +136,7 @@ def test_what_a_failed_step_has_written_is_not_taken_for_a_later_steps(two: Runt
     Waiting.fails = True
     model.forward_backward((x,), None, x, square_error)
     model.step(optimizer.step)
-    Wait.opened.set()
+    FailsLate.opened.set()
     with pytest.raises(KeyError):
         model.synchronize()
     Waiting.fails = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +16,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paired import on_both
-from plain import batch, mlp, plans, square_error, weights
+from plain import FailsLate, batch, mlp, plans, square_error, weights
 from roundpipe import (
     AloneOnly,
     GradScaler,
@@ -37,7 +36,6 @@ from rp_sched import Plan
 from rp_transfer import HostLimit
 from torch import nn
 
-PATIENCE_S = 30.0
 # Times a bf16 number it is no power of two, as 0.05 times 1.25 is: so first steps of SGD do not end on ties.
 LR = 0.03
 optim = roundpipe.optim
@@ -337,30 +335,13 @@ def test_with_a_second_block_a_failed_step_leaves_the_weights_whole(two: Runtime
     assert are_rounded(model)
 
 
-class Fails(torch.autograd.Function):
-    """Its backward waits until somebody opens, and fails."""
-
-    opened = threading.Event()
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        del ctx
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        del ctx, grads
-        assert Fails.opened.wait(PATIENCE_S)
-        raise KeyError
-
-
 class Failing(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Fails.apply(super().forward(x))
+        return FailsLate.apply(super().forward(x))
 
 
 def test_a_call_that_fails_while_its_step_updates_in_place_tears_the_weights(two: Runtime) -> None:
-    Fails.opened.clear()
+    FailsLate.opened.clear()
     layers = nn.Sequential(Failing(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
     config = RoundPipeRunConfig(
         num_microbatch=1, execute_plan=Plan([range(1), range(1, 2)], range(2, 3), [range(1, 2), range(1)])
@@ -372,7 +353,7 @@ def test_a_call_that_fails_while_its_step_updates_in_place_tears_the_weights(two
 
     def update() -> None:
         last.step()
-        Fails.opened.set()
+        FailsLate.opened.set()
         others.step()
 
     with pytest.raises(KeyError):
