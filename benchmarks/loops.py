@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rp_presets import causal_lm_loss
@@ -28,6 +29,7 @@ class Workload:
     devices: str | None
     profile: str | None
     optimizer_state: str = "fp32"
+    master: str = "whole"
 
 
 Step = Callable[[Tensor], float]
@@ -62,7 +64,7 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
 
     runtime = roundpipe.Runtime(workload.devices)
     config = roundpipe.RoundPipeRunConfig(num_microbatch=workload.microbatches)
-    options = {"compile_layers": True} if workload.compile else {}
+    options: dict[str, Any] = {"compile_layers": workload.compile, "master": workload.master}
     wrapped = roundpipe.RoundPipe(model, torch.float32, "bench", config, runtime=runtime, **options)
     optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5, state=workload.optimizer_state)
     loss_fn = loss_of(workload)

@@ -110,6 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--chunked-head", action="store_true", help="logits and loss of some tokens at a time")
     parser.add_argument("--sync", action="store_true", help="synchronous steps; roundpipe only")
+    parser.add_argument("--master", choices=["whole", "split"], default="whole", help="roundpipe only")
     parser.add_argument(
         "--optimizer-state", choices=["fp32", "bf16", "8bit"], default="fp32", help="roundpipe only"
     )
