@@ -117,6 +117,11 @@ WAITS = [
         "",
     ),
     Wait("runtime/runtime.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
+    Wait(
+        "execution/run.py",
+        "self.step_turns[block] = take(block.gradient.turns, write=True)",
+        "gradients wait until a step has read those whose memory they take",
+    ),
     Wait("execution/run.py", "event.synchronize()", "the caller reads results when they have come"),
     Wait("execution/run.py", "self._await_all()", "random layers are done when the call returns"),
     Wait(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from plain import assert_near, batch, gradients, square_error, twin, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.device.randomness import draw_seed, mix
+from roundpipe.optim import AdamW
+from roundpipe.state.model_state import MasterKind
 from rp_sched import Plan
 from torch import nn
 
@@ -236,6 +238,57 @@ def check(training: Training) -> None:
     tolerance = {torch.float32: 1e-4, torch.float64: 1e-11, torch.bfloat16: 0.25}[training.dtype]
     for part, true_part in zip(found, wanted, strict=True):
         assert_near(part, true_part, tolerance)
+
+
+def stepped(training: Training, *, during: bool, master: MasterKind) -> list[torch.Tensor]:
+    """Losses and weights, if the optimizer steps during each call or after it."""
+    config = RoundPipeRunConfig(
+        num_microbatch=training.microbatches,
+        execute_plan=training.plan,
+        recompute_grain=training.grain,
+    )
+    x, y = (tensor.to(training.dtype) for tensor in batch(training.size))
+    with Runtime(f"cpu:{training.devices}") as runtime:
+        model = RoundPipe(
+            twin(training.layers).to(training.dtype),
+            runtime=runtime,
+            model_run_config=config,
+            double_buffer=training.double_buffer,
+            master=master,
+            step_in_backward=during,
+        )
+        optimizer = AdamW(model.optim_parameters(), lr=LR)
+        losses = []
+        for call in range(CALLS):
+            torch.manual_seed(call)
+            losses.append(
+                model.forward_backward((x,), None, y, square_error, optimizer=optimizer if during else None)
+            )
+            if not during:
+                model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        return [*losses, *(one.detach().clone() for one in model.model.state_dict().values())]
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.LayerNorm)
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe.TrainingWarning")
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(
+    # Torch's layer norm sums its bias's gradient by as many threads as there are when it runs.
+    training=trainings().filter(
+        lambda one: not one.separate and one.plan is not None and not any(map(_is_norm, one.layers))
+    ),
+    master=st.sampled_from(["whole", "split"]),
+)
+def test_any_training_has_the_same_bits_if_the_optimizer_steps_during_its_calls(
+    training: Training, master: MasterKind
+) -> None:
+    if training.dtype == torch.float64 and master == "split":
+        training = replace(training, dtype=torch.bfloat16)
+    found, wanted = (stepped(training, during=during, master=master) for during in (True, False))
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.timeout(600)

@@ -71,6 +71,7 @@ def test_buffers_and_gradients_are_those_of_plain_pytorch(
     assert_near(gradients(layers), gradients(truth), 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("picky", [False, True])
 @pytest.mark.parametrize("grain", ["stage", "layer"])

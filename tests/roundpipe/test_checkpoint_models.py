@@ -127,6 +127,7 @@ def lora() -> nn.Module:
     return get_peft_model(plain(), how)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [None, False], ids=["a row", "taken apart"])
 def test_adapters_are_saved_as_peft_saves_them_and_go_on(
     tmp_path: Path, two: Runtime, preset: bool | None

@@ -48,6 +48,7 @@ def check_points(monkeypatch: pytest.MonkeyPatch, kind: Kind, first: int, step: 
         nth += step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if place % 4 else ()) for place, name in enumerate(KINDS)]
 )

@@ -118,6 +118,7 @@ def lies_in(path: Path, tensor: torch.Tensor) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan_name", PLAN_NAMES)
 def test_adapters_train_alone_over_a_base_that_stays_in_its_mapped_file(
     runtime: Runtime, tmp_path: Path, plan_name: str

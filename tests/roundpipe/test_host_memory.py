@@ -136,10 +136,29 @@ def test_training_that_does_not_fit_is_refused_when_the_model_is_wrapped(one: Ru
         "- an optimizer with a smaller state: Lion's is half of Adam's, Adafactor has almost none",
         '- master="split": masters of half the size, exact, for bf16 weights and roundpipe.optim',
         "- optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost",
+        "- step_in_backward=True, for optimizers of roundpipe.optim, which step in each call: gradients of a few "
+        "layers at a time, but none to clip, scale or accumulate",
         "- more RAM, or end other programs that use it",
         "- ROUNDPIPE_HOST_MEMORY=64GB, or Runtime(host_memory_bytes=...), if more may be used than the system "
         "tells",
     ]
+
+
+def test_steps_during_backward_fit_with_the_gradients_of_one_layer_to_the_byte(
+    one: Runtime, machine: Machine
+) -> None:
+    machine.has(CERTAIN - PARAMETERS - 1)
+    with pytest.raises(HostMemoryShort) as refused:
+        wrapped(one, step_in_backward=True)
+    assert "gradients                       |   8.0 KiB" in str(refused.value)
+    assert "step_in_backward" not in str(refused.value)
+    machine.has(CERTAIN - PARAMETERS)
+    with pytest.warns(HostMemoryWarning):
+        model = wrapped(one, step_in_backward=True)
+    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.1)
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
+    model.forward_backward((x,), None, x, square_error, optimizer=optimizer)
+    assert model.memory_report(optimizer).gradients_bytes == PARAMETERS
 
 
 def test_what_fits_to_the_byte_is_trained(one: Runtime, machine: Machine) -> None:

@@ -290,6 +290,7 @@ def written(folder: Path, config: Any, dtype: torch.dtype) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind", ["as they are", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("experts", "cast"))]

@@ -250,6 +250,7 @@ def test_by_itself_nothing_is_logged_or_printed(
 # Numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["all fused", "cut differently", "microbatches divided"])
 def test_timing_changes_no_number(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, plan: str) -> None:
     untimed, timed = wrapped(runtime, plan=plan), wrapped(runtime, plan=plan)

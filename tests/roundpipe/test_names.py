@@ -85,6 +85,7 @@ def test_modules_are_found_by_their_names(case: tuple[Any, Any]) -> None:
         assert model.get_parameter(name).shape == parameter.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_dict_of_the_users_model_loads(case: tuple[Any, Any], assign: bool) -> None:
     model, make = case

@@ -180,6 +180,7 @@ def test_what_was_trained_is_saved_loads_in_plain_peft_and_goes_on(
     assert_near(adapters(found), adapters(truth), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", [None, False])
 def test_a_trained_model_merges(two: Runtime, tmp_path: Path, family: str, preset: bool | None) -> None:

@@ -95,6 +95,7 @@ def test_a_layer_that_draws_only_sometimes_draws_the_same_everywhere(plan_name: 
         assert_near(grads, wanted_grads, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("always", [True, False])
 def test_the_callers_generator_gives_one_number_to_each_training_call(runtime: Runtime, always: bool) -> None:
     torch.manual_seed(3)

@@ -382,6 +382,7 @@ def test_syncing_raises_what_a_step_raised(two: Runtime) -> None:
 # roundpipe.optim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Lion", "Adafactor"])
 def test_each_optimizer_of_roundpipe_trains_a_model(runtime: Runtime, name: str) -> None:
     layers = mlp().to(torch.bfloat16)

@@ -15,10 +15,8 @@ import torch
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paired import on_both
 from plain import FailsLate, batch, mlp, plans, square_error, weights
 from roundpipe import (
-    AloneOnly,
     GradScaler,
     HostMemoryShort,
     RoundPipe,
@@ -27,10 +25,6 @@ from roundpipe import (
     StepFailed,
     TrainingWarning,
 )
-from roundpipe.cli.errors import Refused
-from roundpipe.cli.finetune.forecast import foretold
-from roundpipe.cli.finetune.options import read_fine_tuning
-from roundpipe.cli.options import Given
 from rp_optim import SplitMaster
 from rp_sched import Plan
 from rp_transfer import HostLimit
@@ -622,26 +616,6 @@ def test_asynchronous_steps_without_second_blocks_are_refused(
     train(model, optimizer, is_async=False, turns=2)
     assert all_split(model)
     assert are_rounded(model)
-
-
-def test_several_machines_are_refused() -> None:
-    def wrap(runtime: Runtime) -> str:
-        with pytest.raises(AloneOnly) as refused:
-            wrapped(runtime)
-        return str(refused.value)
-
-    assert all('master="split" is for one machine, but there are 2' in told for told in on_both(wrap))
-
-
-def test_the_command_refuses_several_machines_before_it_makes_a_model() -> None:
-    options = read_fine_tuning(Given(model="m", data=["d.jsonl"], output="run", master="split"))
-
-    def foretell(runtime: Runtime) -> str:
-        with pytest.raises(Refused) as refused:
-            foretold(options, runtime, 9)
-        return str(refused.value)
-
-    assert on_both(foretell) == ["--master split is for one machine, but there are 2; leave it out"] * 2
 
 
 def test_synchronous_steps_go_on_where_second_blocks_for_an_asynchronous_one_did_not_fit(

@@ -198,6 +198,7 @@ def test_large_tied_embeddings_run_on_devices(two: Runtime, family: str) -> None
     assert len(tied) == {"t5": 4, "mixtral": 0}.get(family, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("upper", UPPER)
 def test_outputs_are_collected_once_whichever_twins_are_made(devices: Runtime, upper: int | None) -> None:
     both = pair("mixtral", devices, upper)

@@ -163,6 +163,7 @@ def test_each_of_twenty_calls_reads_the_weights_that_the_table_says(
 NEW_EACH_STEP = sorted(name for name, (actions, _) in TABLE.items() if not set(actions) & set("ik"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NEW_EACH_STEP)
 def test_the_delay_of_a_calls_weights_is_the_number_of_steps_that_it_did_not_read(
@@ -243,6 +244,7 @@ def test_the_delay_of_a_model_that_was_taken_apart_counts_all_its_weights(
     assert resumed.weights_delay == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLAN_NAMES)
 def test_weights_of_16_bits_are_read_in_the_same_order(two: Runtime, plan: str) -> None:
     actions, wanted = TABLE["anything"]
@@ -263,6 +265,7 @@ def by_the_rule(actions: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_calls_read_what_the_rule_says_whatever_is_done(two: Runtime, seed: int) -> None:
     draw = random.Random(seed)
@@ -289,6 +292,7 @@ class Numbering(torch.optim.Optimizer):
 SKIPPED = frozenset({2, 3, 7, 8, 9, 13, 18})
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("is_async", "wanted"),

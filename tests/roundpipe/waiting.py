@@ -686,6 +686,30 @@ def steps_in_place_come_after_those_who_read() -> None:
             same(torch.cat(list(outputs)), wanted)
 
 
+def stepped(*, during: bool) -> list[torch.Tensor]:
+    """Weights, after an optimizer has stepped during two calls or after them."""
+    torch.manual_seed(0)
+    ours, x = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), torch.ones(8, 2)
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=STAGED)
+    with Runtime("cpu:2") as runtime:
+        model = RoundPipe(ours, runtime=runtime, model_run_config=config, step_in_backward=during)
+        optimizer = SGD(model.optim_parameters(), lr=0.1)
+        for _ in range(2):
+            model.forward_backward(
+                (x,), loss_fn=lambda outputs, _: outputs.sum(), optimizer=optimizer if during else None
+            )
+            if not during:
+                model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        model.synchronize()
+    return [one.detach() for one in ours.parameters()]
+
+
+def layers_pass_the_memory_of_gradients_on() -> None:
+    """An optimizer that steps during backward has read a layer's gradients before others take their place."""
+    for one, other in zip(stepped(during=True), stepped(during=False), strict=True):
+        same(one, other)
+
+
 def syncing_waits_for_steps() -> None:
     """Weights are read after `sync_optim_param`, though the step took its time."""
     ours = layers()
@@ -969,6 +993,7 @@ SCENARIOS: list[Callable[[], None]] = [
     an_error_waits_for_gradients_on_their_way,
     packed_outputs_are_read_when_they_have_come,
     steps_in_place_come_after_those_who_read,
+    layers_pass_the_memory_of_gradients_on,
     syncing_waits_for_steps,
     lambda: memory_that_runs_out(STAGED),
     lambda: memory_that_runs_out(Plan(fused=range(0, 5))),

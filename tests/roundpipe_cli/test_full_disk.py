@@ -38,6 +38,7 @@ def _trained(text: Path, *arguments: str, stdout: int | None = None) -> tuple[in
     return status, complaints.splitlines()
 
 
+@pytest.mark.slow
 def test_a_model_that_finds_no_room_is_one_line_and_leaves_no_part_of_it(tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir()

@@ -72,6 +72,7 @@ def test_ctrl_c_ends_the_job_after_its_step_and_saves_the_model(text: Path, tmp_
     assert sum(name.startswith("forward_backward of") for name in names) == steps[-1]
 
 
+@pytest.mark.slow
 def test_without_an_output_folder_it_ends_as_well(text: Path, tmp_path: Path) -> None:
     with endless(text, "--profile", str(tmp_path / "trace.json")) as program:
         shown = ""
@@ -130,6 +131,7 @@ def test_without_ctrl_c_the_handler_is_given_back() -> None:
     assert not interruption.is_asked()
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_and_its_summary_printed(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -154,6 +155,7 @@ def test_several_processes_train_as_one(
     assert {f"optimizers-of-machine-{rank}.safetensors" for rank in range(size)} <= own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "number", "size"),
     [
@@ -191,6 +193,32 @@ def test_a_signal_to_one_process_ends_all_with_a_checkpoint_from_which_any_numbe
         assert others == [(0, "", "")] * (size - 1)
         assert "goes on after step 3\n" in printed
     assert_close(folder, truth)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", ["--sync", "--no-sync"])
+def test_masters_in_halves_are_divided_and_go_on_alone(
+    steps: str, inputs: list[str], machines: dict[str, Machine], tmp_path: Path
+) -> None:
+    command = [*inputs, "--dtype", "bfloat16", steps]
+    # It measures the machine, too.
+    assert main([*command, "--output", str(tmp_path / "alone")]) == 0
+    for master in ("whole", "split"):
+        (status, _, shown), _ = run(
+            [[*command, "--master", master, "--output", str(tmp_path / master)]] * 2, machines
+        )
+        assert status == 0, shown
+    alone, wanted, found = (_losses(tmp_path / name) for name in ("alone", "whole", "split"))
+    # Weights differ on ties only.
+    assert found == pytest.approx(wanted, rel=1e-3)
+    for number in ("00000004", "00000005"):
+        shutil.rmtree(tmp_path / "split" / "checkpoints" / f"step-{number}", ignore_errors=True)
+    assert main([*command, "--master", "split", "--output", str(tmp_path / "split"), "--resume"]) == 0
+    assert _losses(tmp_path / "split") == pytest.approx(alone, rel=2e-2)
+
+
+def _losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in finetuning.lines(folder) if "loss" in line]
 
 
 @pytest.mark.nightly

@@ -150,6 +150,7 @@ SCHEMA: dict[str, Any] = {
         "layers": int,
         "optimizer": str,
         "optimizer_state": str,
+        "step_in_backward": bool,
         "master": str,
         "expanded_bytes": int,
     },
@@ -264,18 +265,24 @@ def test_masters_in_halves_are_proposed_counted_and_told(
     assert "adamw, fp32 masters in halves" in told(capsys, *machine, "--master", "split")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--master", "halved"), "--master must be one of whole, split, but is 'halved'"),
-        (("--master", "split", "--machines", "2", "--network", "100Gb"), "--master split is for one machine"),
-    ],
-)
-def test_masters_that_cannot_be_planned_for_are_refused(
-    config: Write, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+def test_masters_in_halves_of_several_machines_are_proposed_and_counted(
+    config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *SMALL, "--model", config(TINY), *options]) == 2
-    assert words in capsys.readouterr().err
+    machine = (*SMALL, "--num-microbatch", "2", "--model", config(TINY), "--machines", "2", "--network", "100Gb")
+    options = [change["option"] for change in found(capsys, *machine, "--ram", "2.1MB")["changes"]]
+    assert "--master split" in options
+    whole, split = (found(capsys, *machine, "--master", kind) for kind in ("whole", "split"))
+    assert whole["host_bytes"]["masters"] == 2 * split["host_bytes"]["masters"]
+    # Each has those of what it owns: the larger share is told.
+    trained = whole["model"]["trained_parameters"]
+    assert trained <= split["host_bytes"]["masters"] < 1.2 * trained
+    assert split["host_bytes"]["second_blocks"] == 0
+    assert split["plan"]["busy_s"]["optimizer"] < whole["plan"]["busy_s"]["optimizer"]
+
+
+def test_other_masters_are_not_planned_for(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--model", config(TINY), "--master", "halved"]) == 2
+    assert "--master must be one of whole, split, but is 'halved'" in capsys.readouterr().err
 
 
 def test_muon_has_half_of_the_state_for_hidden_matrices_and_takes_longer(

@@ -89,6 +89,7 @@ def stop_at(step: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Job, "step", stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["full", "lora", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in NIGHTLY)]
 )
@@ -135,6 +136,7 @@ def test_a_signal_saves_a_checkpoint_and_the_same_command_with_resume_goes_on(
     assert_same(run, whole["full"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("evaluation", "number", "step"), [(0, signal.SIGINT, 0), (1, signal.SIGTERM, 3), (3, signal.SIGINT, STEPS)]
 )

@@ -20,10 +20,10 @@ DEVICES = ["cpu:1", "cpu:2", "cpu:4", pytest.param("cuda", marks=pytest.mark.cud
 Weights = dict[str, torch.Tensor]
 
 
-def options(sync: bool) -> Options:
+def options(sync: bool, **more: Any) -> Options:
     # No epsilon of Adam's is large enough for gradients that are zero but for rounding: the rate stays small.
     given: dict[str, Any] = {"steps": str(STEPS), "batch_size": "6", "seq_len": "16", "lr": "1e-3"}
-    return read_options(Given(**given, sync=sync, dtype="float32", devices="cpu:2"))
+    return read_options(Given(**given, sync=sync, **{"dtype": "float32", "devices": "cpu:2", **more}))
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return read_corpus([path])
 
 
-def streamed(corpus: Corpus, devices: str, *, sync: bool) -> tuple[list[float], Weights]:
+def streamed(corpus: Corpus, devices: str, *, sync: bool, **more: Any) -> tuple[list[float], Weights]:
     with Runtime(devices) as runtime:
-        job = Job(options(sync), corpus, SIZE, runtime)
+        job = Job(options(sync, **more), corpus, SIZE, runtime)
         losses = [job.step(step).loss for step in range(1, STEPS + 1)]
         job.model.synchronize()
         return losses, {name: weight.detach().clone() for name, weight in job.source.named_parameters()}
@@ -74,3 +74,11 @@ def test_losses_and_final_weights_are_those_of_a_plain_loop(corpus: Corpus, devi
     for name, wanted in wanted_weights.items():
         error = (weights[name] - wanted).norm() / wanted.norm()
         assert error < 1e-4, f"{name}: off by {error:.2g} of its norm"
+
+
+def test_steps_in_backward_have_the_bits_of_those_after_it(corpus: Corpus) -> None:
+    how: dict[str, Any] = {"sync": True, "dtype": "bfloat16", "master": "split"}
+    losses, weights = streamed(corpus, "cpu:1", **how, step_in_backward=True)
+    wanted_losses, wanted_weights = streamed(corpus, "cpu:1", **how)
+    assert losses == wanted_losses
+    assert all(torch.equal(weights[name], wanted) for name, wanted in wanted_weights.items())

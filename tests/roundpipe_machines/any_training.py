@@ -86,6 +86,7 @@ class Recipe(TypedDict):
     grain: str
     is_async: bool
     double_buffer: bool | None
+    master: str
     pin: str
     optimizer: str
     calls: int
@@ -152,8 +153,15 @@ def trained(recipe: Recipe, machines: Machines | bool = False) -> Found:
             double_buffer=recipe["double_buffer"],
             pin_model=recipe["pin"],
             optim_dtype=torch.float32 if recipe["dtype"] == "bfloat16" else None,
+            master=recipe["master"] if recipe["dtype"] == "bfloat16" else "whole",
         )
         return _run(recipe, model, layers, runtime)
+
+
+def _may_be_async(recipe: Recipe) -> bool:
+    """Masters in halves need second blocks for that."""
+    is_split = recipe["master"] == "split" and recipe["dtype"] == "bfloat16"
+    return not is_split or (recipe["double_buffer"] is not False and recipe["pin"] == "alloc")
 
 
 def _run(recipe: Recipe, model: RoundPipe, layers: nn.Sequential, runtime: Runtime) -> Found:
@@ -188,7 +196,7 @@ def _run(recipe: Recipe, model: RoundPipe, layers: nn.Sequential, runtime: Runti
             loss = model.forward_backward((x,), label=y, loss_fn=loss_fn)
         losses.append(loss.detach().float())
         if number % recipe["calls"] == recipe["calls"] - 1:
-            model.step(step, is_async=recipe["is_async"])
+            model.step(step, is_async=recipe["is_async"] and _may_be_async(recipe))
             scaler.update()
     model.synchronize()
     return {"losses": losses, "norms": norms, "weights": weights(layers)}

@@ -155,6 +155,8 @@ class Training:
         self._moment = moment
         self.losses: list[float] = []
         self.read: list[int] = []
+        # What state dicts had after each step: also its result that calls do not read yet.
+        self.results: list[int | str] = []
 
     def run(self, steps: int) -> int:
         """Go on from the newest checkpoint; return the number of its step."""
@@ -164,6 +166,7 @@ class Training:
             self._moment.number = number
             self._step(number)
             self.manager.save(self.model, step=number + 1, optimizer=self.optimizer, wait=True)
+            self.results.append(self.said())
             self._moment.reach("between calls")
         self.model.synchronize()
         self.read.append(self.weights())
@@ -220,14 +223,14 @@ def take_part(
     faulthandler.dump_traceback_later(150, exit=True)
     moment = Moment(phase, fault if int(os.environ["RANK"]) == lost else "none", tell)
     hook(moment)
-    found: dict[str, Any] = {"error": None, "first": None, "left": [], "losses": [], "read": []}
+    found: dict[str, Any] = {"error": None, "first": None, "left": [], "losses": [], "read": [], "results": []}
     try:
         with (
             Machines.open(connections=1, timeout_s=TIMEOUT_S) as machines,
             Runtime("cpu:1", machines=machines) as runtime,
         ):
             training = Training(runtime, folder, moment, is_async=is_async, double_buffer=double_buffer)
-            found["losses"], found["read"] = training.losses, training.read
+            found |= {"losses": training.losses, "read": training.read, "results": training.results}
             try:
                 found["first"] = training.run(steps)
                 found["weights"] = [each.tolist() for each in training.layers.parameters()]

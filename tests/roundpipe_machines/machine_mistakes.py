@@ -292,12 +292,12 @@ def other_step(runtime: Runtime) -> Found:
 
 
 def other_calls(runtime: Runtime) -> Found:
-    """Machine 0 reads a state dict while a result is not published, and the others train on."""
+    """Machine 0 synchronizes while a result is not published, and the others train on."""
     model = wrapped(runtime, row())
     optimizer = adamw(model.optim_parameters())
     _call(model)
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    return [_error(model.state_dict if _rank(runtime) == 0 else lambda: _call(model))]
+    return [_error(model.synchronize if _rank(runtime) == 0 else lambda: _call(model))]
 
 
 def other_norms(runtime: Runtime) -> Found:

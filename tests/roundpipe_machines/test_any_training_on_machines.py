@@ -78,7 +78,7 @@ def recipes(draw: st.DrawFn, machines: int) -> Recipe:
     return {
         "seed": draw(st.integers(0, 99)),
         "layers": draw(st.lists(kinds, max_size=6)),
-        "dtype": draw(st.sampled_from(["float32", "float32", "float64", "bfloat16"])),
+        "dtype": draw(st.sampled_from(["float32", "float64", "bfloat16", "bfloat16"])),
         "devices": draw(st.integers(1, 3)),
         "size": draw(st.integers(microbatches, 9)),
         "microbatches": microbatches,
@@ -89,6 +89,7 @@ def recipes(draw: st.DrawFn, machines: int) -> Recipe:
         "grain": draw(st.sampled_from(["stage", "layer"])),
         "is_async": draw(st.booleans()),
         "double_buffer": draw(st.sampled_from([None, True, False])),
+        "master": draw(st.sampled_from(["whole", "split"])),
         "pin": draw(st.sampled_from(["alloc", "off"])),
         "optimizer": draw(st.sampled_from(["adamw", "sgd"])),
         "calls": draw(st.integers(1, 2)),

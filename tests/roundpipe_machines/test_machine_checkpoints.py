@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 STEPS = 5
 
 
-def _run(machines: int, folder: Path, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
+def _run(
+    machines: int, folder: Path, steps: int = STEPS, function: str = "trained", **options: Any
+) -> list[dict[str, Any]]:
     return on_machines(
-        machines, "machine_checkpoints", "trained", "cpu:1", folder=str(folder), steps=steps, **options
+        machines, "machine_checkpoints", function, "cpu:1", folder=str(folder), steps=steps, **options
     )
 
 
@@ -53,6 +55,44 @@ def test_training_goes_on_as_if_it_had_not_stopped_on_any_number_of_machines(
         torch.testing.assert_close(found["weights"], truth["weights"], rtol=1e-3, atol=1e-4)
     # Each loads the moments of its own parameters only.
     assert sum(found["state bytes"] for found in resumed) == truth["state bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "is_async", "double_buffer"),
+    [
+        (2, 3, True, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (1, 2, True, True),
+                (2, 1, True, False),
+                (3, 2, True, False),
+                (3, 1, False, True),
+                (1, 3, False, False),
+                (2, 2, True, True),
+                (3, 3, True, False),
+                (1, 1, True, True),
+            )
+        ),
+    ],
+)
+def test_a_model_taken_apart_goes_on_from_a_checkpoint_on_any_number_of_machines(
+    tmp_path: Path, before: int, after: int, is_async: bool, double_buffer: bool
+) -> None:
+    options = {"function": "trained_apart", "is_async": is_async, "double_buffer": double_buffer}
+    truth = _run(before, tmp_path / "never stopped", **options)[0]
+
+    _run(before, tmp_path / "stopped", 3, **options)
+    resumed = _run(after, tmp_path / "stopped", **options)
+
+    # On as many machines every sum is added in the same order.
+    tolerance = {"rtol": 0.0, "atol": 0.0} if before == after else {"rtol": 1e-3, "atol": 1e-4}
+    for found in resumed:
+        assert found["first"] == 3
+        torch.testing.assert_close(found["losses"], truth["losses"][6:], **tolerance)
+        torch.testing.assert_close(found["weights"], truth["weights"], **tolerance)
+    assert len(resumed[0]["losses"]) == 2 * (STEPS - 3)
 
 
 @pytest.mark.nightly

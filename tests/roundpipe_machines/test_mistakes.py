@@ -52,7 +52,7 @@ SAID = {
     "other_scale": [("Disagreement", "machine 1: a check of gradients of a loss that was scaled by 128.0", None)],
     "other_clipping": [("Disagreement", "machine 1: clipping to 2.0 the norm", None)],
     "dropped_on_one": [
-        ("Disagreement", "calls since the last step, or since gradients were dropped differs", None),
+        ("Disagreement", "steps since gradients were dropped outside of step functions differs", None),
     ]
     * 2,
     "frozen_on_one": [("Disagreement", "machine 1: rebuilding model 'm', whose tensors changed", None)],

@@ -73,6 +73,24 @@ with Runtime("cpu:1") as runtime:
 """
 
 
+# Machine 0 catches its loss's error, and ends in peace, where others are in backward.
+_LOSS_FAILS = """
+import torch
+from roundpipe import Runtime
+from machine_trainings import batch, row, square_error, wrapped
+torch.set_num_threads(1)
+with Runtime("cpu:1") as runtime:
+    model = wrapped(runtime, row())
+    x, y = batch(0)
+    loss = square_error(model(x), y)
+    if runtime.group.rank == 1:
+        try:
+            loss.backward()
+        except Exception as error:
+            print(type(error).__name__, error, *error.__notes__)
+"""
+
+
 def _ended(program: str, **environ: str) -> list[tuple[int, str, str]]:
     port = free_port()
     with ExitStack() as stack:
@@ -94,12 +112,21 @@ def test_an_error_that_ends_a_program_is_told_at_exit() -> None:
     assert "rank 1 is lost: it failed: ZeroDivisionError('in the training loop')" in complaints
 
 
+@pytest.mark.slow
 def test_a_machine_that_ends_with_an_error_tells_the_others() -> None:
     (status, said, _), (failed, _, complaints) = _ended(_PROGRAM)
     assert status == 0
     assert said == "MachineLost rank 1 is lost: it failed: ZeroDivisionError('in the training loop')\n"
     assert failed == 1
     assert "ZeroDivisionError: in the training loop" in complaints
+
+
+@pytest.mark.slow
+def test_a_machine_that_ends_between_forward_and_backward_is_named_to_the_others() -> None:
+    (status, _, _), (_, said, _) = _ended(_LOSS_FAILS)
+    assert status == 0
+    assert said.startswith("MachineLost rank 0 is lost: it has closed its machines")
+    assert "in backward of model 'm', in which rank 0 takes no part any more" in said
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from roundpipe import CheckpointError
+from roundpipe import CheckpointError, MachineFailed
 from roundpipe.runtime.together import Together
 from rp_dist import MachineLost
 
@@ -42,3 +42,14 @@ def test_a_machine_that_misses_the_folder_because_it_was_given_up_learns_that(tm
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"machines 1 do not see .*gone"):
         meets(tmp_path, [None, None]).agree_on_folder(None, tmp_path)
+
+
+def test_a_machine_that_fails_because_it_was_given_up_learns_that(tmp_path: Path) -> None:
+    lost = MachineLost(0, "rank 0 gave this machine up")
+    failed = MachineFailed(1, "machine 1 failed: FileNotFoundError")
+    for last, learnt in ((lost, lost), ([None, None], None)):
+        talk: Any = Answers(failed, last)
+        together = Together(1, talk, tmp_path)
+        together.tell("the contents", FileNotFoundError("gone"))
+        assert together.lost is learnt
+        assert together.is_over

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from roundpipe import PackedWeight
-from roundpipe.packing import format as windows
 from roundpipe.packing.formats import FORMATS, format_of
 from roundpipe.packing.nf4 import VALUES
+from roundpipe.packing.piecewise import windows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A bound on the error of an element, as a part of the largest in its block.
@@ -69,7 +69,6 @@ def test_large_weights_are_packed_and_expanded_in_parts(
     found = weight(shape)
     whole = PackedWeight.of(format_of(name), found)
     monkeypatch.setattr(windows, "WINDOW", 1000)
-    monkeypatch.setattr("roundpipe.packing.nf4._WINDOW_BLOCKS", 3)
     parts = PackedWeight.of(format_of(name), found)
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scales, parts.scales)

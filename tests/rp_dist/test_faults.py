@@ -98,6 +98,7 @@ def check_fault(fault: str, moment: str, size: int = 3, lost: int | None = None)
             assert (kind, seconds < TIMEOUT_S + LATE_S) == ("MachineLost", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "moment"),
     [("killed", "reduce"), ("stopped", "gather"), ("cut", "scatter"), ("failed", "own_reduce")],
@@ -131,6 +132,7 @@ except MachineLost as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [
@@ -212,6 +214,7 @@ except rp_dist.DistError:
 """
 
 
+@pytest.mark.slow
 def test_a_machine_that_wakes_when_those_that_asked_are_gone_ends() -> None:
     # Gloo then forgets sends without an error.
     with ranks(ASKED, 2) as running:

@@ -439,3 +439,32 @@ def test_a_block_is_asked_once_for_all_of_its_masters() -> None:
     assert all(master.item() == -1 for master in masters)
     # Polled until it is the last one that is missing, waited for, and once more for each gradient that is read.
     assert [block.asked - 25 for block in blocks] == [5, 4, 3, 2]
+
+
+# Turns
+
+
+def test_masters_with_turns_are_updated_in_their_order_and_that_is_told() -> None:
+    masters, log = [Master(torch.ones(2)) for _ in range(4)], list[str]()
+
+    def ready(turn: int, wait: bool) -> bool:
+        log.append(f"{'wait' if wait else 'look'} {turn}")
+        return wait
+
+    for index, (master, turn) in enumerate(zip(masters, (1, 0, 1, 2), strict=True)):
+        link(
+            master,
+            lambda index=index: None if index == 3 else torch.ones(2),
+            ready=lambda wait, /, turn=turn: ready(turn, wait),
+            turn=turn,
+            stepped=lambda index=index: log.append(f"stepped {index}"),
+        )
+    plain = torch.nn.Parameter(torch.ones(2))
+    plain.grad = torch.ones(2)
+    rp_optim.SGD([plain, *masters], lr=0.5).step()
+    waits = [log.index(f"wait {turn}") for turn in range(3)]
+    assert (
+        waits[0] < log.index("stepped 1") < waits[1] < log.index("stepped 0") < log.index("stepped 2") < waits[2]
+    )
+    assert not [word for word in log if word.startswith("look") or word == "stepped 3"]
+    assert [float(one[0].detach()) for one in (*masters, plain)] == [0.5, 0.5, 0.5, 1.0, 0.5]

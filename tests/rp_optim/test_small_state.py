@@ -65,6 +65,7 @@ def tensors_of(optimizer: Any) -> list[torch.Tensor]:
 # The same bits
 
 
+@pytest.mark.slow
 @makers
 @kinds
 def test_every_kernel_and_torch_keep_the_same_bits(

@@ -61,6 +61,7 @@ def test_a_row_of_a_causal_family_equals_its_model(name):
     assert_row_equals(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE_OF_KINDS)
 def test_a_row_of_another_kind_equals_its_model(name):
     assert_kind_equals(name)

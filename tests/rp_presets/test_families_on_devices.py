@@ -72,6 +72,7 @@ def assert_trains_as_plainly(name: str, devices: str, *, is_row: bool, **options
     assert differences(engine_outcome(model, batch, devices, is_row=is_row, **options), expected) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:3"])
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name in FAMILIES])
 def test_a_family_trains_on_devices_as_plainly(name, devices):

@@ -32,6 +32,7 @@ class Broken(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_run_that_was_broken_off_and_resumed_equals_the_uninterrupted_one(tmp_path, two, is_async):
     whole = trainer(str(tmp_path / "whole"), "trainer", two, asynchronous=is_async)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ _Data: TypeAlias = tuple[Any, ...]
 
 class _Flags(threading.local):
     optimizer_depth = 0
+    is_stepping_in_backward = False
     layer: LayerCtx | None = None
 
 
@@ -44,6 +46,26 @@ class OptimizerCtx:
 def doing_optimizer() -> bool:
     """Whether the calling thread is inside an `OptimizerCtx`. It is in a step function."""
     return _FLAGS.optimizer_depth > 0
+
+
+@contextmanager
+def stepping_in_backward() -> Generator[None]:
+    """Marks the calling thread as running the loss function of a call in which the optimizer steps.
+
+    >>> with stepping_in_backward():
+    ...     is_stepping_in_backward()
+    True
+    """
+    _FLAGS.is_stepping_in_backward = True
+    try:
+        yield
+    finally:
+        _FLAGS.is_stepping_in_backward = False
+
+
+def is_stepping_in_backward() -> bool:
+    """Whether the calling thread is inside `stepping_in_backward`."""
+    return _FLAGS.is_stepping_in_backward
 
 
 class LayerCtx:

@@ -237,6 +237,8 @@ class HostOptimizer(torch.optim.Optimizer):
                 torch.autograd.graph.increment_version(each.parameter)
             else:
                 link.written()
+            if link is not None and link.stepped is not None:
+                link.stepped()
 
     def _update(self, taken: Sequence[Taken]) -> None:
         raise NotImplementedError

@@ -47,7 +47,9 @@ class Link:
 
     `gradient_in`: "source" if the gradient is the linked tensor times `factor`; "grad" if it is the master's own
     ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed. `share`: asks
-    the other processes, if masters are divided between several.
+    the other processes, if masters are divided between several. `turn`: when its gradient arrives, if that is
+    known; `stepped`: called when an optimizer has updated the master. `is_dropped`: whether code has set
+    ``.grad`` to None.
     """
 
     gradients: Callable[[], Source | None]
@@ -55,9 +57,12 @@ class Link:
     ready: Ready
     written: Callable[[], None]
     share: Share | None = None
+    turn: int | None = None
+    stepped: Callable[[], None] | None = None
     gradient_in: Literal["source", "grad"] = "source"
     factor: float = 1.0
     squares: float | None = None
+    is_dropped: bool = False
 
     def source(self, master: torch.Tensor) -> Source | None:
         """Wait for the low-precision gradient, and return it, checked; None if there is none."""
@@ -102,10 +107,13 @@ class Master(torch.nn.Parameter):
         if (link := source_link(self)) is not None:
             self.note_read()
             source = link.source(self)
-            self.grad = None if source is None else _copy(source, self, link.factor)
+            _OWN_GRAD.__set__(self, None if source is None else _copy(source, self, link.factor))
+            link.gradient_in = "grad"
         found = _OWN_GRAD.__get__(self)
         if found is None and self._link is None:
             self.note_missing()
+        elif found is None:
+            self.note_none()
         return found
 
     @grad.setter
@@ -113,6 +121,7 @@ class Master(torch.nn.Parameter):
         _OWN_GRAD.__set__(self, value)
         if self._link is not None:
             self._link.gradient_in = "grad"
+            self._link.is_dropped = self._link.is_dropped or value is None
 
     @grad.deleter
     def grad(self) -> None:
@@ -120,6 +129,9 @@ class Master(torch.nn.Parameter):
 
     def note_missing(self) -> None:
         """Called where ``.grad`` is read of a master that is not linked and has none; subclasses may say why."""
+
+    def note_none(self) -> None:
+        """Called where ``.grad`` is read of a linked master that has none; subclasses may record what for."""
 
     def note_read(self) -> None:
         """Called before a read of ``.grad`` copies the linked gradient; subclasses may refuse it by an error."""
@@ -211,6 +223,8 @@ def link(
     ready: Ready = _at_once,
     written: Callable[[], None] = _no_weights,
     share: Share | None = None,
+    turn: int | None = None,
+    stepped: Callable[[], None] | None = None,
 ) -> None:
     """Link a master, until `unlink`, to its low-precision gradient and the low-precision weight made from it.
 
@@ -228,6 +242,9 @@ def link(
         written: called each time the weight is complete; not if `weights` returned None.
         share: if several processes divide the masters, asks the others: norms and checks for infinities are then
             of all. A master that another process has is one on the meta device here, without a gradient.
+        turn: masters that have one are waited for and updated in the order of their turns, those of one turn
+            together: for gradients whose memory is given to others once they have been read.
+        stepped: called each time an optimizer of this package has updated the master.
 
     A step that writes the weight keeps the master's version counter. An update without a weight (no `weights`, or
     an optimizer of torch's) increments it. So a changed counter means that the weight is out of date.
@@ -253,7 +270,7 @@ def link(
         raise InvalidLink(
             "the master has a gradient of its own, which the linked one would hide; set .grad to None first"
         )
-    master._link = Link(gradients, weights, ready, written, share)  # pyright: ignore[reportPrivateUsage]
+    master._link = Link(gradients, weights, ready, written, share, turn, stepped)  # pyright: ignore[reportPrivateUsage]
 
 
 def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
@@ -310,8 +327,19 @@ def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Ten
 
     A batch has all items whose gradients have arrived by then. Equal `Ready`s are called once for all their items.
     If no gradient has arrived, this waits for the last item's: backward goes from the last layer to the first.
+    Items whose links have turns come first, a batch for each turn.
     """
-    waiting = list(items)
+    turns: dict[int, list[_Item]] = {}
+    waiting: list[_Item] = []
+    for item in items:
+        turn = _turn_of(parameter_of(item))
+        (waiting if turn is None else turns.setdefault(turn, [])).append(item)
+    for turn in sorted(turns):
+        for ready in {
+            _key(ready): ready for ready in (_ready_of(parameter_of(one)) for one in turns[turn])
+        }.values():
+            ready(True)
+        yield turns[turn]
     while waiting:
         readies = [_ready_of(parameter_of(item)) for item in waiting]
         there = {key: ready(False) for key, ready in {_key(ready): ready for ready in readies}.items()}
@@ -321,6 +349,11 @@ def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Ten
         arrived = [there[_key(ready)] for ready in readies]
         yield [item for item, here in zip(waiting, arrived, strict=True) if here]
         waiting = [item for item, here in zip(waiting, arrived, strict=True) if not here]
+
+
+def _turn_of(parameter: torch.Tensor) -> int | None:
+    link = link_of(parameter)
+    return None if link is None else link.turn
 
 
 def _ready_of(parameter: torch.Tensor) -> Ready:

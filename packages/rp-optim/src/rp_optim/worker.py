@@ -149,6 +149,7 @@ class OptimizerThread:
     shutdown_optim = close
 
 
+_SETTING = threading.Lock()
 # Only read and added to: no order.
 _THREADS: WeakSet[OptimizerThread] = WeakSet()
 
@@ -157,15 +158,28 @@ def _nothing() -> None:
     pass
 
 
-def _start(num_threads: int) -> None:
+def compute_with(num_threads: int) -> None:
+    """Give the calling thread, a new one, so many intra-op threads of torch, and those that start later as before.
+
+    >>> worker = Worker("example", partial(compute_with, 1))
+    >>> worker.submit(torch.get_num_threads).result()
+    1
+    >>> worker.close()
+    """
     # Torch gives a new thread the number of intra-op threads that any thread set last. This thread sets its own
     # number, whatever a device's worker has set, and then restores the other one for threads that start later. The
-    # number is read first, since a thread's first read would undo an earlier set.
-    others = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    setter = threading.Thread(target=torch.set_num_threads, args=(others,))
-    # At interpreter shutdown no thread can start. Then none can take over this number either.
-    with suppress(RuntimeError):
-        setter.start()
-        setter.join()
+    # number is read first, since a thread's first read would undo an earlier set. One thread after another: in
+    # between, another one would take this number for that of all.
+    with _SETTING:
+        others = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        setter = threading.Thread(target=torch.set_num_threads, args=(others,))
+        # At interpreter shutdown no thread can start. Then none can take over this number either.
+        with suppress(RuntimeError):
+            setter.start()
+            setter.join()
+
+
+def _start(num_threads: int) -> None:
+    compute_with(num_threads)
     _here.is_optimizer = True

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -131,6 +132,9 @@ class SavingCheckpoint:
         """Queue it, and wait until all that is small was read."""
         layout = layout_of(model)
         group = model.runtime.group
+        if group is not None:
+            # In the order of calls: a machine that saves while others train on would wait for them in vain.
+            model.runtime.visit(partial(group.calls.say, "saving a checkpoint"))
         together = self._together = None if group is None else Together.of(group, self.path)
         made: Path | None = None
         try:

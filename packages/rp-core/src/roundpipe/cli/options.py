@@ -72,6 +72,7 @@ class Given(argparse.Namespace):
     dtype: str | None = None
     optim_dtype: str = "float32"
     master: str = "whole"
+    step_in_backward: bool = False
     sync: bool = True
     seed: str = "0"
     devices: str | None = None
@@ -140,6 +141,7 @@ class Options:
     overwrite: bool = False
     optimizer_state: str = "fp32"
     master: str = "whole"
+    step_in_backward: bool = False
 
     @property
     def batch_tokens(self) -> int:
@@ -174,7 +176,10 @@ def read_options(given: Given) -> Options:
         overwrite=given.overwrite,
         optimizer_state=optimizer_state(given.optimizer_state),
         master=master(given),
+        step_in_backward=step_in_backward(given),
     )
+    if options.step_in_backward and options.dtype == "float16":
+        raise Refused("--step-in-backward keeps no gradients, so --dtype float16 cannot scale them: take bfloat16")
     _check_batch(options)
     return options
 
@@ -249,6 +254,13 @@ def master(given: Given) -> str:
     if given.master == "split" and given.optim_dtype != "float32":
         raise Refused(f"--master split keeps fp32 masters in halves, but --optim-dtype is {given.optim_dtype}")
     return given.master
+
+
+def step_in_backward(given: Given) -> bool:
+    """Whether the optimizer steps during backward."""
+    if given.step_in_backward and not given.sync:
+        raise Refused("--step-in-backward updates weights in the call itself, so it does not go with --no-sync")
+    return given.step_in_backward
 
 
 def packing(given: Given) -> str | None:

@@ -14,7 +14,7 @@ from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery, bring, save
 from roundpipe.runtime.runtime import Lane
 from roundpipe.state.gradient import sum_dtype
-from roundpipe.state.model_state import Block, LayerState
+from roundpipe.state.model_state import Block, LayerState, in_turn
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import Tracer
 
@@ -163,7 +163,7 @@ class Weights:
 
     def all_sums(self) -> list[Block]:
         """The blocks whose gradient sums are still on the device and are to be delivered."""
-        return [block for block in self._sums if block in self._gradient_turns]
+        return in_turn(block for block in self._sums if block in self._gradient_turns)
 
     def undelivered(self) -> dict[Block, Ticket]:
         """The tickets of the blocks whose gradients were not delivered."""
@@ -227,13 +227,16 @@ class Weights:
         Autograd runs nodes newest first, so the nodes of the layers above are done, except for those that an
         earlier microbatch made, such as autocast's casts of weights. So a block also counts as complete only when
         each gradient was added to as often as by the microbatch before. A gradient that got nothing there, such as
-        an unused expert's, gives no such count: its block is left for the end of the task.
+        an unused expert's, gives no such count: its block is left for the end of the task, and with it those that
+        wait for its memory.
         """
-        return [
-            block
-            for block in self.all_sums()
-            if all(user > layer for user in block.users if user in layers) and self._has_all(block)
-        ]
+        found: list[Block] = []
+        for block in self.all_sums():
+            if all(user > layer for user in block.users if user in layers) and self._has_all(block):
+                found.append(block)
+            elif block.passes_gradients_on:
+                break
+        return found
 
     def _has_all(self, block: Block) -> bool:
         known = self._additions.get(block)

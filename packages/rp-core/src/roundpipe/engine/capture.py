@@ -11,6 +11,7 @@ from rp_transfer import Kind, Ticket
 
 from roundpipe.errors import StepFailed
 from roundpipe.optimizer.gathering import Gathering
+from roundpipe.state.halves import can_split
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.tracing import OPTIMIZER, Tracer
 
@@ -22,7 +23,7 @@ class Held:
     `tensor`: the model's own. `value`: what calls read, of any strides. `master`: what optimizers update, if it is
     trained and has one; on the meta device if another machine has it. `result`: what the last step made of it, in
     its own dtype, if calls do not read that yet and all machines have it. `owner`: the machine that writes it
-    down.
+    down. `is_master`: the value is the upper half of a master, here or on another machine, and so of its step.
     """
 
     tensor: torch.Tensor
@@ -31,6 +32,7 @@ class Held:
     master: torch.nn.Parameter | None
     result: torch.Tensor | None = None
     owner: int = 0
+    is_master: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ def held_by(states: Iterable[ModelState], *, is_behind: bool = False) -> Iterato
             for tensor, value, result in zip(block.tensors, block.values, results, strict=True):
                 is_divided = state.shards is not None and block.kind == "trainable"
                 owner = state.shards.owner(tensor) if is_divided and state.shards is not None else 0
-                yield Held(tensor, block.kind, value, masters.get(tensor), result, owner)
+                is_master = state.master == "split" and block.back is None and can_split(value)
+                yield Held(tensor, block.kind, value, masters.get(tensor), result, owner, is_master)
 
 
 def run_capture(

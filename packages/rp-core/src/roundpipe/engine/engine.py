@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import rp_batch
 import torch
 from rp_sched import LayerCost, Mode, Plan, Task
+from rp_transfer import Ticket
 from torch import nn
 
 from roundpipe.device.compiling import CompileOptions, Compiler
@@ -18,7 +19,15 @@ from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.boundaries import Boundaries
 from roundpipe.engine.host_parameters import HostParameters, Launched
-from roundpipe.engine.shared_call import Numbers, SharedCall, norm_of, telling, telling_early, training_call
+from roundpipe.engine.shared_call import (
+    Numbers,
+    SharedCall,
+    forward_call,
+    norm_of,
+    telling,
+    telling_early,
+    training_call,
+)
 from roundpipe.errors import AloneOnly, DeviceMemoryWarning, RoundPipeError, in_words
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
@@ -31,8 +40,28 @@ from roundpipe.planning.planner import Planner
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.model_state import MasterKind, PinMode
+from roundpipe.state.model_state import Block, MasterKind, PinMode
 from roundpipe.telemetry.tracing import in_call
+
+
+class CallStep(Protocol):
+    """An optimizer's step during a training call."""
+
+    def prepare(self) -> None:
+        """Make all that the step takes, and refuse what it cannot do, before the call is launched."""
+        ...
+
+    def launch(self, turns: Mapping[Block, Ticket]) -> None:
+        """Queue the step, right after the call's tasks. `turns`: see `Run.step_turns`."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for the step. Raises its error."""
+        ...
+
+    def explain(self, error: BaseException, *, is_over: bool) -> None:
+        """Say on the call's error what has become of the weights. `is_over`: the step ends by itself."""
+        ...
 
 
 class Engine:
@@ -48,10 +77,22 @@ class Engine:
         compile_options: CompileOptions | None = None,
         double_buffer: bool | None = False,
         master: MasterKind = "whole",
+        *,
+        steps_in_backward: bool = False,
     ) -> None:
         self._name = name
         self._runtime = runtime
-        self.host = HostParameters(name, modules, runtime, pin, optim_dtype, double_buffer, self, master)
+        self.host = HostParameters(
+            name,
+            modules,
+            runtime,
+            pin,
+            optim_dtype,
+            double_buffer,
+            self,
+            master,
+            steps_in_backward=steps_in_backward,
+        )
         state, foresight = self.host.state, self.host.foresight
         self._planner = Planner(name, state, runtime, partial(foresight.has_room_for_pairs, state))
         self._boundaries = Boundaries(self.host.state.layers)
@@ -61,6 +102,13 @@ class Engine:
     def telling(self) -> AbstractContextManager[None]:
         """Tell the other machines, which wait for this one's training call, of an error before its launch."""
         return telling_early(self._runtime, training_call(self._name))
+
+    def telling_forward(self, config: RoundPipeRunConfig, arguments: Any) -> AbstractContextManager[None]:
+        """Likewise, if this call of the model is one that machines share."""
+        is_shared = torch.is_grad_enabled() and config.requires_grad is not False
+        if self._runtime.group is None or not is_shared or not (self.host.has_trained() or _track(arguments)):
+            return nullcontext()
+        return telling_early(self._runtime, forward_call(self._name))
 
     def call_times(self) -> list[CallTime]:
         """What plans promise that calls take, and what they took."""
@@ -100,29 +148,32 @@ class Engine:
         batch = Batch.of(parts, arrivals, wants_grad=wants_grad)
         group, shared, own = self._runtime.group, None, batch
         if group is not None and wants_grad and (batch.inputs or self.host.has_trained()):
-            kind = f"forward of model {self._name!r}"
+            kind = forward_call(self._name)
             with telling_early(self._runtime, kind):
                 _refuse_in_parts(config)
                 shared = SharedCall.of(group, kind, parts)
                 own = Batch.of(shared.own_parts(parts), arrivals)
         launch = partial(self._forward, own, config, wants_grad=wants_grad, shared=shared)
-        run, outputs, version = self._runtime.launch(launch)
+        run, outputs, version, number = self._runtime.launch(launch)
         if not run.call.with_grad:
             return self._returned([packet.tree() for packet in outputs], outputs, batch, config)
 
         def run_backward(grads: Gradients) -> Gradients:
             streams = Streams.current(grads)
             launch = partial(self._backward, run, own, config, outputs, grads, streams, version, shared)
+            if shared is not None:
+                launch = partial(shared.end, number, launch)
             return self._runtime.launch(launch)
 
         return self._returned(connect(outputs, batch.inputs, run_backward), outputs, batch, config)
 
     def _forward(
         self, batch: Batch, config: RoundPipeRunConfig, *, wants_grad: bool, shared: SharedCall | None
-    ) -> tuple[Run, list[Packet], int]:
-        """Return the run, its outputs, and the version of the weights that it read.
+    ) -> tuple[Run, list[Packet], int, int]:
+        """Return the run, its outputs, the version of the weights that it read, and the call's number.
 
-        `shared`: the call of several machines that `batch` is this one's share of; the outputs are those of all.
+        `shared`: the call of several machines that `batch` is this one's share of; the outputs are those of all,
+        and the number tells the call from others.
         """
         with in_call("forward", self._name):
             with telling(None if shared is None else shared.group, "" if shared is None else shared.kind):
@@ -132,9 +183,11 @@ class Engine:
                 run = self._start("train" if with_grad else "infer", batch, config, numbers=numbers)
                 outputs = run.outputs(wait=config.merge_output is not False)
                 _warn_of_shortages(run)
+            number = 0
             if shared is not None:
                 outputs = self._with_others(run, shared, outputs)
-            return run, outputs, self.host.state.version
+                number = shared.group.calls.begin()
+            return run, outputs, self.host.state.version, number
 
     def _with_others(self, run: Run, shared: SharedCall, outputs: Sequence[Packet]) -> list[Packet]:
         try:
@@ -156,6 +209,12 @@ class Engine:
         shared: SharedCall | None,
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs."""
+        if self.host.state.steps_in_backward:
+            raise RoundPipeError(
+                f"model {self._name!r} was wrapped with step_in_backward=True, so its gradients are consumed "
+                "inside forward_backward(optimizer=...), and backward() of a forward has no step for them; call "
+                "that, or wrap the model without step_in_backward"
+            )
         with in_call("backward", self._name):
             group, kind = (None, "") if shared is None else (shared.group, shared.backward_kind)
             with telling(group, kind):
@@ -194,15 +253,19 @@ class Engine:
         config: RoundPipeRunConfig,
         *,
         keep: bool,
+        step: CallStep | None = None,
     ) -> tuple[Losses, list[Any]]:
-        """Return the sums of the losses, and the outputs of all microbatches if `keep`."""
+        """Return the sums of the losses, and the outputs of all microbatches if `keep`.
+
+        `step`: what consumes the gradients as they arrive; None: they are kept.
+        """
         if self._runtime.group is not None:
             with self.telling():
                 shared = SharedCall.of(self._runtime.group, training_call(self._name), parts, labels)
                 batch = Batch.of(shared.own_parts(parts), arrivals, shared.own(labels))
             return self._runtime.launch(partial(self._share, shared, batch, config, loss_fn, keep=keep)), []
         batch = Batch.of(parts, arrivals, labels)
-        launch = partial(self._forward_backward, batch, config, loss_fn, keep=keep)
+        launch = partial(self._forward_backward, batch, config, loss_fn, keep=keep, step=step)
         losses, outputs, grads = self._runtime.launch(launch)
         if batch.inputs:
             # Outside the launch lock: the inputs may come from another RoundPipe model, whose backward takes it.
@@ -230,12 +293,27 @@ class Engine:
                 raise
 
     def _forward_backward(
-        self, batch: Batch, config: RoundPipeRunConfig, loss_fn: LossFn, *, keep: bool
+        self,
+        batch: Batch,
+        config: RoundPipeRunConfig,
+        loss_fn: LossFn,
+        *,
+        keep: bool,
+        step: CallStep | None,
     ) -> tuple[list[Packet], list[Packet], list[Packet]]:
         """Return the losses, the outputs if `keep`, and the gradients of the inputs that require grad."""
         with in_call("forward_backward", self._name):
-            run = self._begin(batch, config, loss_fn, keep=keep)
-            found = run.losses(), run.outputs(wait=config.merge_output is not False), run.input_grads()
+            if step is not None:
+                step.prepare()
+            run = self._begin(batch, config, loss_fn, keep=keep, step=step)
+            try:
+                found = run.losses(), run.outputs(wait=config.merge_output is not False), run.input_grads()
+                if step is not None:
+                    step.finish()
+            except BaseException as error:
+                if step is not None:
+                    step.explain(error, is_over=run.aborted)
+                raise
             _warn_of_shortages(run)
             return found
 
@@ -247,6 +325,7 @@ class Engine:
         *,
         keep: bool,
         numbers: Numbers | None = None,
+        step: CallStep | None = None,
     ) -> Run:
         """Launch a training call."""
         self.host.get_ready(training=True)
@@ -255,7 +334,7 @@ class Engine:
                 f"model {self._name!r} has no trainable parameter, and no input requires grad, so "
                 "forward_backward would train nothing; unfreeze parameters, or call the model instead"
             )
-        run = self._start("fused", batch, config, loss_fn, keep=keep, numbers=numbers)
+        run = self._start("fused", batch, config, loss_fn, keep=keep, numbers=numbers, step=step)
         self._planner.improve_while(config, "fused", batch.parts, run.wait_for_any)
         return run
 
@@ -278,15 +357,20 @@ class Engine:
         *,
         keep: bool = True,
         numbers: Numbers | None = None,
+        step: CallStep | None = None,
     ) -> Run:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes
+        self.host.keep_divided_apart(tasks)
         self._check_host_memory(mode, tasks, batch, keeps_outputs=keep)
         self.host.note_read()
         call = self._call(mode, batch, config, loss_fn, keep=keep, numbers=numbers)
         run = Run(call, tasks, batch, self._runtime, self._twins)
         self.host.follow(run)
         run.start(self._planner.watch(config, mode, batch.parts, run.first_tasks))
+        if step is not None:
+            # At once: tasks wait until it has read the gradients of those before them.
+            step.launch(run.step_turns)
         return run
 
     def _check_host_memory(self, mode: Mode, tasks: Sequence[Task], batch: Batch, *, keeps_outputs: bool) -> None:
@@ -364,6 +448,10 @@ class Engine:
     def _new_twins(self) -> list[Twins]:
         layers, compiler = self.host.state.layers, self._compiler
         return [Twins(lane.device.torch_device, layers, compiler) for lane in self._runtime.lanes]
+
+
+def _track(arguments: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in rp_batch.flatten(arguments)[0])
 
 
 def _refuse_in_parts(config: RoundPipeRunConfig) -> None:

@@ -136,6 +136,11 @@ class MemoryForecast:
         if whole.masters > whole.gradients:
             yield 'master="split": masters of half the size, exact, for bf16 weights and roundpipe.optim'
             yield "optim_dtype=torch.bfloat16: smaller masters, but updates below 1/256 of a weight are lost"
+        if 3 * whole.gradients > whole.masters > 0:
+            yield (
+                "step_in_backward=True, for optimizers of roundpipe.optim, which step in each call: gradients of "
+                "a few layers at a time, but none to clip, scale or accumulate"
+            )
         if whole.second_blocks:
             # Masters that take less than a half of Adam's state are in halves.
             is_split = self.likely_adam_bytes > 2 * whole.masters

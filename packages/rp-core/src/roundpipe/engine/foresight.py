@@ -61,6 +61,7 @@ class Foresight:
         double_buffer: bool | None,
         in_training_mode: bool,
         master: MasterKind = "whole",
+        steps_in_backward: bool = False,
     ) -> None:
         """Check a model that is about to move into its blocks.
 
@@ -70,7 +71,13 @@ class Foresight:
         # Second blocks that nobody has asked for are left out where they do not fit.
         shards = self._shards(groups)
         whole = needed_by(
-            groups, pin, optim_dtype, second_blocks=double_buffer is True, shards=shards, master=master
+            groups,
+            pin,
+            optim_dtype,
+            second_blocks=double_buffer is True,
+            shards=shards,
+            master=master,
+            steps_in_backward=steps_in_backward,
         )
         final, peak = _growth([found for found in groups if moves(found, pin)])
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
@@ -245,6 +252,7 @@ def _needed_by(states: Sequence[ModelState], additions: int = 1) -> HostBytes:
             second_blocks=state.double_buffer is True,
             additions=additions,
             master=state.master,
+            steps_in_backward=state.steps_in_backward,
         )
         + HostBytes(masters=_made_whole_bytes(state))
         for state in states
@@ -260,7 +268,7 @@ def _made_whole_bytes(state: ModelState) -> int:
         if state.master == "split" and can_split(value)
     }
     masters = [state.masters[tensor] for tensor in trained if tensor in state.masters]
-    return sum(master.nbytes // 2 for master in masters if not is_split(master))
+    return sum(master.nbytes // 2 for master in masters if not (master.is_meta or is_split(master)))
 
 
 def _growth(moving: Sequence[Group]) -> tuple[int, int]:
@@ -296,4 +304,6 @@ def _will_train(state: ModelState) -> bool:
 def _missing_gradients(block: Block, additions: int) -> int:
     """Bytes of gradient blocks that are not allocated yet."""
     assert block.gradient is not None
+    if not block.gradient.counts:
+        return 0
     return max(gradient_bytes(block, additions) - block.gradient.nbytes, 0)

@@ -10,6 +10,7 @@ import torch
 from rp_optim.host import HostOptimizer
 from rp_optim.jobs import Outcome
 from rp_optim.worker import wait_for_steps
+from rp_transfer import Ticket
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -19,6 +20,7 @@ from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.engine.shared_call import telling
+from roundpipe.errors import RoundPipeError, add_note
 from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.optimizer.steps import Part, run_step
 from roundpipe.optimizer.watched import Watched, described, watch_optimizers
@@ -27,7 +29,7 @@ from roundpipe.runtime.machines import check_same
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
 from roundpipe.state.master import refuse_part
-from roundpipe.state.model_state import ModelState
+from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.tracing import in_call
 
 
@@ -62,6 +64,12 @@ class Joint:
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function on the gradients of all calls so far. `is_async`: return before it has ended."""
+        if any(state.steps_in_backward for state in self._states()):
+            raise RoundPipeError(
+                f"model {self._name!r} was wrapped with step_in_backward=True, so forward_backward(optimizer=...) "
+                "has stepped already and no gradients are left to step; leave this step out, or wrap the model "
+                "without step_in_backward"
+            )
         self._runtime.launch(partial(self._step, step_fn, is_async=is_async))
 
     def _step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
@@ -80,6 +88,54 @@ class Joint:
                 wait_until(outcome.wait)
                 self._raise_late_errors()
 
+    def step_during(self, optimizer: object) -> StepDuring:
+        """The step of an optimizer during the next training call. Raises `TypeError` for one that cannot."""
+        if not isinstance(optimizer, HostOptimizer):
+            raise TypeError(
+                "an optimizer that steps during backward must be one of roundpipe.optim, which update parameters "
+                f"as gradients arrive, but is a {type(optimizer).__name__} instead"
+            )
+        return StepDuring(self, optimizer)
+
+    def begin_consuming(self, optimizer: HostOptimizer) -> None:
+        """Make all that the optimizer's step during the next call takes; calls then read the latest weights."""
+        for host in self._hosts:
+            host.begin_consuming()
+        self._prepare_step(is_async=False)
+        for host, state in zip(self._hosts, self._states(), strict=True):
+            # A step that published the last result would wait for tasks that wait for this step.
+            if state.unpublished:
+                host.publish()
+            state.make_masters()
+            state.make_backs()
+        _refuse_left_out(self._name, self._states(), optimizer)
+        self._foresight.check_step(self._states(), optimizer)
+
+    def submit_consuming(self, optimizer: HostOptimizer, turns: Mapping[Block, Ticket]) -> Outcome[None]:
+        """Queue the step of a call that has taken these turns for it."""
+        (host,) = self._hosts
+        with taking() as take:
+            part = host.prepare_consuming(take, turns)
+            watched = self._watched.launch(optimizer.step, is_async=False, is_idle=True)
+            self._step_outcome = outcome = host.submit_step(partial(run_step, self._name, [part], watched))
+        part.note_launched()
+        return outcome
+
+    def raise_late_errors(self) -> None:
+        """Raise errors of steps and calls that have ended."""
+        self._raise_late_errors()
+
+    def note_torn(self, error: BaseException) -> None:
+        """Say on the error of a call whether the step during it has left part of its update."""
+        for state in self._states():
+            words = "are torn: load a state, or start from a checkpoint" if state.torn else None
+            if state.failed is not None and words is None:
+                words = "are those before it; go back to them with reset(), or load a state"
+            if words is not None:
+                add_note(
+                    error, f"RoundPipe: the step of this call has updated a part of the layers; weights {words}"
+                )
+
     def _prepare_step(self, *, is_async: bool) -> None:
         group, kind = self._runtime.group, f"a step of model {self._name!r}"
         with telling(group, kind):
@@ -93,7 +149,9 @@ class Joint:
             check_same(kind, [each for each, _ in told])
             # Machines may differ in memory, and so in what they have decided by default.
             for state, *has_room in zip(self._states(), *(each for _, each in told), strict=True):
-                state.double_buffer = all(has_room)
+                # With masters in halves nothing is decided before the first asynchronous step.
+                if None not in has_room:
+                    state.double_buffer = all(has_room)
 
     def _check_second_blocks(self, *, is_async: bool) -> None:
         decided = [state.double_buffer for state in self._states()]
@@ -182,12 +240,20 @@ class Joint:
     def settle_weights(self) -> None:
         """Publish the last step's result, and wait for all who write weights or buffers, from any thread.
 
+        On several machines nothing is published, so that one may read alone: see `results`.
+
         Inside a step function of this model it does nothing, see `sync_optim_param`. Where nothing can be waited
         for, inside layers and in forked processes, it does nothing unless there is something to publish.
         """
         if not (self._runtime.may_wait() or self.is_behind()):
             return
         self._runtime.visit(self._for_each(lambda host: host.settle_weights()))
+
+    def results(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """On several machines, what the parameters lack of the last step; call it after `settle_weights`."""
+        if self._runtime.group is None or not self.is_behind():
+            return {}
+        return self._runtime.visit(lambda: dict(item for host in self._hosts for item in host.results().items()))
 
     def capture(self, read: Callable[[Callable[[], Captured]], None]) -> Outcome[None]:
         """Queue a reader of the whole model after the steps launched so far; the next step waits for it.
@@ -272,6 +338,51 @@ class Joint:
     def _raise_late_errors(self) -> None:
         for host in self._hosts:
             host.raise_late_errors()
+
+
+class StepDuring:
+    """An optimizer's step during a training call; see `roundpipe.engine.engine.CallStep`."""
+
+    def __init__(self, joint: Joint, optimizer: HostOptimizer) -> None:
+        self._joint = joint
+        self._optimizer = optimizer
+        self._outcome: Outcome[None] | None = None
+
+    def prepare(self) -> None:
+        """Make all that the step takes, and refuse what it cannot do, before the call is launched."""
+        self._joint.begin_consuming(self._optimizer)
+
+    def launch(self, turns: Mapping[Block, Ticket]) -> None:
+        """Queue the step, right after the call's tasks. `turns`: see `Run.step_turns`."""
+        try:
+            self._outcome = self._joint.submit_consuming(self._optimizer, turns)
+        except BaseException:
+            for ticket in turns.values():
+                ticket.leave()
+            raise
+
+    def finish(self) -> None:
+        """Wait for the step. Raises its error."""
+        if self._outcome is not None:
+            wait_until(self._outcome.wait)
+        self._joint.raise_late_errors()
+
+    def explain(self, error: BaseException, *, is_over: bool) -> None:
+        """Say on the call's error what has become of the weights. `is_over`: the step ends by itself."""
+        if is_over and self._outcome is not None:
+            self._outcome.wait()
+            self._joint.note_torn(error)
+
+
+def _refuse_left_out(name: str, states: Sequence[ModelState], optimizer: HostOptimizer) -> None:
+    stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    masters = {id(state.masters[tensor]) for state in states for tensor in state.trainable_tensors()}
+    if left_out := len(masters - stepped):
+        raise ValueError(
+            f"{left_out} of the {len(masters)} trained parameters of model {name!r} are not the optimizer's, and "
+            "with step_in_backward=True their gradients would be lost: freeze them, or make the optimizer over "
+            "all of model.optim_parameters()"
+        )
 
 
 def _wait_for_steps(*_: object) -> None:

@@ -13,6 +13,7 @@ from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.halves import can_split
 from roundpipe.state.master import is_split, master_bytes
 from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode, moves
+from roundpipe.state.passing import sharing
 from roundpipe.state.shards import Shards
 
 _NAMES = {
@@ -103,16 +104,29 @@ def needed_by(
     additions: int = 1,
     shards: Shards | None = None,
     master: MasterKind = "whole",
+    steps_in_backward: bool = False,
 ) -> HostBytes:
     """What a model will hold once it is trained, without the optimizer's state and activations.
 
     `blocks`: the model's, or the groups that they will be made from. `additions`: how many tasks add to each
     gradient between two steps. `shards`: which machine owns which parameter of groups, if there are several;
-    blocks know it. `master`: whether bf16 weights are halves of their masters.
+    blocks know it. `master`: whether bf16 weights are halves of their masters. `steps_in_backward`: layers pass
+    their gradients' memory on; blocks know it.
     """
     found = list(blocks)
-    needed = added(_needed(block, pin, second_blocks, additions, shards) for block in found)
+    passed_on = _passed_on(found) if steps_in_backward else set[int]()
+    needed = added(
+        _needed(block, pin, second_blocks, additions, shards, has_gradients=id(block) not in passed_on)
+        for block in found
+    )
     return needed + HostBytes(masters=sum(_master_bytes(block, optim_dtype, shards, master) for block in found))
+
+
+def _passed_on(found: Sequence[Group | Block]) -> set[int]:
+    """The blocks, by identity, whose gradients lie in another one's memory, in turn."""
+    blocks = {id(one) for one in found if isinstance(one, Block) and not (one.gradient and one.gradient.counts)}
+    groups = sharing(one for one in found if isinstance(one, Group))
+    return blocks | {id(one) for shared in groups for one in shared[1:]}
 
 
 def adam_bytes(
@@ -146,6 +160,8 @@ def gradient_bytes(block: Group | Block, additions: int) -> int:
     [16, 32, 32]
     """
     layout = block.layout
+    if isinstance(block, Block) and block.gradient is not None and block.gradient.place is not None:
+        return block.gradient.place.largest_nbytes
     most = 1 if sum_dtype(layout.dtype) == layout.dtype else 2
     return min(additions, most) * layout.nbytes
 
@@ -186,6 +202,8 @@ def _needed(
     second_blocks: bool,
     additions: int,
     shards: Shards | None,
+    *,
+    has_gradients: bool,
 ) -> HostBytes:
     is_moved = moves(block, pin) if isinstance(block, Group) else block.memory is not None
     nbytes = layout_bytes = block.layout.nbytes
@@ -196,5 +214,7 @@ def _needed(
     return HostBytes(
         weights=nbytes,
         second_blocks=layout_bytes if is_moved and second_blocks else 0,
-        gradients=gradient_bytes(block, additions) + _total_bytes(block, additions, shards),
+        gradients=gradient_bytes(block, additions) + _total_bytes(block, additions, shards)
+        if has_gradients
+        else 0,
     )

@@ -10,12 +10,21 @@ from typing import Any, Protocol
 import torch
 from rp_optim.jobs import Outcome
 from rp_sched import Task
+from rp_transfer import Ticket
 from torch import nn
 
 from roundpipe.engine.capture import Capture
 from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.shared_call import checksum, fingerprint, telling
-from roundpipe.errors import AloneOnly, GradientsIncomplete, Stale, StepFailed, add_note, in_words
+from roundpipe.errors import (
+    AloneOnly,
+    GradientsIncomplete,
+    RoundPipeError,
+    Stale,
+    StepFailed,
+    add_note,
+    in_words,
+)
 from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
@@ -72,6 +81,8 @@ class HostParameters:
         double_buffer: bool | None = False,
         observer: Observer | None = None,
         master: MasterKind = "whole",
+        *,
+        steps_in_backward: bool = False,
     ) -> None:
         self.name = name
         self.predicted_bytes: int | None = None
@@ -89,13 +100,14 @@ class HostParameters:
             optim_dtype=optim_dtype,
             double_buffer=double_buffer,
             master=master,
+            steps_in_backward=steps_in_backward,
             in_training_mode=any(module.training for module in modules()),
         )
         group = runtime.group
-        if group is not None and master == "split":
+        if group is not None and steps_in_backward:
             raise AloneOnly(
-                f'master="split" is for one machine, but there are {group.size}: each has whole masters of its '
-                "own share, and weights come from the others; leave it out"
+                f"step_in_backward=True is for one machine, but there are {group.size}, which add their gradients "
+                "before a step reads them; leave it out"
             )
         shards = None if group is None else Shards(group.rank, group.size)
         # Names may be the same: those of models that are wrapped in a loop are.
@@ -113,6 +125,7 @@ class HostParameters:
                 shards,
                 master,
                 name,
+                steps_in_backward=steps_in_backward,
             )
         if group is not None:
             group.calls.same(self._wrapping, fingerprint(self.state))
@@ -124,6 +137,13 @@ class HostParameters:
         self._launched: list[Launched] = []
         # On several machines, since the last step: the parameters whose ``.grad`` from outside was collected.
         self._collected: set[str] = set()
+        # Likewise: steps, and what `_num_events` was when gradients were last dropped outside of step functions.
+        self._num_steps = self._dropped_at = 0
+
+    @property
+    def _num_events(self) -> int:
+        """Calls and steps so far: what may add to gradients, and what may leave some."""
+        return self.state.num_runs + self._num_steps
 
     @property
     def _wrapping(self) -> str:
@@ -139,8 +159,8 @@ class HostParameters:
             "what was written to weights and buffers": self._note_fixed_written(),
             "whether a step's result is not published yet": self.state.unpublished,
             "gradients from code outside of the engine": sorted(self._collected),
-            "calls since the last step, or since gradients were dropped": self.state.num_runs
-            - self.state.stepped_runs,
+            "calls and steps since gradients were dropped outside of step functions": self._num_events
+            - self._dropped_at,
         }
 
     @property
@@ -180,11 +200,34 @@ class HostParameters:
 
     # One model's share of the methods of `Joint`
 
+    def begin_consuming(self) -> None:
+        """Wait for all work, and drop what is left of earlier calls, before one in which the optimizer steps."""
+        self.drain()
+        self.raise_late_errors()
+        if self.state.failed is None:
+            # What a failed call has left that no step has read.
+            self._drop_gradients()
+
+    def keep_divided_apart(self, tasks: Sequence[Task]) -> None:
+        """Where the optimizer steps in this call: what several of its tasks add to needs memory of its own."""
+        added = Counter(block for task in tasks if task.adds_gradients for block in self._trained_in(task.layers))
+        if self.state.steps_in_backward:
+            self.state.keep_apart(block for block, count in added.items() if count > 1)
+
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
         """Take a step's turns."""
+        self._note_stepped()
+        return self._updates.prepare(take, is_async=is_async)
+
+    def prepare_consuming(self, take: Take, gradients: Mapping[Block, Ticket]) -> Part:
+        """Take the turns of a step during a call, which has taken those on `gradients`."""
+        self._note_stepped()
+        return self._updates.prepare(take, is_async=False, gradients=gradients)
+
+    def _note_stepped(self) -> None:
         self._additions.clear()
         self._collected.clear()
-        return self._updates.prepare(take, is_async=is_async)
+        self._num_steps += 1
 
     def decide_second_blocks(self, *, is_async: bool) -> None:
         """With masters in halves, an asynchronous step needs second blocks; a synchronous one does without.
@@ -234,7 +277,7 @@ class HostParameters:
     def publish(self) -> None:
         """Publish the last step's result, if calls do not read it yet, and wait until it is published."""
         group = self._runtime.group if self.state.unpublished else None
-        kind = f"publishing the weights of model {self.name!r} (synchronize, state_dict or the like)"
+        kind = f"publishing the weights of model {self.name!r} (synchronize or the like)"
         with telling(group, kind):
             self.get_ready(training=False)
         if group is not None:
@@ -249,7 +292,7 @@ class HostParameters:
         # Runs may have ended only now: raise their errors, and drop the references to them and their memory.
         self.raise_late_errors()
         # With several machines these are parts of sums that their owners have.
-        if self.state.broken is None and self._runtime.group is None:
+        if self.state.broken is None and self._runtime.group is None and not self.state.steps_in_backward:
             self._exposure.show(self.state.trainable)
 
     def drop_gradients(self) -> None:
@@ -321,14 +364,41 @@ class HostParameters:
         self.state.version += 1
 
     def settle_weights(self) -> None:
-        """Publish the last step's result, if calls do not read it yet, and wait for all who write weights."""
+        """Publish the last step's result, if calls do not read it yet, and wait for all who write weights.
+
+        On several machines wait for the result, without a word to the others: see `results`.
+        """
         self.raise_late_errors()
         self._refuse_mixed()
-        if self.state.unpublished:
+        if self.state.unpublished and self._runtime.group is None:
             self.publish()
+        self.results()
         for block in self.state.blocks:
             with own_turn(block.turns, write=False):
                 self.state.backend.host_touch(read=block.host_tensors(), what="a state dict")
+        # A step that goes on after Ctrl-C may have failed meanwhile.
+        self._refuse_mixed()
+
+    def results(self) -> dict[torch.Tensor, torch.Tensor]:
+        """On several machines, the last step's result of each parameter if calls do not read it yet.
+
+        Other machines need not ask. Raises `AloneOnly` if this machine does not have it before all publish it.
+        """
+        gathering = self._updates.gathering
+        if gathering is None or not self.state.unpublished:
+            return {}
+        self._updates.wait()
+        self.raise_late_errors()
+        if self.state.failed is not None:
+            # Calls read the weights of the step before, which are whole.
+            return {}
+        if self._has_changed():
+            raise AloneOnly(
+                f"tensors of model {self.name!r} were added, replaced or frozen while a step's result is not "
+                "published yet, which all machines do together: call synchronize() on all of them first"
+            )
+        self._refresh()
+        return gathering.results()
 
     def _forget_failed_step(self) -> None:
         if self.state.failed is not None:
@@ -423,6 +493,12 @@ class HostParameters:
         # Gradients that code outside the engine, such as a penalty on the weights, put on the model's parameters.
         for block in self.state.trainable:
             found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
+            if found and self.state.steps_in_backward:
+                raise RoundPipeError(
+                    f"a parameter of {block} of model {self.name!r} has a .grad from code outside of the "
+                    "engine, but with step_in_backward=True gradients are consumed as they arrive, and nothing "
+                    "can be added to them; set it to None, or wrap the model without step_in_backward"
+                )
             if found and self._runtime.group is not None:
                 # All machines have computed the same: it counts once.
                 self._collected.update(f"{index} of {block}" for index in found)
@@ -480,6 +556,7 @@ class HostParameters:
         self._additions.clear()
         self._collected.clear()
         self.state.stepped_runs = self.state.num_runs
+        self._dropped_at = self._num_events
         self._exposure.take_back()
         self.state.broken = None
         for block in self.state.trainable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,6 +65,11 @@ def telling_early(runtime: Runtime, kind: str) -> Generator[None]:
 def training_call(name: str) -> str:
     """What machines say that they do in a training call of this model."""
     return f"forward_backward of model {name!r}"
+
+
+def forward_call(name: str) -> str:
+    """What machines say that they do in a forward of this model whose backward is to come."""
+    return f"forward of model {name!r}"
 
 
 class Numbers(NamedTuple):
@@ -162,6 +167,11 @@ class SharedCall:
         check_near(self.backward_kind, "the norm of the gradients of the outputs", [row[0] for row in rows])
         return [grad for row in rows for grad in row[1:]]
 
+    def end(self, number: int, backward: Callable[[], _Result]) -> _Result:
+        """Run the backward of a forward with this number, see `Talk.begin`; on the launcher's thread."""
+        with self.group.calls.ending(number):
+            return backward()
+
     @property
     def backward_kind(self) -> str:
         """What the machines do when the backward of this forward comes."""
@@ -200,6 +210,7 @@ def fingerprint(state: ModelState) -> dict[str, Any]:
         "pin_model": state.pin,
         "optim_dtype": str(state.optim_dtype),
         "double_buffer": state.double_buffer,
+        "master": state.master,
         "weights": 0,
     }
     for block in state.blocks:

@@ -11,6 +11,7 @@ import rp_batch
 import torch
 from rp_sched import Mode
 
+from roundpipe.context import stepping_in_backward
 from roundpipe.device.randomness import Randomness
 from roundpipe.settings.run_config import Grain
 from roundpipe.state.model_state import ModelState
@@ -103,6 +104,8 @@ class Call:
                     stack.enter_context(
                         torch.autocast(setting.device_type, setting.dtype, cache_enabled=setting.cache)
                     )
+            if self.state.steps_in_backward and self.loss_fn is not None:
+                stack.enter_context(stepping_in_backward())
             yield
 
     @contextmanager

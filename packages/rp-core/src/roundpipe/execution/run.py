@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from rp_optim.jobs import Outcome, wait_for_all, wait_for_any
 from rp_sched import Task
-from rp_transfer import is_out_of_memory
+from rp_transfer import Ticket, is_out_of_memory
 
 from roundpipe.device.packet import Packet, Slot
 from roundpipe.device.replica import Twins
@@ -34,7 +34,8 @@ from roundpipe.execution.stage import Workplace
 from roundpipe.execution.task_job import TaskJob
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Lane, Runtime
-from roundpipe.runtime.tickets import taking
+from roundpipe.runtime.tickets import Take, taking
+from roundpipe.state.model_state import Block, in_turn
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.call_span import CallSpan
 from roundpipe.telemetry.late_errors import Late
@@ -56,6 +57,9 @@ class Run:
     The constructor decides every slot, its writer and its readers. With a loss function, `start` launches all
     tasks. Without one, it launches the forward tasks, and `backward` launches the others if the caller ever runs a
     backward pass.
+
+    `step_turns`: where an optimizer steps during backward, the step's turn on each block's gradients, in the order
+    in which these are complete.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Run:
         self._late = Late()
         self._outcomes: list[Outcome[None]] = []
         self._deliveries: list[Outcome[None]] = []
+        self.step_turns: dict[Block, Ticket] = {}
         # Time and memory of the layers: one entry for each measured launch.
         self._times: list[LayerTimes] = []
         self._tracer = tracing.SILENT
@@ -210,6 +215,8 @@ class Run:
         jobs: deque[tuple[Lane, TaskJob]] = deque()
         try:
             jobs.extend(self._prepare(task, times) for task in tasks)
+            if self.call.state.steps_in_backward:
+                self._take_step_turns(tasks)
             while jobs:
                 lane, job = jobs[0]
                 self._outcomes.append(self._followed(lane.submit(job)))
@@ -221,6 +228,8 @@ class Run:
             self._late.tell()
             for _, job in jobs:
                 job.leave()
+            for ticket in self.step_turns.values():
+                ticket.leave()
             raise
 
     def _followed(self, outcome: Outcome[None]) -> Outcome[None]:
@@ -229,16 +238,12 @@ class Run:
 
     def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, TaskJob]:
         lane, twins = self._runtime.lanes[task.device], self._twins[task.device]
-        blocks = dict.fromkeys(block for layer in task.layers for block in self.call.state.layers[layer].blocks)
+        blocks = self._blocks_of(task)
         with taking() as take:
             turns = {
                 block: take(block.turns, write=block.kind == "buffer" and task.runs_forward) for block in blocks
             }
-            gradient_turns = {
-                block: take(block.gradient.turns, write=True)
-                for block in blocks
-                if block.gradient is not None and task.adds_gradients
-            }
+            gradient_turns = self._gradient_turns(task, blocks, take)
             weights = Weights(
                 lane,
                 twins,
@@ -252,6 +257,35 @@ class Run:
             place = Workplace(self.call, lane, self._runtime.backend, twins, self, self._tracer)
             slots = TaskSlots(self._exchange, by_layer=self.call.grain == "layer")
             return lane, TaskJob(self, place, task, weights, slots, times)
+
+    def _blocks_of(self, task: Task) -> list[Block]:
+        layers = self.call.state.layers
+        return list(dict.fromkeys(block for layer in task.layers for block in layers[layer].blocks))
+
+    def _gradient_turns(self, task: Task, blocks: Sequence[Block], take: Take) -> dict[Block, Ticket]:
+        turns: dict[Block, Ticket] = {}
+        for block in in_turn(blocks) if task.adds_gradients else ():
+            if block.gradient is not None:
+                turns[block] = take(block.gradient.turns, write=True)
+                if block.passes_gradients_on:
+                    # Before the turn of the next block that uses the memory.
+                    self.step_turns[block] = take(block.gradient.turns, write=True)
+        return turns
+
+    def _take_step_turns(self, tasks: Sequence[Task]) -> None:
+        """Take the step's other turns: a block that several tasks add to is complete at the end of the last."""
+        order: dict[Block, None] = {}
+        for task in tasks if self._adds_gradients else ():
+            for block in in_turn(self._blocks_of(task)) if task.adds_gradients else ():
+                if block.gradient is not None:
+                    order.pop(block, None)
+                    order[block] = None
+        order.update(dict.fromkeys(self.call.state.trainable) if self._adds_gradients else {})
+        with taking() as take:
+            for block in order:
+                if block.gradient is not None and block not in self.step_turns:
+                    self.step_turns[block] = take(block.gradient.turns, write=True)
+        self.step_turns = {block: self.step_turns[block] for block in order}
 
     # Gradients on their way to the host
 

@@ -13,14 +13,14 @@ from rp_sched import Task, TaskKind
 from rp_transfer import Backend, Event
 
 from roundpipe.device.activations import Arrived, Courier, Origins, enter
-from roundpipe.device.packet import Packet, Slot, is_dense
+from roundpipe.device.packet import Slot, is_dense
 from roundpipe.device.randomness import Drawer
 from roundpipe.device.recompute import Memory
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
-from roundpipe.errors import AloneOnly
 from roundpipe.execution.call import Call
+from roundpipe.execution.effects.buffers import LayerBuffers
 from roundpipe.execution.lazy import Lazy, computed, value_of
 from roundpipe.execution.losses import check_losses
 from roundpipe.execution.shortage.slots import TaskSlots
@@ -110,9 +110,7 @@ class Stage:
         # Current activity, layer and microbatch; `where` formats the layer's name as ``{0}``, the microbatch as
         # ``{1}``.
         self._place: tuple[str, int, int] | None = None
-        self._buffered = {layer for layer in task.layers if call.state.layers[layer].has_buffers}
-        # By layer: host copy of the buffers that its next microbatch starts from, if they were sent already.
-        self._snapshots: dict[int, Packet] = {}
+        self._buffers = LayerBuffers(call, task, weights, self._courier, slots)
 
     def where(self) -> str:
         """Name the last activity in words, for an error's note."""
@@ -286,11 +284,11 @@ class Stage:
             ):
                 return self._twins.outside(layer, twin(*call[0], **call[1]))
 
-        has_buffers = layer in self._buffered
-        if has_buffers:
-            output = self._with_buffers(layer, microbatch, body, again=again)
-        else:
-            output = self._seeded(Drawer("layer", layer), microbatch, body, again=again)
+        def seeded(run: Callable[[], Any]) -> Any:
+            return self._seeded(Drawer("layer", layer), microbatch, run, again=again)
+
+        has_buffers = self._buffers.has(layer)
+        output = self._buffers.run(layer, microbatch, body, seeded, again=again) if has_buffers else seeded(body)
         if has_buffers or microbatch == self._task.microbatches.start:
             self._twins.check(layer)
         return output if self._is_for_loss(layer) else computed(output)
@@ -334,79 +332,6 @@ class Stage:
             return body()
         run = randomness.again if again else randomness.forward
         return run(self._device.generator(), drawer, microbatch, body)
-
-    def _with_buffers(self, layer: int, microbatch: int, body: Callable[[], Any], *, again: bool) -> Any:
-        memories = self._weights.buffers(self._call.state.layers[layer])
-        if again:
-            if (packet := self._exchange.fetch(Slot("buffers", layer, microbatch))) is not None:
-                _set(memories.values(), self._courier.bring(packet))
-            return self._seeded(Drawer("layer", layer), microbatch, body, again=True)
-        before = {block: memory.clone() for block, memory in memories.items()}
-        versions = self._weights.versions(memories)
-
-        def from_the_start() -> Any:
-            # A layer that draws from the CPU generator unexpectedly is run a second time: restore its buffers.
-            _set(memories.values(), before.values())
-            return body()
-
-        output = self._seeded(Drawer("layer", layer), microbatch, from_the_start, again=False)
-        written = [
-            block
-            for block in memories
-            if self._writes(layer, block, before[block], memories[block], versions[block])
-        ]
-        for block in written:
-            self._refuse_divided(layer)
-            self._refuse_torn(block)
-        self._keep_buffers(layer, microbatch, written, list(before.values()))
-        return output
-
-    def _writes(
-        self, layer: int, block: Block, before: torch.Tensor, after: torch.Tensor, versions: list[int]
-    ) -> bool:
-        # Batch norm writes its statistics past the version counters, so a layer's first run compares the values.
-        if self._weights.versions((block,))[block] != versions:
-            return True
-        if layer not in block.looked_at:
-            block.looked_at.add(layer)
-            block.writes = bool(block.writes) or not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
-        return bool(block.writes)
-
-    def _refuse_divided(self, layer: int) -> None:
-        if self._call.state.shards is not None and self._call.mode != "infer":
-            raise AloneOnly(
-                f"{self._call.where(layer)} writes a buffer in forward, from one microbatch to the next, so "
-                "several machines cannot divide the microbatches: let such layers write none (as batch norms in "
-                "eval()), replace them, or train on one machine"
-            )
-
-    def _refuse_torn(self, block: Block) -> None:
-        # A stage runs all microbatches before the next stage starts, so layers in different stages would write in
-        # another order than in plain PyTorch. A planned stage may hold all these layers in one call, not in the
-        # next.
-        together = not self._call.is_planned and set(block.users) <= set(self._task.layers)
-        if len(block.users) == 1 or self._call.num_microbatches == 1 or together:
-            return
-        users = sorted(block.users)
-        span = f"layers {users[0]} to {users[-1]}"
-        raise ValueError(
-            f"layers {', '.join(map(str, users))} share a buffer that running them writes, so with "
-            f"{self._call.num_microbatches} microbatches {span} must be in one stage; make {span} one layer of "
-            "the row (an nn.Sequential), give each a buffer of its own, set num_microbatch=1, or pass an "
-            "execute_plan that has them in one stage"
-        )
-
-    def _keep_buffers(
-        self, layer: int, microbatch: int, written: Sequence[Block], before: Sequence[torch.Tensor]
-    ) -> None:
-        for block in written:
-            self._weights.note_written(block)
-        if self._exchange.will_recompute(layer, microbatch):
-            if layer not in self._snapshots:
-                self._snapshots[layer] = self._courier.send(None, before, [False] * len(before), Origins())
-            self._exchange.keep(Slot("buffers", layer, microbatch), self._snapshots[layer])
-        for user in {user for block in written for user in block.users}:
-            self._snapshots.pop(user, None)
 
     def _through(self, layers: Iterable[int], microbatch: int, tree: Any, *, again: bool) -> Any:
         for layer in layers:
@@ -533,9 +458,3 @@ class Stage:
         if self._exchange.is_expected(slot):
             packet = self._courier.send(None, grads, [False] * len(grads), Origins())
             self._exchange.put(slot, packet)
-
-
-def _set(memories: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for memory, value in zip(memories, values, strict=True):
-            memory.copy_(value)

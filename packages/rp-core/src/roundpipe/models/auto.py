@@ -19,7 +19,9 @@ from roundpipe.models.side_outputs import refuse_hooked
 from roundpipe.runtime.runtime import Runtime, default_runtime
 
 # Arguments of `RoundPipe` that were already given to the parts.
-_PLACEHOLDERS = frozenset({"compile_layers", "double_buffer", "master", "model_run_config", "pin_model"})
+_PLACEHOLDERS = frozenset(
+    {"compile_layers", "double_buffer", "master", "model_run_config", "pin_model", "step_in_backward"}
+)
 
 
 class AutoRoundPipe(RoundPipeBase):
@@ -73,6 +75,8 @@ class AutoRoundPipe(RoundPipeBase):
             raise TypeError(f"AutoRoundPipe got an unknown argument {unknown[0]!r}; leave it out")
         self._own("parts", _parts(model))
         parts = list(dict.fromkeys(self.parts.values()))
+        if any(part.engine.host.state.steps_in_backward for part in parts):
+            raise not_a_row(self.name)
         self._own("runtime", _shared_runtime(parts, runtime))
         hosts = [part.engine.host for part in parts]
         resident = Resident(self.name, model, [part.model for part in parts], hosts, self.runtime, optim_dtype)
@@ -109,6 +113,14 @@ class AutoRoundPipe(RoundPipeBase):
             f"model {self.name!r} is not a sequence of layers, so it has no forward_backward; call the model, "
             "then backward() on the loss, or write it as an nn.Sequential and wrap that with RoundPipe"
         )
+
+
+def not_a_row(name: str) -> ValueError:
+    """The error of a model that has no `forward_backward`, in which its optimizer was to step."""
+    return ValueError(
+        f"step_in_backward=True needs a sequence of layers, whose forward_backward the optimizer steps in, but "
+        f"model {name!r} runs in parts, forward and backward apart; leave it out"
+    )
 
 
 def _without_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

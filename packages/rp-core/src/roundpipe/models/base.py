@@ -37,6 +37,8 @@ def caller() -> str:
 
 # Methods of transformers and PEFT that read the weights, or write them, on the host.
 _READ_WEIGHTS = frozenset({"generate", "merge_adapter", "push_to_hub", "save_pretrained", "unmerge_adapter"})
+# Those of them that take the weights from a state dict.
+_SAVES = frozenset({"push_to_hub", "save_pretrained"})
 
 
 _STAYS = "a RoundPipe model stays on the host in the dtype it was wrapped in"
@@ -276,11 +278,16 @@ class RoundPipeBase(nn.Module):
     def settle(self) -> None:
         """Publish the results of all steps so far, and wait for all who write weights or buffers.
 
-        On any thread: it waits for another thread's call. Inside a step function it returns at once.
+        On any thread: it waits for another thread's call. Inside a step function it returns at once. On several
+        machines it publishes nothing, since one of them may call it alone: see `results_apart`.
 
         Raises errors of earlier calls and steps that were not raised yet.
         """
         self._joint.settle_weights()
+
+    def results_apart(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """What the parameters lack of the last step after `settle`, by parameter: on several machines."""
+        return self._joint.results()
 
     # Names: those of the user's own model
 
@@ -307,7 +314,9 @@ class RoundPipeBase(nn.Module):
 
         It waits for the calls and steps under way, on any thread. Its tensors are no copies: they are valid until
         the next call of `step` on this model (with a second weight block they then hold older values), so clone
-        them to keep the values, or use `save_checkpoint`, which never mixes steps.
+        them to keep the values, or use `save_checkpoint`, which never mixes steps. Of several machines one alone
+        may call it; without second weight blocks that raises `AloneOnly` after an asynchronous step, before
+        `synchronize`.
 
         Raises errors of earlier calls and steps that were not raised yet, if a step's result is not published.
         """
@@ -476,6 +485,9 @@ class RoundPipeBase(nn.Module):
 
         @wraps(method)
         def settled(*args: Any, **kwargs: Any) -> Any:
+            if self.runtime.group is not None and method.__name__ not in _SAVES:
+                # It reads the parameters themselves: all machines publish.
+                self.sync_optim_param()
             self.settle()
             return method(*args, **kwargs)
 

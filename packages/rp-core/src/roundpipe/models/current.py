@@ -1,16 +1,18 @@
-"""A hook that makes the state dicts of a user's model current: it publishes the results of steps first."""
+"""Hooks that make the state dicts of a user's model current: results of steps are published first, or put in."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from roundpipe.errors import AloneOnly
 from roundpipe.runtime.runtime import Runtime
 
 _IS_AS_IT_IS: ContextVar[bool] = ContextVar("_IS_AS_IT_IS", default=False)
@@ -40,6 +42,10 @@ class Publisher(Protocol):
         """Whether the model's parameters lack the result of a step."""
         ...
 
+    def results_apart(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """The results that they lack still after `settle`, by parameter: on several machines."""
+        ...
+
 
 class PublishFirst:
     """A pre-hook of ``state_dict``. It does not keep the wrapped model alive, and copies of it do nothing."""
@@ -64,6 +70,34 @@ class PublishFirst:
         return _Nothing, ()
 
 
+class Replace:
+    """A post-hook of ``state_dict``: puts in results that the model's parameters lack. Copies of it do nothing."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = weakref.ref(publisher)
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        publisher = self._publisher()
+        if publisher is None or publisher.runtime.closed or _IS_AS_IT_IS.get():
+            return
+        results = publisher.results_apart()
+        for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            if parameter in results and name in state:
+                _refuse_itself(name, state[name], parameter)
+                state[name] = results[parameter].detach()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Nothing, ()
+
+
+def _refuse_itself(name: str, value: object, parameter: nn.Parameter) -> None:
+    if value is parameter:
+        raise AloneOnly(
+            f"state_dict(keep_vars=True) would have {name} itself, which lacks the last step's result; call "
+            "synchronize() on all machines first"
+        )
+
+
 class _Nothing:
     """What a copy of the hook is."""
 
@@ -73,3 +107,5 @@ class _Nothing:
 def publish_first(module: nn.Module, publisher: Publisher) -> None:
     """Let state dicts of this module begin with the publication of what the steps of `publisher` have left."""
     module.register_state_dict_pre_hook(PublishFirst(publisher))  # pyright: ignore[reportUnknownMemberType]
+    if publisher.runtime.group is not None:
+        module.register_state_dict_post_hook(Replace(publisher))  # pyright: ignore[reportUnknownMemberType]

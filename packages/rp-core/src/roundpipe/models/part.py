@@ -16,8 +16,8 @@ from torch import nn
 from roundpipe.device.entrance import Entrance
 from roundpipe.device.recompute import prepares
 from roundpipe.errors import add_note
+from roundpipe.execution.effects.written import unwritten
 from roundpipe.execution.packed_data import Arrivals
-from roundpipe.execution.written import unwritten
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
 from roundpipe.settings.run_config import RoundPipeRunConfig

@@ -63,6 +63,7 @@ class Options(TypedDict):
     compile_layers: bool | Mapping[str, Any]
     double_buffer: bool | None
     master: MasterKind
+    step_in_backward: bool
 
 
 class Splitter:

@@ -15,7 +15,7 @@ from roundpipe.device.compiling import options_of
 from roundpipe.device.entrance import entrance_of
 from roundpipe.device.replica import has_hooks
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.group import Joint
+from roundpipe.engine.group import Joint, StepDuring
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
 from roundpipe.models.base import RoundPipeBase, master_dtype, wrappers
@@ -45,6 +45,11 @@ class RoundPipe(RoundPipeBase):
         pin_model: ``"alloc"`` moves the weights into pinned blocks, ``"register"`` pins them where they are,
             ``"off"`` leaves them as they are (for weights mapped from a file).
         runtime: the devices to run on; default: one shared by all models, see ``ROUNDPIPE_DEVICES``.
+        step_in_backward: each training call is given the optimizer, ``forward_backward(optimizer=...)``, and
+            steps every layer as soon as its gradients are complete. Gradients are not kept: layers pass the memory
+            for them on, so they take 2 bytes for a few layers only (with `master="split"` and AdamW, 12 bytes a
+            parameter in all). The numbers are those of a synchronous step after each call. There are no gradients
+            to clip, scale, accumulate or read, so `step`, ``.grad`` and `backward` of `forward` are refused.
         compile_layers: compile the layers with `torch.compile`; a dict gives its arguments. Layers of one kind
             share a compilation on each device. The first call of each kind compiles, which takes a while. With
             `True`, C++ code launches the kernels, so that threads of several devices do not wait for the GIL; this
@@ -87,6 +92,7 @@ class RoundPipe(RoundPipeBase):
         compile_layers: bool | Mapping[str, Any] = False,
         double_buffer: bool | None = None,
         master: MasterKind = "whole",
+        step_in_backward: bool = False,
     ) -> None:
         super().__init__(model, name, master_dtype(master, optim_dtype))
         _check_model(model, pin_model, runtime, double_buffer)
@@ -103,6 +109,7 @@ class RoundPipe(RoundPipeBase):
             options,
             double_buffer,
             master,
+            steps_in_backward=_checked_flag("step_in_backward", step_in_backward),
         )
         self._own("_engine", engine)
         self._own("_joint", Joint(self.name, [engine.host], self.runtime))
@@ -122,11 +129,16 @@ class RoundPipe(RoundPipeBase):
         several microbatches, if it is unknown what each contributes; and what a layer raises.
         """
         config = given("roundpipe_run_config", roundpipe_run_config).over(self.model_run_config)
-        self._refuse_call(kwargs)
-        if config.merge_output is False:
-            return self._in_parts(args, kwargs, config)[1]
-        chosen = call_loss(self.model, kwargs, None, outputs_are_loss, None)
-        parts, outputs = self._in_parts(args, chosen.kwargs, config)
+        with self._engine.telling_forward(config, (args, kwargs)):
+            self._refuse_call(kwargs)
+            stays_split = config.merge_output is False
+            chosen = None if stays_split else call_loss(self.model, kwargs, None, outputs_are_loss, None)
+            kwargs = kwargs if chosen is None else dict(chosen.kwargs)
+            arrivals = Arrivals(self.runtime.backend, (args, kwargs))
+            parts = self._split(args, kwargs, arrivals, config)
+        outputs = self._run(parts, arrivals, config)
+        if chosen is None:
+            return outputs
         loss = self._placed(chosen.loss_of(parts, outputs), config)
         return with_loss(self._merge(outputs, parts, config), loss)
 
@@ -138,6 +150,8 @@ class RoundPipe(RoundPipeBase):
         loss_fn: LossFn = outputs_are_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> Any:
         """Run forward, loss and backward of all microbatches in one call.
 
@@ -149,6 +163,9 @@ class RoundPipe(RoundPipeBase):
                 batch. Default: the model's own loss, or else the outputs are the loss.
             return_outputs: return ``(loss, outputs)``.
             run_config: settings of this call, over `model_run_config`.
+            optimizer: with ``step_in_backward=True``, which requires it: one of `roundpipe.optim`, over all of
+                `optim_parameters()`, which steps during this call. When the call returns, the step is taken, and
+                the next call reads its result.
 
         The model's own loss is that of ``labels`` in `input_kwargs`, of a model whose module has an `own_loss`, as
         rows of Hugging Face models have. Each microbatch then counts by its labels, so the loss and gradients are
@@ -158,7 +175,13 @@ class RoundPipe(RoundPipeBase):
         Returns the sum of the losses over the microbatches, 0-dim on the host, or a list of such sums. Gradients
         accumulate until a step function or `zero_grad` drops them.
 
-        Raises `ValueError` for a `label` without a `loss_fn`; `RuntimeError` while torch's grad mode is off; what
+        A call that fails while its optimizer steps may leave some layers stepped and others not. With
+        ``master="split"`` the weights are then torn, and calls are refused until a state is loaded; otherwise
+        `reset` goes back to the weights before the call, though not to the optimizer's state.
+
+        Raises `ValueError` for a `label` without a `loss_fn`, and for an `optimizer` without ``step_in_backward``,
+        that without the other, and an optimizer that leaves trained parameters out; `TypeError` for another kind
+        of optimizer; `RuntimeError` while torch's grad mode is off; what
         a layer or `loss_fn` raises, with a note that names the layer and the microbatch.
         """
         with self._engine.telling():
@@ -169,13 +192,30 @@ class RoundPipe(RoundPipeBase):
             arrivals = Arrivals(self.runtime.backend, (input_args, chosen.kwargs, label))
             parts = self._split(input_args, chosen.kwargs, arrivals, config, "fused")
             labels, loss_fn = chosen.in_parts(parts)
+            step = self._step_during(optimizer)
         losses, outputs = self._engine.forward_backward(
-            parts, labels, arrivals, loss_fn, config, keep=return_outputs
+            parts, labels, arrivals, loss_fn, config, keep=return_outputs, step=step
         )
         if not return_outputs:
             return losses
         merged = self._merge(outputs, parts, config)
         return losses, with_loss(merged, losses) if chosen.is_own else merged
+
+    def _step_during(self, optimizer: torch.optim.Optimizer | None) -> StepDuring | None:
+        if not self._engine.host.state.steps_in_backward:
+            if optimizer is not None:
+                raise ValueError(
+                    f"forward_backward was given an optimizer, but model {self.name!r} keeps its gradients: wrap "
+                    "it with step_in_backward=True, or call model.step(...) after forward_backward"
+                )
+            return None
+        if optimizer is None:
+            raise ValueError(
+                f"model {self.name!r} was wrapped with step_in_backward=True, so gradients are consumed as they "
+                "arrive and cannot be accumulated: give forward_backward the optimizer that steps, as "
+                "forward_backward(..., optimizer=optimizer), or wrap the model without step_in_backward"
+            )
+        return self._joint.step_during(optimizer)
 
     @property
     def engine(self) -> Engine:
@@ -222,13 +262,6 @@ class RoundPipe(RoundPipeBase):
             )
         _check_outputs(config)
         return self._engine.forward(parts, arrivals, config, wants_grad=wants_grad)
-
-    def _in_parts(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: RoundPipeRunConfig
-    ) -> tuple[rp_batch.Parts[Any], list[Any]]:
-        arrivals = Arrivals(self.runtime.backend, (args, kwargs))
-        parts = self._split(args, kwargs, arrivals, config)
-        return parts, self._run(parts, arrivals, config)
 
     def _split(
         self,
@@ -278,6 +311,12 @@ class RoundPipe(RoundPipeBase):
         return rp_batch.map_leaves(
             lambda leaf: leaf.to(config.output_device) if isinstance(leaf, torch.Tensor) else leaf, merged
         )
+
+
+def _checked_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, but is {value!r} instead")
+    return value
 
 
 def _declared(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:

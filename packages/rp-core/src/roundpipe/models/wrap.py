@@ -13,7 +13,7 @@ from torch import nn
 from roundpipe.device.lazy_hooks import register_lazy_hooks
 from roundpipe.engine.foresight import Foresight
 from roundpipe.models.adapters import PER_CALL, base_of
-from roundpipe.models.auto import AutoRoundPipe
+from roundpipe.models.auto import AutoRoundPipe, not_a_row
 from roundpipe.models.base import caller, master_dtype, wrappers
 from roundpipe.models.partition import Options, Rules, Splitter, config_for, flat_row, module_bytes
 from roundpipe.models.roundpipe import RoundPipe
@@ -40,6 +40,7 @@ def wrap_model_to_roundpipe(
     compile_layers: bool | Mapping[str, Any] = False,
     double_buffer: bool | None = None,
     master: MasterKind = "whole",
+    step_in_backward: bool = False,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model; a Hugging Face model with a preset becomes a sequence of layers that share its parameters.
 
@@ -51,8 +52,8 @@ def wrap_model_to_roundpipe(
             the number of devices + 1.
         skip_modules: submodules that are left on the host.
         override_config: settings by submodule, over `model_run_config`.
-        model_run_config, name, optim_dtype, pin_model, runtime, compile_layers, double_buffer, master: for
-            `RoundPipe`. Parameters outside all wrapped submodules keep whole masters.
+        model_run_config, name, optim_dtype, pin_model, runtime, compile_layers, double_buffer: for `RoundPipe`.
+        master, step_in_backward: for `RoundPipe`. Parameters outside all wrapped submodules keep whole masters.
         example_inputs: arguments of the model's forward to observe it with, for models that are not observed with
             a few tokens, such as vision-language models.
 
@@ -83,6 +84,7 @@ def wrap_model_to_roundpipe(
         runtime=runtime,
         compile_layers=compile_layers,
         double_buffer=double_buffer,
+        step_in_backward=step_in_backward,
     )
     base, required = base_of(model), use_sequential_preset is True
     row = None if use_sequential_preset is False else _preset(base, example_inputs, required=required)
@@ -122,6 +124,8 @@ def _whole(row: nn.Module, model: nn.Module, name: str, rules: Rules, options: O
 def _taken_apart(model: nn.Module, name: str, rules: Rules, options: Options) -> RoundPipe | AutoRoundPipe:
     register_lazy_hooks(model)
     splitter = Splitter(model, name, rules, options)
+    if options["step_in_backward"] and splitter.wrapped:
+        raise not_a_row(name)
     _check_memory(splitter.wrapped, name, options)
     try:
         splitter.split()

@@ -12,6 +12,7 @@ from rp_transfer import Ticket
 
 from roundpipe.errors import AloneOnly, in_words
 from roundpipe.runtime.machines import MachineGroup
+from roundpipe.state.master import is_split
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.tracing import GATHER, SILENT, Tracer
 
@@ -240,7 +241,29 @@ class Gathering:
         for index in indices:
             with torch.no_grad():
                 block.back_values[index].copy_(block.tensors[index])
+            if is_split(master := masters[index]):
+                master.move_to(block.back_values[index])
             block.complete[index] = masters[index]._version
+
+    def results(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What the last step made of each trained parameter, where calls do not read it yet: in second blocks.
+
+        Raises `AloneOnly` if this machine has not all of them: without second blocks they come in a publication.
+        """
+        if any(block not in self._under_way for block in self._state.trainable):
+            raise AloneOnly(
+                "the last step's result is not on this machine yet, which has no second blocks for all weights: "
+                "call synchronize() on all machines first, after which each may read a state dict or save alone; "
+                "or wrap the model with double_buffer=True"
+            )
+        self.wait()
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for block in self._under_way:
+            assert block.back is not None
+            self._refuse_changed(block)
+            self._state.backend.host_touch(read=(block.back,), what="a state dict")
+            found.update(zip(block.tensors, block.back_values, strict=True))
+        return found
 
     def wait(self) -> None:
         """Wait until the results that are under way are in the second blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -9,15 +10,23 @@ from functools import partial
 
 import torch
 from rp_optim import UNCHANGED, GradientPair, link, unlink
-from rp_optim.masters import Share
+from rp_optim.masters import Share, link_of
 from rp_transfer import Ticket
 
+from roundpipe.errors import RoundPipeError
 from roundpipe.optimizer.gathering import Gathering
 from roundpipe.optimizer.reduction import Incomplete, ReducedBlock
 from roundpipe.state.gradient import Gradient
 from roundpipe.state.master import is_split, reading
 from roundpipe.state.model_state import Block, ModelState
 from roundpipe.telemetry.tracing import OPTIMIZER, SILENT, Tracer
+
+
+class Consumed:
+    """How many of a step's loans have given up their gradients, whose memory other blocks then use; in order."""
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class Loan:
@@ -28,6 +37,8 @@ class Loan:
     `reduced`: the gradients' sum over machines, if there are several, `share`: asks the others, and `gathering`:
     sends them results. `weights`: the turn to publish the result in, if the step does that at its end. Masters in
     halves without a second block are updated in place in this turn, so a failed step leaves torn weights.
+    `turn`: of a step during backward, which gives up each block's gradients when it has read them: its place in
+    their order; `consumed`: how many it has given up.
     """
 
     def __init__(
@@ -41,9 +52,18 @@ class Loan:
         share: Share | None = None,
         gathering: Gathering | None = None,
         weights: Ticket | None = None,
+        turn: int | None = None,
+        consumed: Consumed | None = None,
     ) -> None:
+        self._turn = turn
+        self._consumed = consumed or Consumed()
+        # Whose gradients are yet to be read, by a step during backward.
+        self._unread: set[int] = set()
         self._weights = weights
         self._writes_in_place = False
+        self._thread = 0
+        # When the masters were unlinked.
+        self._has_changed = False
         self._reduced = reduced
         self._gathering = gathering
         self._share = share
@@ -59,10 +79,17 @@ class Loan:
         self._versions: list[int] = []
         # How long the step waited for these gradients.
         self.waited_s = 0.0
+        # Of which parameters the step function has dropped them, once it has ended, whoever owns them.
+        self.dropped: list[int] = []
 
     def of(self, state: ModelState) -> bool:
         """Whether the block is this model's."""
         return self._state is state
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether the step is one during backward, which leaves no gradients."""
+        return self._turn is not None
 
     def masters(self) -> list[torch.nn.Parameter]:
         """The master weights of the block's parameters, in the block's order."""
@@ -72,6 +99,7 @@ class Loan:
         """Link every master to its place in the gradient block."""
         # Left over from a step that failed.
         self.block.complete = {}
+        self._thread = threading.get_ident()
         for index, master in enumerate(self.masters()):
             link(
                 master,
@@ -80,6 +108,8 @@ class Loan:
                 self._ready,
                 partial(self._note_complete, index),
                 self._share,
+                self._turn,
+                None if self._turn is None else partial(self._note_read, index),
             )
             self._lent.append(master)
             self._versions.append(master._version)
@@ -89,11 +119,16 @@ class Loan:
 
     def has_changed(self) -> bool:
         """Whether the step has updated any of the masters."""
-        return bool(self.block.complete) or [master._version for master in self._lent] != self._versions
+        versions = [master._version for master in self._lent]
+        return self._has_changed or bool(self.block.complete) or versions != self._versions
 
     def end(self) -> list[torch.Tensor | object | None]:
         """Unlink the masters; return the result of `rp_optim.unlink` for each."""
+        self._has_changed = self.has_changed()
         lent, self._lent, self._versions = self._lent, [], []
+        self.dropped = [
+            index for index, master in enumerate(lent) if (link := link_of(master)) and link.is_dropped
+        ]
         with reading():
             remains: list[torch.Tensor | object | None] = [unlink(master) for master in lent]
         return remains if self._reduced is None else self._moved(self._reduced, remains)
@@ -125,17 +160,61 @@ class Loan:
         if held := self.gradient.blocks():
             written = held if self.block.back is None else [*held, self.block.back]
             self._state.backend.host_touch(read=held, write=written, what="the step's gradients")
+        self._unread = set(self.gradient.written)
+        if not self._unread:
+            self.consume()
+
+    def consume(self) -> None:
+        """In a step during backward: give up the gradients; the next block's may then arrive in their memory."""
+        if self._turn is not None and self._consumed.count == self._turn:
+            self.gradient.drop()
+            self._ticket.leave()
+            self._consumed.count += 1
+
+    def refuse_unread(self) -> None:
+        """The optimizer has stepped: raise if it has passed by a gradient of this block, which would be lost."""
+        if self._unread:
+            raise RoundPipeError(
+                f"the optimizer has passed by {len(self._unread)} of the gradients of {self.block}, as where code "
+                "sets .grad to None while forward_backward(optimizer=...) steps; with step_in_backward=True they "
+                "would be lost, so leave zero_grad() and the like out, or freeze what is not to be trained"
+            )
+
+    def _note_read(self, index: int) -> None:
+        self._unread.discard(index)
+        if not self._unread:
+            self.consume()
 
     def _waiting(self) -> AbstractContextManager[None]:
         name = f"wait for the gradients of {self.block}"
         return self._tracer.on_host(OPTIMIZER, "wait", name, reason="gradients")
 
     def _ready(self, wait: bool, /) -> bool:
+        self._refuse_inside()
         if not (self._arrived or wait or self._is_there()):
             return False
+        self._refuse_early()
         self.arrive()
         self.check_complete()
         return True
+
+    def _refuse_inside(self) -> None:
+        # The call would wait for itself.
+        if self._turn is not None and threading.get_ident() != self._thread:
+            raise RoundPipeError(
+                f"the gradients of {self.block} were asked for while forward_backward(optimizer=...) steps: a "
+                "loss function, a layer, a hook or another thread cannot read them or step the optimizer, which "
+                "steps in this call by itself; leave that out, or wrap the model without step_in_backward"
+            )
+
+    def _refuse_early(self) -> None:
+        if self._turn is None or self._arrived or self._consumed.count == self._turn:
+            return
+        raise RoundPipeError(
+            f"the gradients of {self.block} were asked for before those above were consumed, but with "
+            "step_in_backward=True they are not in memory together, so they cannot be clipped, logged or left out "
+            "of the step; wrap the model without it for that"
+        )
 
     def _is_there(self) -> bool:
         return self._ticket.open() if self._reduced is None else self._reduced.done()
@@ -183,6 +262,9 @@ class Loan:
 def take_back(loans: Sequence[Loan]) -> None:
     """Unlink all masters. Gradients that the step function left in ``.grad`` accumulate further, as in torch."""
     moved: list[tuple[Gradient, int, torch.Tensor]] = []
+    if any(loan.is_consumed for loan in loans):
+        _drop_all(loans)
+        return
     for loan in loans:
         # The step function may have dropped it unread: it must be complete before it can be dropped.
         loan.arrive()
@@ -196,6 +278,17 @@ def take_back(loans: Sequence[Loan]) -> None:
                 moved.append((loan.gradient, index, remains.clone()))
     for gradient, index, value in moved:
         gradient.put(index, value)
+
+
+def _drop_all(loans: Sequence[Loan]) -> None:
+    """End a step during backward: what it has not read is given up, too."""
+    for loan in loans:
+        loan.arrive()
+        loan.check_complete()
+        loan.refuse_unread()
+        loan.consume()
+    for loan in loans:
+        loan.drop()
 
 
 def abandon(loans: Iterable[Loan]) -> None:

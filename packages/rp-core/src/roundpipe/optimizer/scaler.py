@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import rp_optim
 
+from roundpipe.context import is_stepping_in_backward
+from roundpipe.errors import RoundPipeError
 from roundpipe.runtime.runtime import Runtime, default_runtime
+
+_Outputs = TypeVar("_Outputs", bound=Any)
 
 
 class GradScaler(rp_optim.GradScaler):
@@ -48,3 +54,16 @@ class GradScaler(rp_optim.GradScaler):
     ) -> None:
         thread = (runtime or default_runtime()).optimizer
         super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled, thread=thread)
+
+    def scale(self, outputs: _Outputs) -> _Outputs:
+        """Multiply a tensor, or each tensor of an iterable, nested ones too, by the scale.
+
+        Raises `TypeError` for anything else; `RoundPipeError` in a call in which the optimizer steps.
+        """
+        if self.enabled and is_stepping_in_backward():
+            raise RoundPipeError(
+                "a GradScaler's scale was asked for in a call in which the optimizer steps "
+                "(step_in_backward=True): gradients are consumed before all could be looked at for infinities; "
+                "train in bf16, which needs no scale, or wrap the model without step_in_backward"
+            )
+        return super().scale(outputs)

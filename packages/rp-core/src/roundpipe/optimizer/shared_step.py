@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -50,13 +51,19 @@ class SharedStep:
             self._is_over = True
             raise
 
-    def end(self, changed: object) -> list[Any]:
+    def end(self, changed: object, dropped: Sequence[Sequence[int]]) -> list[Any]:
         """The step function has ended; returns what each machine has `changed`, JSON, since it was sent.
 
+        `dropped`: of which parameters of each block it has dropped the gradients.
+
         Raises as `Talk.say` does if it has failed elsewhere, and `rp_dist.Disagreement` if optimizers have
-        stepped otherwise there.
+        stepped otherwise there, or gradients were dropped otherwise.
         """
-        told = self._say("ending a step", [{"what optimizers stepped": self._stepped()}, changed])
+        facts = {
+            "what optimizers stepped": self._stepped(),
+            "gradients that the step function dropped": f"{sum(map(len, dropped))}, {_digest(dropped)}",
+        }
+        told = self._say("ending a step", [facts, changed])
         self._is_over = True
         check_same("a step", [facts for facts, _ in told])
         return [found for _, found in told]
@@ -79,3 +86,7 @@ class SharedStep:
     def settle(self, tracer: Tracer) -> None:
         """Wait until nothing reads or writes gradients for this step any more."""
         self._reduction.settle(tracer)
+
+
+def _digest(found: object) -> str:
+    return f"{zlib.crc32(repr(found).encode()):08x}"

@@ -10,7 +10,7 @@ step has already written its result to that block.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -22,7 +22,7 @@ from rp_transfer import Ticket
 from roundpipe.context import OptimizerCtx
 from roundpipe.errors import add_note, class_name, in_words
 from roundpipe.optimizer.gathering import Gathering
-from roundpipe.optimizer.gradient_loan import Loan, abandon, take_back
+from roundpipe.optimizer.gradient_loan import Consumed, Loan, abandon, take_back
 from roundpipe.optimizer.reduction import Incomplete, ReducedBlock
 from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.runtime.launcher import wait_until
@@ -50,20 +50,35 @@ class Updates:
 
     # Launch, on the launcher's thread
 
-    def prepare(self, take: Take, *, is_async: bool) -> Part:
-        """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own."""
+    def prepare(self, take: Take, *, is_async: bool, gradients: Mapping[Block, Ticket] | None = None) -> Part:
+        """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own.
+
+        `gradients`: of a step during backward, its turns on gradients, in their order, which its call has taken.
+        """
         state = self._state
         state.make_masters()
         state.make_backs()
         state.stepped_runs = state.num_runs
         before = self._publication(take) if state.unpublished else {}
-        gradients = {block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient}
+        is_consuming = gradients is not None
+        if gradients is None:
+            gradients = {
+                block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient
+            }
         after = {} if is_async else self._publication(take)
         # Until `note_launched` knows better: publishing once too often changes nothing.
         state.unpublished = True
         machine = self._runtime.machine
         return Part(
-            self._name, state, machine, before, gradients, after, is_async=is_async, gathering=self.gathering
+            self._name,
+            state,
+            machine,
+            before,
+            dict(gradients),
+            after,
+            is_async=is_async,
+            is_consuming=is_consuming,
+            gathering=self.gathering,
         )
 
     def publish(self) -> None:
@@ -109,7 +124,10 @@ class Updates:
 
 
 class Part:
-    """The turns of one model in a step: to publish `before` it, on its gradients, to publish `after` it."""
+    """The turns of one model in a step: to publish `before` it, on its gradients, to publish `after` it.
+
+    `is_consuming`: the step is one during backward, which gives up gradients in the order of `gradients`.
+    """
 
     def __init__(
         self,
@@ -121,9 +139,11 @@ class Part:
         after: Turns,
         *,
         is_async: bool,
+        is_consuming: bool = False,
         gathering: Gathering | None = None,
     ) -> None:
         self.gathering = gathering
+        self._is_consuming = is_consuming
         self.name = name
         self.state = state
         self.machine = machine
@@ -150,6 +170,7 @@ class Part:
     def loans(self, tracer: Tracer, shared: SharedStep | None) -> list[Loan]:
         """A loan for each block's gradients."""
         share = None if shared is None else shared.share
+        consumed = Consumed()
         return [
             Loan(
                 self.state,
@@ -161,8 +182,10 @@ class Part:
                 share,
                 self.gathering,
                 self.after.get(block),
+                turn if self._is_consuming else None,
+                consumed,
             )
-            for block, ticket in self._gradients.items()
+            for turn, (block, ticket) in enumerate(self._gradients.items())
         ]
 
     def note_broken(self, words: str) -> None:
@@ -240,7 +263,7 @@ def _update(
         _note_speed(parts[0].machine, loans, time.perf_counter() - begun)
         take_back(loans)
         if shared is not None:
-            _end(gatherings, shared)
+            _end(gatherings, loans, shared)
     except Incomplete as incomplete:
         _note_incomplete(parts, loans, incomplete, shared)
         abandon(loans)
@@ -262,9 +285,9 @@ def _update(
     return True
 
 
-def _end(gatherings: Sequence[Gathering], shared: SharedStep) -> None:
+def _end(gatherings: Sequence[Gathering], loans: Sequence[Loan], shared: SharedStep) -> None:
     """All machines have taken the step: the others get the rest of their results."""
-    told = shared.end([gathering.changed() for gathering in gatherings])
+    told = shared.end([gathering.changed() for gathering in gatherings], [loan.dropped for loan in loans])
     for number, gathering in enumerate(gatherings):
         gathering.complete([changed[number] for changed in told])
 

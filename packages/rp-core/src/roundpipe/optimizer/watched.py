@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from roundpipe.errors import TrainingWarning, TrainsNothing
 from roundpipe.frameworks import advice
-from roundpipe.state.master import EngineMaster, note_optimizer
+from roundpipe.state.master import is_from_engine, note_optimizer
 from roundpipe.state.ownership import owner_of
 
 _STEP = "model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
@@ -163,10 +163,11 @@ def _refuse_nothing(optimizer: Optimizer, *, is_inside: bool) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(link_of(parameter) is not None or own_grad(parameter) is not None for parameter in parameters):
         return
-    if not is_inside and any(isinstance(parameter, EngineMaster) for parameter in parameters):
+    if not is_inside and any(map(is_from_engine, parameters)):
         raise TrainsNothing(
             "an optimizer stepped outside of a step function, where its parameters have no gradients; write "
-            f"{_STEP}{advice()}"
+            f"{_STEP}; or, of a model with step_in_backward=True, leave it out: forward_backward(..., "
+            f"optimizer=optimizer) has stepped{advice()}"
         )
     for parameter in parameters:
         if parameter.requires_grad and (name := owner_of(parameter)) is not None:

@@ -122,7 +122,8 @@ class Expansions:
         def note(tensor: torch.Tensor) -> torch.Tensor | _Saved:
             weight = None if tensor.layout != torch.strided else places.get(_place(tensor))
             if weight is None or tensor.dtype != weight.parameter.dtype:
-                return tensor
+                # Without its graph: a graph that keeps an output of its own operations would never be freed.
+                return tensor.detach()
             return _Saved(layer, weight, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
         return note

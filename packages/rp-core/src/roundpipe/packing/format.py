@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
 import torch
-
-# So many elements are packed or expanded at a time: steps in between are in fp32, of several times their bytes.
-WINDOW = 1 << 24
 
 
 class Format(Protocol):
@@ -35,22 +32,6 @@ class Format(Protocol):
     def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Write the weight, rounded once, from fp32. `out`: contiguous, where the codes are."""
         ...
-
-
-def windows(shape: Sequence[int], multiple: int) -> Iterator[tuple[slice, slice]]:
-    """Cut matrices (number, rows, columns) into parts of about `WINDOW` elements: slices of numbers and of rows.
-
-    `multiple`: parts begin at rows that are multiples of this.
-
-    >>> list(windows((3, 4, 5), 2))
-    [(slice(0, 3, None), slice(0, 4, None))]
-    """
-    number, rows, columns = shape
-    whole = max(WINDOW // max(rows * columns, 1), 1)
-    some = max(WINDOW // max(columns * multiple, 1), 1) * multiple
-    for first in range(0, number, whole):
-        for row in range(0, rows, some):
-            yield slice(first, min(first + whole, number)), slice(row, min(row + some, rows))
 
 
 def matrices(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,21 +58,13 @@ def pack_frozen(
     if not chosen:
         raise ValueError(_nothing_chosen(model, is_selected=select is not None))
     forms = [format_of(format, transposed=bool(getattr(place.module, "is_transposed", False))) for place in chosen]
-    for place, form in zip(chosen, forms, strict=True):
-        _check(place)
-        try:
-            form.specs(place.parameter.shape)
-        except ValueError as error:
-            raise ValueError(f"{place.name}: {error}") from None
-    packed: dict[int, nn.Parameter] = {}
-    before = 0
-    for place, form in zip(chosen, forms, strict=True):
-        if id(place.parameter) not in packed:
-            before += place.parameter.nbytes
-            packed[id(place.parameter)] = as_parameter(_packed(place, form))
-        place.put(packed[id(place.parameter)])
-    after = sum(cast(PackedWeight, one).packed_nbytes for one in packed.values())
-    return PackedBytes(len(packed), before, after)
+    _check_all(zip(chosen, forms, strict=True))
+    before = sum({id(place.parameter): place.parameter.nbytes for place in chosen}.values())
+    todo = deque(zip(chosen, forms, strict=True))
+    # A weight's last place is its last owner: each is freed before the next one is packed.
+    del chosen
+    packed = _pack_each(todo)
+    return PackedBytes(len(packed), before, sum(cast(PackedWeight, one).packed_nbytes for one in packed))
 
 
 def unpack_frozen(model: nn.Module) -> int:
@@ -142,6 +135,17 @@ def _heads(model: nn.Module) -> set[int]:
     return found
 
 
+def _pack_each(todo: deque[tuple[_Place, Format]]) -> list[nn.Parameter]:
+    """Pack the weights of these places, each once."""
+    packed: dict[int, nn.Parameter] = {}
+    while todo:
+        place, form = todo.popleft()
+        if id(place.parameter) not in packed:
+            packed[id(place.parameter)] = as_parameter(_packed(place, form))
+        place.put(packed[id(place.parameter)])
+    return list(packed.values())
+
+
 def _packed(place: _Place, form: Format) -> PackedWeight:
     try:
         return PackedWeight.of(form, place.parameter)
@@ -164,10 +168,19 @@ def _nothing_chosen(model: nn.Module, *, is_selected: bool) -> str:
     )
 
 
-def _check(place: _Place) -> None:
+def _check_all(chosen: Iterable[tuple[_Place, Format]]) -> None:
+    for place, form in chosen:
+        _check(place, form)
+
+
+def _check(place: _Place, form: Format) -> None:
     if place.parameter.requires_grad:
         raise ValueError(
             f"{place.name} is trained, and packed weights are frozen: freeze it first, or leave it out"
         )
     if place.parameter.dtype not in _FLOATS:
         raise ValueError(f"{place.name} is {place.parameter.dtype}, but weights to pack must be one of {_FLOATS}")
+    try:
+        form.specs(place.parameter.shape)
+    except ValueError as error:
+        raise ValueError(f"{place.name}: {error}") from None

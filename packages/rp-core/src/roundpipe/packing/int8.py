@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe.packing.format import matrices, rows_and_columns, windows
+from roundpipe.packing.format import matrices, rows_and_columns
+from roundpipe.packing.piecewise.threads import Scratch, each_piece
+from roundpipe.packing.piecewise.windows import window_for, windows
 
 _MOST = 127
 
@@ -31,18 +33,27 @@ class Int8:
 
     def pack(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """See `Format`."""
-        source, target = matrices(weight), matrices(codes)
+        source, target = matrices(weight), matrices(codes).view(torch.int8)
         factors = scales.view(source.shape[:2])
-        for where in windows(source.shape, 1):
-            part: torch.Tensor = source[where].float()
-            factor = part.abs().amax(-1) / _MOST
+
+        def pack(where: tuple[slice, slice], scratch: Scratch) -> None:
+            part = source[where]
+            numbers = scratch.take("numbers", part.shape, torch.float32).copy_(part)
+            sizes = torch.abs(numbers, out=scratch.take("sizes", part.shape, torch.float32))
+            factor = sizes.amax(-1) / _MOST
             factors[where] = factor.where(factor > 0, 1.0)
-            rounded = (part / factors[where].unsqueeze(-1)).round().clamp(-_MOST, _MOST)
-            target[where] = rounded.to(torch.int8).view(torch.uint8)
+            target[where] = numbers.div_(factors[where].unsqueeze(-1)).round_().clamp_(-_MOST, _MOST)
+
+        each_piece(windows(source.shape, 1, window_for(weight)), pack, weight)
 
     def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """See `Format`."""
         source, target = matrices(codes).view(torch.int8), matrices(out)
         factors = scales.view(source.shape[:2])
-        for where in windows(source.shape, 1):
-            target[where] = source[where].float() * factors[where].unsqueeze(-1)
+
+        def expand(where: tuple[slice, slice], scratch: Scratch) -> None:
+            part = source[where]
+            numbers = scratch.take("numbers", part.shape, torch.float32).copy_(part)
+            target[where] = numbers.mul_(factors[where].unsqueeze(-1))
+
+        each_piece(windows(source.shape, 1, window_for(out)), expand, codes)

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from roundpipe.packing.format import matrices, rows_and_columns, table, windows
+from roundpipe.packing.format import matrices, rows_and_columns, table
+from roundpipe.packing.piecewise.lookup import pair_lookup
+from roundpipe.packing.piecewise.threads import Scratch, each_piece
+from roundpipe.packing.piecewise.windows import window_for, windows
 
 BLOCK = 32
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -51,28 +54,40 @@ class Mxfp4:
         """See `Format`. Rounds to nearest, ties to even, and to 6 times the scale at most."""
         source = self._rows(matrices(weight))
         bytes_, powers = codes.view(*source.shape[:2], -1), matrices(scales)
-        for where in windows(source.shape, 1):
-            part: torch.Tensor = source[where].float().view(*powers[where].shape, BLOCK)
-            exponent = torch.frexp(part.abs().amax(-1)).exponent - 1 - _MOST_EXPONENT
+        lookup = pair_lookup(_nearest, weight.device, first_is_high=False)
+
+        def pack(where: tuple[slice, slice], scratch: Scratch) -> None:
+            numbers = scratch.take("numbers", source[where].shape, torch.float32).copy_(source[where])
+            numbers = numbers.view(*powers[where].shape, BLOCK)
+            sizes = torch.abs(numbers, out=scratch.take("sizes", numbers.shape, torch.float32))
+            exponent = torch.frexp(sizes.amax(-1)).exponent - 1 - _MOST_EXPONENT
             powers[where] = (exponent + _BIAS).clamp(0, 254).to(torch.uint8)
-            found = _codes(part / _power(powers[where]).unsqueeze(-1)).flatten(-2)
-            bytes_[where] = found[..., 1::2] << 4 | found[..., ::2]
+            numbers.div_(_power(powers[where]).unsqueeze(-1))
+            bytes_[where] = lookup(numbers.view(-1), scratch).view(bytes_[where].shape)
+
+        each_piece(windows(source.shape, 1, window_for(weight)), pack, weight)
 
     def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """See `Format`."""
         target = self._rows(matrices(out))
         bytes_, powers = codes.view(*target.shape[:2], -1), matrices(scales)
-        pairs = table(_PAIRS, 2, codes)
-        for where in windows(target.shape, 1):
+        pairs = table(_PAIRS, 2, codes).view(torch.int64).view(-1)
+
+        def expand(where: tuple[slice, slice], scratch: Scratch) -> None:
             part = bytes_[where]
-            values = pairs.index_select(0, part.reshape(-1).int()).view(*powers[where].shape, BLOCK)
-            target[where] = values.mul_(_power(powers[where]).unsqueeze(-1)).flatten(-2)
+            index = scratch.take("index", part.shape, torch.int32).copy_(part).view(-1)
+            found = scratch.take("pairs", index.shape, torch.int64)
+            numbers = torch.index_select(pairs, 0, index, out=found).view(torch.float32)
+            numbers = numbers.view(*powers[where].shape, BLOCK).mul_(_power(powers[where]).unsqueeze(-1))
+            target[where] = numbers.flatten(-2)
+
+        each_piece(windows(target.shape, 1, window_for(out)), expand, codes)
 
     def _rows(self, found: torch.Tensor) -> torch.Tensor:
         return found.transpose(-1, -2) if self.transposed else found
 
 
-def _codes(scaled: torch.Tensor) -> torch.Tensor:
+def _nearest(scaled: torch.Tensor) -> torch.Tensor:
     """The nearest codes; of two that are as near the even one."""
     size = scaled.abs()
     # Numbers are 0.5 apart up to 2, then 1 up to 4, then 2.

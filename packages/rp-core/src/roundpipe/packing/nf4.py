@@ -9,7 +9,10 @@ from itertools import pairwise
 
 import torch
 
-from roundpipe.packing.format import WINDOW, blocks, table
+from roundpipe.packing.format import blocks, table
+from roundpipe.packing.piecewise.lookup import pair_lookup
+from roundpipe.packing.piecewise.threads import Scratch, each_piece
+from roundpipe.packing.piecewise.windows import stretches, window_for
 
 BLOCK = 64
 # In bitsandbytes' digits.
@@ -33,7 +36,6 @@ VALUES = (
 )
 _MIDDLES = tuple((one + other) / 2 for one, other in pairwise(VALUES))
 _PAIRS = tuple(VALUES[nibble] for byte in range(256) for nibble in (byte >> 4, byte & 15))
-_WINDOW_BLOCKS = WINDOW // BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +59,57 @@ class Nf4:
     def pack(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """See `Format`."""
         flat = weight.view(-1)
-        middles = table(_MIDDLES, 1, weight).view(-1)
-        for first in range(0, scales.numel(), _WINDOW_BLOCKS):
-            part = flat[first * BLOCK : (first + _WINDOW_BLOCKS) * BLOCK].float()
-            padded = part.new_zeros(blocks(part.numel(), BLOCK), BLOCK)
-            padded.view(-1)[: part.numel()] = part
-            most = padded.abs().amax(1)
-            scales[first : first + most.numel()] = most
-            scaled = padded / most.where(most > 0, 1.0).unsqueeze(1)
-            pairs = torch.bucketize(scaled, middles).to(torch.uint8).view(-1, 2)
-            target = codes[first * BLOCK // 2 :][: blocks(part.numel(), 2)]
-            target.copy_((pairs[:, 0] << 4 | pairs[:, 1])[: target.numel()])
+        lookup = pair_lookup(_nearest, weight.device, first_is_high=True)
+
+        def pack(piece: slice, scratch: Scratch) -> None:
+            factors, target = scales[_blocks(piece)], codes[_bytes(piece)]
+            numbers = _in_blocks(flat[piece], scratch)
+            sizes = torch.abs(numbers, out=scratch.take("sizes", numbers.shape, torch.float32))
+            torch.amax(sizes, 1, out=factors)
+            numbers.div_(factors.where(factors > 0, 1.0).unsqueeze(1))
+            target.copy_(lookup(numbers.view(-1), scratch)[: target.numel()])
+
+        each_piece(_pieces(flat), pack, weight)
 
     def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """See `Format`."""
         flat = out.view(-1)
-        pairs = table(_PAIRS, 2, codes)
-        for first in range(0, scales.numel(), _WINDOW_BLOCKS):
-            target = flat[first * BLOCK : (first + _WINDOW_BLOCKS) * BLOCK]
-            bytes_ = codes[first * BLOCK // 2 :][: blocks(target.numel(), 2)]
-            values = pairs.index_select(0, bytes_.int()).view(-1)[: target.numel()]
-            target.copy_(values.mul_(_spread(scales[first : first + _WINDOW_BLOCKS], target.numel())))
+        pairs = table(_PAIRS, 2, codes).view(torch.int64).view(-1)
+
+        def expand(piece: slice, scratch: Scratch) -> None:
+            factors, bytes_ = scales[_blocks(piece)], codes[_bytes(piece)]
+            index = scratch.take("index", bytes_.shape, torch.int32).copy_(bytes_)
+            # In whole blocks: what is beyond the end is any number.
+            found = scratch.take("pairs", (factors.numel() * BLOCK // 2,), torch.int64)
+            torch.index_select(pairs, 0, index, out=found[: index.numel()])
+            numbers = found.view(torch.float32).view(-1, BLOCK).mul_(factors.unsqueeze(1))
+            target = flat[piece]
+            target.copy_(numbers.view(-1)[: target.numel()])
+
+        each_piece(_pieces(flat), expand, codes)
 
 
-def _spread(scales: torch.Tensor, numel: int) -> torch.Tensor:
-    return scales.repeat_interleave(BLOCK)[:numel]
+def _pieces(flat: torch.Tensor) -> list[slice]:
+    return stretches(flat.numel(), BLOCK, window_for(flat))
+
+
+def _blocks(piece: slice) -> slice:
+    return slice(piece.start // BLOCK, blocks(piece.stop, BLOCK))
+
+
+def _bytes(piece: slice) -> slice:
+    return slice(piece.start // 2, blocks(piece.stop, 2))
+
+
+def _in_blocks(part: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """These numbers in fp32, and zeros to the end of the last block."""
+    found = scratch.take("numbers", (blocks(part.numel(), BLOCK), BLOCK), torch.float32)
+    flat = found.view(-1)
+    flat[: part.numel()].copy_(part)
+    flat[part.numel() :].zero_()
+    return found
+
+
+def _nearest(scaled: torch.Tensor) -> torch.Tensor:
+    """The code of the nearest value; of two that are as near the smaller one."""
+    return torch.bucketize(scaled, table(_MIDDLES, 1, scaled).view(-1)).to(torch.uint8)

@@ -9,12 +9,13 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from roundpipe.packing.format import WINDOW, Format
+from roundpipe.packing.format import Format
 from roundpipe.packing.formats import format_of
+from roundpipe.packing.piecewise.windows import WINDOW
 
 _aten: Any = torch.ops.aten
-# For each element of a window: its number and its scale in fp32, and an index for two; 10.02 at most, in NF4.
-_PASSING_BYTES = 11
+# For each element of a window: its number in fp32 and an index, for two or for each; 8.03 at most, in FP8.
+_PASSING_BYTES = 9
 _UNPACK = "call roundpipe.unpack_frozen(model) first, which gives it back its whole memory"
 
 
@@ -59,8 +60,8 @@ class PackedWeight(torch.Tensor):
             codes = torch.empty(codes_shape, dtype=torch.uint8, device=weight.device)
             scales = torch.empty(scales_shape, dtype=scales_dtype, device=weight.device)
             if not weight.is_meta:
-                _check_finite(weight, form)
                 form.pack(weight.detach().contiguous(), codes, scales)
+                _check_finite(weight, form)
         return PackedWeight(form, codes, scales, weight.shape, weight.dtype)
 
     def expanded(self) -> torch.Tensor:
@@ -202,7 +203,8 @@ def _check(form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Seque
 
 
 def _check_finite(weight: torch.Tensor, form: Format) -> None:
-    # In one pass without temporaries: a NaN is both the smallest and the largest.
+    # In one pass without temporaries: a NaN is both the smallest and the largest. After packing, since this is
+    # what tells `rp_transfer.GivingBack` on the calling thread that a mapped weight has been read.
     if weight.numel() and not all(map(math.isfinite, map(float, weight.detach().aminmax()))):
         raise ValueError(f"{form.name} packs finite numbers, but the weight has a NaN or an infinity")
 

@@ -59,7 +59,9 @@ class Pricing:
         machine = self._runtime.machine
         if not (self._on_host or machine.is_probed):
             machine.note_probe(probed(self._runtime))
-        self._is_tight = pairs_gradients(self._state) and not self._has_room_for_pairs()
+        self._is_tight = self._state.steps_in_backward or (
+            pairs_gradients(self._state) and not self._has_room_for_pairs()
+        )
         return Limits(
             device_memory_bytes=self._budget(costs, rows, is_known=is_known),
             host_memory_bytes=self._host_memory_bytes(Host()),
@@ -81,7 +83,10 @@ class Pricing:
         return replace(found, host_memory_bytes=self._host_memory_bytes(found.host))
 
     def _host_memory_bytes(self, host: Host) -> int | None:
-        """Where two tasks' gradients do not fit, what a plan takes that gives each layer's to one task."""
+        """Where two tasks' gradients do not fit, what a plan takes that gives each layer's to one task.
+
+        So it is where the optimizer steps during backward, too: layers pass the memory of their gradients on.
+        """
         if not self._is_tight:
             return None
         copies = 2 if host.double_buffer else 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from rp_dist import DistError
 
-from roundpipe.errors import CheckpointError
+from roundpipe.errors import CheckpointError, MachineFailed
 from roundpipe.runtime.machines import MachineGroup, Talk
 
 
@@ -47,8 +47,17 @@ class Together:
             return self.talk.say(f"{what} of a checkpoint", value, error=error)
         except BaseException as failure:
             self.is_over = True
-            self.lost = failure if isinstance(failure, DistError) else None
+            self.lost = failure if isinstance(failure, DistError) else self._lost_meanwhile(failure)
             raise
+
+    def _lost_meanwhile(self, failure: BaseException) -> DistError | None:
+        """A machine that was given up misses what the others have removed: all speak again, so it learns that."""
+        try:
+            if isinstance(failure, MachineFailed):
+                self.talk.say("the failure of a checkpoint")
+        except DistError as lost:
+            return lost
+        return None
 
     def tell(self, what: str, error: BaseException) -> None:
         """Tell that this machine could not do it."""

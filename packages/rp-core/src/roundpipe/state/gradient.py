@@ -8,6 +8,7 @@ import torch
 from rp_optim import GradientPair, add_to_pair
 from rp_transfer import Backend, Conveyor, Layout, Turns
 
+from roundpipe.state.passing import Place
 from roundpipe.state.shards import Segment
 
 
@@ -40,6 +41,8 @@ class Gradient:
     other, and nothing is added before the optimizer reads both. Later tasks are added to the two (`add_to_pair`).
     In 32 bits and more there is one, to which the second task is added. Code that changes single gradients needs
     one block, too (`widen`): from then on it is in fp32, until all gradients are dropped.
+
+    `place`: the memory that it shares with other blocks, see `share`; None if it has its own.
     """
 
     def __init__(self, backend: Backend, layout: Layout) -> None:
@@ -49,6 +52,23 @@ class Gradient:
         self._summands: list[Summand] = []
         # By a segment's start: its sum over machines, beside 16-bit gradients.
         self._totals: dict[int, torch.Tensor] = {}
+        self.place: Place | None = None
+
+    def share(self, place: Place) -> None:
+        """Use a place that others use, too: one task adds to the gradients, and the step after it reads them."""
+        self.place, self.turns = place, place.turns
+        place.members.append(self)
+
+    def move_out(self) -> None:
+        """Use memory and turns of its own from now on; nobody may be using the place."""
+        if self.place is not None:
+            self.place.members.remove(self)
+            self.place, self.turns, self._summands = None, Turns(), []
+
+    @property
+    def counts(self) -> bool:
+        """Whether its memory counts as its own: that of a place counts once."""
+        return self.place is None or self.place.members[0] is self
 
     @property
     def written(self) -> set[int]:
@@ -58,6 +78,8 @@ class Gradient:
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
+        if self.place is not None:
+            return self.place.nbytes if self.counts else 0
         totals = list(self._totals.values())
         return sum(summand.block.nbytes for summand in self._summands) + sum(total.nbytes for total in totals)
 
@@ -98,6 +120,9 @@ class Gradient:
         most = 1 if self._dtype() == sum_dtype(self._dtype()) else 2
         if len(self._summands) == most:
             return None
+        if self.place is not None:
+            assert not self._summands, "two tasks add to gradients in a place that blocks pass on"
+            return self._append(self.place.memory(self.layout.numel))
         return self._append(self._backend.host_empty((self.layout.numel,), self.layout.dtype))
 
     def _split_if_unused(self) -> None:

@@ -11,16 +11,22 @@ from typing import TypeGuard, cast
 
 import torch
 from rp_optim import Master, SplitMaster, write_weights
+from rp_optim.masters import link_of
 from torch.utils.weak import WeakIdKeyDictionary
 
 from roundpipe.errors import AloneOnly, TrainingWarning
 
-_WORDS = (
+PENDING = (
     "a parameter's .grad was read outside of a step function, where it is None although there are gradients: "
     "clip, log and drop them in the step function, as in model.step(lambda: "
     "(clip_grad_norm_(model.optim_parameters(), 1.0), optimizer.step(), optimizer.zero_grad()))"
 )
-# Whether there are gradients that no step was launched for, by master: it has no attributes, which would be saved.
+CONSUMED = (
+    "a parameter's .grad was read, but gradients are consumed as they arrive in forward_backward(optimizer=...) "
+    "of a model with step_in_backward=True, so .grad is None: there are none to clip, log or drop; wrap the model "
+    "without it for that"
+)
+# What to say of gradients that no step was launched for, by master: it has no attributes, which would be saved.
 _PENDING: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _ALONE = (
     "a parameter's .grad was read in a step function, outside of an optimizer's step: with several machines each "
@@ -66,6 +72,11 @@ def note_optimizer(*, steps: bool) -> None:
     _HERE.is_optimizer = steps
 
 
+def is_in_optimizer() -> bool:
+    """Whether an optimizer steps on this thread, or code reads what optimizers may, see `reading`."""
+    return _HERE.is_optimizer
+
+
 class _FromEngine(Master):
     """A master whose gradients come from the engine.
 
@@ -74,20 +85,30 @@ class _FromEngine(Master):
 
     def note_missing(self) -> None:
         """See `Master.note_missing`."""
-        tell = cast("Callable[[], bool] | None", _PENDING.get(self))  # pyright: ignore[reportUnknownMemberType]
-        if tell is not None and tell():
-            warnings.warn(_WORDS, TrainingWarning, stacklevel=3)
+        tell = cast("Callable[[], str | None] | None", _PENDING.get(self))  # pyright: ignore[reportUnknownMemberType]
+        if tell is not None and (words := tell()) is not None:
+            warnings.warn(words, TrainingWarning, stacklevel=3)
 
     def note_read(self) -> None:
         """See `Master.note_read`. Raises `AloneOnly` where the gradients are divided between machines."""
         if self in _DIVIDED and not _HERE.is_optimizer and not _in_zero_grad():
             raise AloneOnly(_ALONE)
 
+    def note_none(self) -> None:
+        """See `Master.note_none`. Torch's optimizers do not drop what is None here, as on another machine."""
+        if self in _DIVIDED and (link := link_of(self)) is not None and _in_zero_grad():
+            link.is_dropped = True
+
 
 def _in_zero_grad() -> bool:
     # Torch's optimizers look whether there is a gradient before they drop it.
     frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
     return frame.f_code.co_name == "zero_grad"
+
+
+def is_from_engine(parameter: torch.Tensor) -> bool:
+    """Whether it is a master, whole or in halves, whose gradients come from the engine."""
+    return isinstance(parameter, _FromEngine)
 
 
 class EngineMaster(_FromEngine):
@@ -139,11 +160,11 @@ def published(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
-def refuse_reads(master: EngineMaster) -> None:
+def refuse_reads(master: Master) -> None:
     """Only optimizers' steps may read its ``.grad``: other machines have others."""
     _DIVIDED[master] = True
 
 
-def watch_reads(master: Master, tell: Callable[[], bool]) -> None:
-    """Ask `tell` whenever ``.grad`` of `master` is missing, whether to say so."""
+def watch_reads(master: Master, tell: Callable[[], str | None]) -> None:
+    """Ask `tell` whenever ``.grad`` of `master` is missing, what to say."""
     _PENDING[master] = tell

@@ -16,14 +16,18 @@ from rp_transfer import Backend, Group, Kind, MappedFiles, Turns, give_back_free
 from roundpipe.state.gradient import Gradient
 from roundpipe.state.halves import TellsWhole, can_split, same_bits, tell_kept_whole
 from roundpipe.state.master import (
+    CONSUMED,
+    PENDING,
     EngineMaster,
     EngineSplitMaster,
+    is_in_optimizer,
     is_split,
     published,
     refuse_reads,
     watch_reads,
     watch_whole,
 )
+from roundpipe.state.passing import Place, sharing
 from roundpipe.state.shards import Segment, Shards
 
 PinMode = Literal["alloc", "register", "off"]
@@ -80,6 +84,11 @@ class Block:
         if self.rank is None:
             return list(range(len(self.tensors)))
         return [index for segment in self.segments if segment.owner == self.rank for index in segment.indices]
+
+    @property
+    def passes_gradients_on(self) -> bool:
+        """Whether the memory of its gradients is another block's once a step has read them."""
+        return self.gradient is not None and self.gradient.place is not None
 
     def __str__(self) -> str:
         """Names the layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
@@ -170,6 +179,11 @@ class Block:
         for index in changed:
             self.seen[index] = self.tensors[index]._version
         return changed
+
+
+def in_turn(blocks: Iterable[Block]) -> list[Block]:
+    """In the order in which gradients leave a task: memory is passed on from the last layer to the first."""
+    return sorted(blocks, key=lambda block: -max(block.users) if block.passes_gradients_on else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,18 +340,23 @@ class Broken:
 
 
 class _Reads:
-    """Whether to say that a master's gradient is read where it is not: once, where a step would have it."""
+    """What to say of a master's gradient that is read where it is not: once, where a step would have or had it."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
         self._is_told = False
 
-    def __call__(self) -> bool:
+    def __call__(self) -> str | None:
         state = self._state()
-        if self._is_told or state is None or state.num_runs == state.stepped_runs:
-            return False
+        if self._is_told or state is None or state.is_stepping:
+            return None
+        if state.num_runs == (0 if state.steps_in_backward else state.stepped_runs):
+            return None
+        if state.steps_in_backward and is_in_optimizer():
+            # One over several models looks for gradients of each in each model's step.
+            return None
         self._is_told = True
-        return True
+        return CONSUMED if state.steps_in_backward else PENDING
 
 
 class ModelState:
@@ -352,8 +371,9 @@ class ModelState:
     owns which parameter; None for one machine. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
     whether trained weights have second blocks; None until that is decided. `master`: whether bf16 weights are the
-    upper halves of their masters. `torn`: why some weights are of one step and some of the next, until a state is
-    loaded: the step that wrote them in place has failed.
+    upper halves of their masters. `steps_in_backward`: the optimizer steps during each training call, and layers
+    pass their gradients' memory on. `torn`: why some weights are of one step and some of the next, until a state
+    is loaded: the step that wrote them in place has failed.
     """
 
     def __init__(
@@ -367,8 +387,11 @@ class ModelState:
         shards: Shards | None = None,
         master: MasterKind = "whole",
         name: str = "unnamed",
+        *,
+        steps_in_backward: bool = False,
     ) -> None:
         self.master: MasterKind = master
+        self.steps_in_backward = steps_in_backward
         self._name = name
         self._tell_whole = TellsWhole(name)
         self._is_told_whole = False
@@ -404,11 +427,26 @@ class ModelState:
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         if self.shards is not None:
             self._divide(self.shards)
+        if self.steps_in_backward:
+            self._share_gradients()
         self._places: dict[int, int] = {}
         self._walked = walk(self.modules)
         self.signature = signature(self._walked, self._places)
         self.flags = training_flags(self._walked)
         self.attributes = attributes(self._walked)
+
+    def _share_gradients(self) -> None:
+        for blocks in sharing(self.trainable):
+            place = Place(self.backend, blocks[0].layout)
+            for block in blocks:
+                assert block.gradient is not None
+                block.gradient.share(place)
+
+    def keep_apart(self, blocks: Iterable[Block]) -> None:
+        """Give these blocks, to whose gradients several tasks add, memory of their own; nothing may be running."""
+        for block in blocks:
+            if block.gradient is not None:
+                block.gradient.move_out()
 
     def _divide(self, shards: Shards) -> None:
         shards.assign([block.tensors for block in self.trainable])
@@ -445,7 +483,7 @@ class ModelState:
         held = {
             tensor: block.gradient.view(index).clone()
             for block in self.trainable
-            if block.gradient is not None
+            if block.gradient is not None and not self.steps_in_backward
             for index, tensor in enumerate(block.tensors)
             if index in block.gradient.written
         }
@@ -544,30 +582,35 @@ class ModelState:
             tell_kept_whole(self._name, [value for block in self.trainable for value in block.values])
 
     def _master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster | EngineSplitMaster:
-        if self.master == "split" and can_split(value):
+        if self.master == "split" and can_split(value) and self._has_here(parameter):
             master = EngineSplitMaster(value)
             watch_whole(master, self._tell_whole)
         else:
             master = self._whole_master(parameter, value)
         watch_reads(master, self._reads)
-        return master
-
-    def _whole_master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster:
-        dtype = self.optim_dtype or parameter.dtype
-        is_here = self.shards is None or self.shards.owns(parameter)
-        master = EngineMaster(
-            value.to(dtype, copy=True).contiguous()
-            if is_here
-            else torch.empty(value.shape, dtype=dtype, device="meta")
-        )
         if self.shards is not None:
             refuse_reads(master)
         return master
 
+    def _has_here(self, parameter: torch.Tensor) -> bool:
+        """Whether this machine has the parameter's master."""
+        return self.shards is None or self.shards.owns(parameter)
+
+    def _whole_master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster:
+        dtype = self.optim_dtype or parameter.dtype
+        return EngineMaster(
+            value.to(dtype, copy=True).contiguous()
+            if self._has_here(parameter)
+            else torch.empty(value.shape, dtype=dtype, device="meta")
+        )
+
     def trains_halves(self) -> bool:
-        """Whether any trained parameter has, or will get, a master in halves."""
+        """Whether any trained parameter has, or will get, a master in halves.
+
+        Of several machines all say the same, also where one has made its own masters whole.
+        """
         return self.master == "split" and any(
-            is_split(self.masters[tensor]) if tensor in self.masters else can_split(value)
+            is_split(self.masters[tensor]) if tensor in self.masters and self.shards is None else can_split(value)
             for block in self.trainable
             for tensor, value in zip(block.tensors, block.values, strict=True)
         )

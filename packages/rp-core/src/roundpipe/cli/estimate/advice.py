@@ -80,9 +80,14 @@ def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     count = None if now.planned is None else now.planned.microbatches
     if 1 < now.case.machines <= options.batch // 2:
         yield _more_machines(now)
-    if options.master == "whole" and now.case.machines == 1:
+    if options.master == "whole":
         workload = replace(now.case.workload, master="split")
         change = _change("--master split", now, workload=workload, microbatches=count)
+        if change.then.fits:
+            yield change
+    if not options.step_in_backward and now.case.machines == 1:
+        workload = replace(now.case.workload, step_in_backward=True)
+        change = _change("--step-in-backward", now, workload=workload, microbatches=count)
         if change.then.fits:
             yield change
     for kind in _SMALLER_KINDS if options.optimizer_state == "fp32" else ():
@@ -165,4 +170,5 @@ def workload_of(options: PlanOptions) -> Workload:
         is_adapted=options.lora is not None,
         packing=packing_of(options.model, options.pack),
         master=options.master,
+        step_in_backward=options.step_in_backward,
     )

@@ -25,7 +25,7 @@ _BOUNDS: Mapping[Bound, str] = {
 }
 _KINDS = {"F": "forward", "FB": "both", "B": "backward"}
 _MOST_STAGES = 16
-_MOST_CHANGES = 5
+_MOST_CHANGES = 8
 # Kinds that are a smaller part of host memory are left out.
 _SMALL = 0.001
 
@@ -88,6 +88,7 @@ def _model(found: Foretold) -> dict[str, Any]:
         "optimizer": workload.optimizer,
         "optimizer_state": workload.optimizer_state,
         "master": workload.master,
+        "step_in_backward": workload.step_in_backward,
         "expanded_bytes": workload.expanded_bytes,
     }
 
@@ -178,6 +179,7 @@ def _headings(found: Foretold) -> Iterator[str]:
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
         f"{workload.optimizer}{_state(workload.optimizer_state)}, fp32 masters"
         f"{' in halves' if workload.master == 'split' else ''}"
+        f"{', stepped in backward' if workload.step_in_backward else ''}"
     )
     card = machine.card
     ram = "RAM not given" if machine.ram is None else f"RAM {_gb(machine.ram.total_bytes)}"

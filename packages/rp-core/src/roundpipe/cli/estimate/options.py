@@ -50,6 +50,7 @@ class PlanOptions:
     json: bool = False
     network: Network = ONE_MACHINE
     master: str = "whole"
+    step_in_backward: bool = False
 
 
 def read_plan_options(given: Given) -> PlanOptions:
@@ -83,14 +84,15 @@ def read_plan_options(given: Given) -> PlanOptions:
         utilisation=None if given.utilisation is None else _part("--utilisation", given.utilisation),
         json=given.json,
         network=_network(given, batch),
-        master=_master(given),
+        master=master(given),
+        step_in_backward=_step_in_backward(given),
     )
 
 
-def _master(given: Given) -> str:
-    if given.master == "split" and given.machines != "1":
-        raise Refused("--master split is for one machine; with --machines leave it out")
-    return master(given)
+def _step_in_backward(given: Given) -> bool:
+    if given.step_in_backward and given.machines != "1":
+        raise Refused("--step-in-backward is for one machine; with --machines leave it out")
+    return given.step_in_backward
 
 
 def _network(given: Given, batch: int) -> Network:

@@ -66,6 +66,7 @@ class Workload:
     hidden: frozenset[torch.Tensor] = frozenset()
     master: MasterKind = "whole"
     is_sync: bool = True
+    step_in_backward: bool = False
 
     @classmethod
     def of(
@@ -80,6 +81,7 @@ class Workload:
         packing: Packing | None = None,
         master: str = "whole",
         is_sync: bool = True,
+        step_in_backward: bool = False,
     ) -> Workload:
         """Of a model on the meta device, whose frozen weights are packed here."""
         observed = observe(model, sequence)
@@ -100,6 +102,7 @@ class Workload:
             _hidden(model),
             "split" if master == "split" else "whole",
             is_sync,
+            step_in_backward,
         )
 
     @cached_property
@@ -224,7 +227,7 @@ class Workload:
 
         Of several machines: that of the one that owns most, with its own microbatches.
         """
-        additions = max(_additions(tasks, len(self.observed.facts)), default=1)
+        additions = 1 if self.step_in_backward else max(_additions(tasks, len(self.observed.facts)), default=1)
         inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
         activations = microbatches * held_at_once(tasks, inputs)
         limit = machine.ram or HostLimit("the machine", 2**63, 2**63)
@@ -256,6 +259,7 @@ class Workload:
             additions=additions,
             shards=shards,
             master=self.master,
+            steps_in_backward=self.step_in_backward,
         )
         state = self._state_bytes(self.optimizer_state, shards)
         more = HostBytes(optimizer_state=state, activations=activations)

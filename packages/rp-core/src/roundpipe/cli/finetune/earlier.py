@@ -29,6 +29,7 @@ FREE = frozenset(
         "resume",
         "save_every",
         "save_minutes",
+        "step_in_backward",
         "tokenizer",
     ]
 )

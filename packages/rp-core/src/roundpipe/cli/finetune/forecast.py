@@ -23,11 +23,10 @@ _GB = 1e9
 def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foretold:
     """Plan the training on this machine, with the number of microbatches that is fastest unless one is given.
 
-    Raises `Refused` for a model that cannot be made, tokens and positions that it does not have, and options that
-    are for one machine.
+    Raises `Refused` for a model that cannot be made, and tokens and positions that it does not have.
     """
-    if options.master == "split" and runtime.group is not None:
-        raise Refused(f"--master split is for one machine, but there are {runtime.group.size}; leave it out")
+    if options.step_in_backward and runtime.group is not None:
+        raise Refused(f"--step-in-backward is for one machine, but there are {runtime.group.size}; leave it out")
     model = model_of(
         config_file(options),
         options.lora,
@@ -43,6 +42,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         optimizer=options.optimizer,
         optimizer_state=options.optimizer_state,
         master=options.master,
+        step_in_backward=options.step_in_backward,
         is_sync=options.sync,
         is_adapted=options.lora is not None,
         packing=packing_of(config_file(options), options.pack),

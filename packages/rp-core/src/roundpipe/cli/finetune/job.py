@@ -53,14 +53,18 @@ class Job:
         """Run step number `step`, counted from 1. Return also whether its loss is finite; if not, no update.
 
         Unless `sync`, its update may end after the return. Raises `Diverged` for gradients that are not finite, of
-        this step or, unless `sync`, of the one before.
+        this step or, unless `sync`, of the one before. With `step_in_backward` the update is part of the call,
+        also where its loss is not finite.
         """
         began = time.perf_counter()
         rate = self.updates.rate(step)
-        loss = self._backpropagate(self.data.calls(step))
+        during = self.updates.optimizer if self.options.step_in_backward else None
+        if during is not None:
+            self.updates.set_rate(rate)
+        loss = self._backpropagate(self.data.calls(step), during)
         late = self.model.weights_delay
         is_finite = bool(torch.isfinite(torch.tensor(loss)))
-        if is_finite:
+        if is_finite and during is None:
             self.model.step(partial(self.updates.update, step, rate), is_async=not self.options.sync)
         seconds = time.perf_counter() - began
         tokens = self.data.tokens(step)
@@ -69,11 +73,12 @@ class Job:
         )
         return found, is_finite
 
-    def _backpropagate(self, calls: list[dict[str, Tensor]]) -> float:
+    def _backpropagate(self, calls: list[dict[str, Tensor]], during: torch.optim.Optimizer | None) -> float:
         """The mean over the labels of all calls: each call contributes by how many it has."""
         total = sum(map(labels_in, calls))
         whole: dict[str, Any] = {TOTAL: total} if len(calls) > 1 else {}
-        return sum(self.model.forward_backward(input_kwargs={**call, **whole}).item() for call in calls)
+        losses = [self.model.forward_backward(input_kwargs={**call, **whole}, optimizer=during) for call in calls]
+        return sum(loss.item() for loss in losses)
 
     def held_out_loss(self, interruption: Interruption) -> float | None:
         """The mean over all labels that are held out, after all updates; None if nothing is evaluated.

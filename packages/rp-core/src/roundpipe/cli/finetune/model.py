@@ -82,6 +82,7 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
         "use_sequential_preset": True,
         "optim_dtype": getattr(torch, options.optim_dtype),
         "master": options.master,
+        "step_in_backward": options.step_in_backward,
         "runtime": runtime,
         "compile_layers": options.compile,
         "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),

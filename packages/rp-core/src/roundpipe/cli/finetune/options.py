@@ -71,6 +71,7 @@ class FineTuning:
     dtype: str | None
     optim_dtype: str
     master: str
+    step_in_backward: bool
     seed: int
     devices: str | None
     output: Path
@@ -147,12 +148,31 @@ def read_fine_tuning(given: Given) -> FineTuning:
         dtype=None if given.dtype is None else _one_of("--dtype", given.dtype, _DTYPES, _WHY_NOT_16),
         optim_dtype=_one_of("--optim-dtype", given.optim_dtype, _DTYPES, _WHY_NOT_16),
         master=checks.master(given),
+        step_in_backward=_step_in_backward(given),
         seed=checks.seed(given.seed),
         devices=given.devices,
         output=checks.utf8_path("--output", str(given.output)),
         profile=None if given.profile is None else checks.utf8_path("--profile", given.profile),
         report=tuple(_one_of("--report", text, REPORTS) for text in given.report or ["jsonl"]),
     )
+
+
+def _step_in_backward(given: Given) -> bool:
+    """Whether the optimizer steps during backward. Raises `Refused` with an option that needs whole gradients."""
+    if not checks.step_in_backward(given):
+        return False
+    for is_asked, option, why in (
+        (given.clip not in ("0", "0.0"), "--clip 0", "their norm is known"),
+        (given.accumulation != "1", "--accumulation 1", "those of other calls can be added"),
+        (
+            given.eval_data is not None or given.held_out != "0",
+            "neither --eval-data nor --held-out",
+            "an evaluation, which runs as training calls do, could drop them",
+        ),
+    ):
+        if is_asked:
+            raise Refused(f"--step-in-backward consumes gradients before {why}: give {option} with it")
+    return True
 
 
 _WHY_NOT_16 = "; float16 needs scaled losses, which only the built-in job has: take bfloat16"

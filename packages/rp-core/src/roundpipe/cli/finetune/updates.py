@@ -49,13 +49,17 @@ class Updates:
             step, steps=self._steps, highest=options.lr, warm_up=options.warm_up, schedule=options.schedule
         )
 
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the next step; nothing may be stepping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
     def update(self, step: int, rate: float) -> None:
         """Apply the gradients of a step; runs on the optimizer's thread.
 
         Raises `Diverged`, and changes no weight, if they are not finite: a finite loss may have such ones.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self.set_rate(rate)
         try:
             optim.clip_grad_norm_(self._parameters, self._options.clip or math.inf, error_if_nonfinite=True)
         except NonFiniteGradients:

@@ -47,6 +47,7 @@ class Job:
             self.source,
             optim_dtype=_dtype(options.optim_dtype),
             master=cast("Any", options.master),  # Any: one of two, as the options have checked
+            step_in_backward=options.step_in_backward,
             model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
             runtime=runtime,
         )
@@ -63,9 +64,15 @@ class Job:
         began = time.perf_counter()
         rate = learning_rate(step, steps=self.options.steps, highest=self.options.lr)
         inputs, labels = self.training.at(self._starts(step))
-        loss = self.model.forward_backward(input_kwargs={"input_ids": inputs}, label=labels, loss_fn=self._loss)
+        during = self.optimizer if self.options.step_in_backward else None
+        if during is not None:
+            self._set_rate(rate)
+        loss = self.model.forward_backward(
+            input_kwargs={"input_ids": inputs}, label=labels, loss_fn=self._loss, optimizer=during
+        )
         late = self.model.weights_delay
-        self.model.step(partial(self._update, rate), is_async=not self.options.sync)
+        if during is None:
+            self.model.step(partial(self._update, rate), is_async=not self.options.sync)
         return self._figures(step, loss.item() / self.scale, late, rate, time.perf_counter() - began)
 
     def held_out_loss(self) -> float:
@@ -115,11 +122,14 @@ class Job:
 
     def _update(self, rate: float) -> None:
         """Apply the gradients at this learning rate; runs on the optimizer's thread."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self._set_rate(rate)
         if self.scale == 1 or self._unscale():
             self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - torch leaves the closure untyped
         self.optimizer.zero_grad()
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def _unscale(self) -> bool:
         """Divide the gradients by the loss scale; return whether all of them are finite."""

@@ -78,13 +78,22 @@ class Retreat:
         return Weights(
             place.lane,
             place.twins,
-            {block: self._turns[block].lend() for block in blocks},
-            {block: owed[block].lend() for block in blocks if block in owed and part.task.adds_gradients},
+            {block: self._lent(self._turns[block], block, part) for block in blocks},
+            {
+                block: self._lent(owed[block], block, part)
+                for block in blocks
+                if block in owed and part.task.adds_gradients
+            },
             0,
             None,
             place.tracer,
             self._saved,
         )
+
+    def _lent(self, turn: Ticket, block: Block, part: Part) -> Ticket:
+        # What the next block's gradients wait for is left where it ends: only this part sends the block's, and no
+        # later one uploads its weights, which a step may write then.
+        return turn if block.passes_gradients_on and part.task.adds_gradients else turn.lend()
 
     def close(self) -> None:
         """Wait until nothing that the parts have queued uses the task's memory; then its turns may be left."""

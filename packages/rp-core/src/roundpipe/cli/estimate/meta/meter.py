@@ -107,7 +107,8 @@ def kept_tensors() -> Generator[list[Tensor]]:
 
     def keep(tensor: Tensor) -> Tensor:
         kept.append(tensor)
-        return tensor
+        # Without its graph: a graph that keeps an output of its own operations would never be freed.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield kept

@@ -1,0 +1,89 @@
+"""What differs between a checkpoint and what it is loaded into: refused, or told by a warning."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from roundpipe.checkpoints.layout import Layout
+from roundpipe.checkpoints.reading.opened import Opened
+from roundpipe.errors import CheckpointMismatch, CheckpointWarning
+
+
+def refuse_other_model(opened: Opened, layout: Layout) -> None:
+    """Raise `CheckpointMismatch` if the checkpoint is not of this model."""
+    kinds = {"model": "a whole model", "adapter": "a model with adapters, of which it has only these"}
+    saved, path = opened.description["kind"], opened.path
+    if saved != layout.kind:
+        raise CheckpointMismatch(
+            f"{path} is of {kinds[saved]}, but this is {kinds[layout.kind]}; "
+            + (
+                "add the same adapters before wrapping"
+                if saved == "adapter"
+                else "wrap the model without adapters, or add them to the result of from_pretrained and train anew"
+            )
+        )
+    entries = opened.description["tensors"]
+    refuse_other_names(f"{path} and the model", set(entries), set(layout.tensors))
+    for name, tensor in layout.tensors.items():
+        if entries[name]["shape"] != list(tensor.shape):
+            raise CheckpointMismatch(
+                f"{name} has shape {tuple(entries[name]['shape'])} in {path}, but {tuple(tensor.shape)} in the "
+                "model"
+            )
+
+
+def refuse_other_names(what: str, saved: set[str], found: set[str]) -> None:
+    """Raise `CheckpointMismatch`, with the first names that only one side has. `what`: both sides, in words."""
+    if saved == found:
+        return
+    only_saved, only_found = sorted(saved - found), sorted(found - saved)
+    raise CheckpointMismatch(
+        f"{what} do not have the same tensors: {first_of(only_saved)} only in the checkpoint, "
+        f"{first_of(only_found)} only here"
+    )
+
+
+def first_of(names: list[str]) -> str:
+    """The first three names, and how many more there are.
+
+    >>> first_of(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    if not names:
+        return "none"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def refuse_other_counts(
+    opened: Opened, optimizers: tuple[Any, ...], schedulers: tuple[Any, ...], scaler: Any
+) -> None:
+    """Raise `CheckpointMismatch` if what was given is not as many as were saved; none of a kind is all right."""
+    for what, given, saved in (
+        ("optimizers", len(optimizers), len(opened.description["optimizers"])),
+        ("schedulers", len(schedulers), len(opened.description["schedulers"])),
+    ):
+        if given and given != saved:
+            raise CheckpointMismatch(
+                f"{opened.path} has {saved} {what}, but {given} were given; give as many, or none"
+            )
+    if scaler is not None and opened.description["scaler"] is None:
+        raise CheckpointMismatch(f"{opened.path} has no scaler, but one was given; load it without")
+
+
+class Notes:
+    """What was changed to fit, in words: each kind once, with the first tensor's name."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+
+    def add(self, what: str, name: str) -> None:
+        """Note this of a tensor."""
+        self._first.setdefault(what, name)
+
+    def tell(self) -> tuple[str, ...]:
+        """Issue a warning for each, and return them."""
+        told = tuple(f"{what} (first: {name})" for what, name in self._first.items())
+        for words in told:
+            warnings.warn(words, CheckpointWarning, stacklevel=4)
+        return told

@@ -1,0 +1,60 @@
+"""A checkpoint whose files have been checked: its description and its tensors by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from roundpipe.checkpoints.manifest import OWN, check, checked_names, digest_of
+from roundpipe.checkpoints.snapshot import FORMAT
+from roundpipe.checkpoints.tensor_file import Stored, catalogue
+from roundpipe.checkpoints.values import decode
+from roundpipe.errors import CheckpointDamaged, CheckpointError
+
+
+class Opened:
+    """A checkpoint whose files are as they were written. `description`: its ``training.json``; `digest`: tells it.
+
+    Raises `CheckpointDamaged`, which names the file, or `CheckpointError` if one cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        names = check(path)
+        self.digest = digest_of(path)
+        self.description = _description(path)
+        files = checked_names(names)
+        self._own = {key: found for name in files[OWN] for key, found in catalogue(path / name).items()}
+        self._model = {key: found for name in files[""] for key, found in catalogue(path / name).items()}
+
+    def stored(self, key: str) -> Stored:
+        """The tensor that the description names so."""
+        outer, _, inner = key.partition("/")
+        table, name = (self._model, inner) if outer == "model" else (self._own, key)
+        if name not in table:
+            raise CheckpointDamaged(f"{self.path} has no tensor {key}, which its training.json names")
+        return table[name]
+
+    def value(self, name: str) -> Any:
+        """One entry of the description, with its tensors."""
+        return self.decoded(self.description[name])
+
+    def decoded(self, value: Any) -> Any:
+        """A part of the description, with its tensors, which are new ones."""
+        return decode(value, lambda name: self.stored(name).read())
+
+
+def _description(path: Path) -> dict[str, Any]:
+    file = path / OWN / "training.json"
+    try:
+        found = cast("dict[str, Any]", json.loads(file.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
+    if found.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {found.get('format')}, but this version of RoundPipe reads format {FORMAT}; "
+            "load it "
+            "with the version that wrote it"
+        )
+    return found

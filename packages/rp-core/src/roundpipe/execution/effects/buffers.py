@@ -1,0 +1,124 @@
+"""The buffers of one task's layers: which of them layers write, and what a recomputation starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from rp_sched import Task
+
+from roundpipe.device.activations import Courier, Origins
+from roundpipe.device.packet import Packet, Slot
+from roundpipe.device.weights import Weights
+from roundpipe.errors import AloneOnly
+from roundpipe.execution.call import Call
+from roundpipe.execution.shortage.slots import TaskSlots
+from roundpipe.state.model_state import Block
+
+
+class LayerBuffers:
+    """Runs layers that have buffers, and keeps what these were before a microbatch that is recomputed."""
+
+    def __init__(self, call: Call, task: Task, weights: Weights, courier: Courier, slots: TaskSlots) -> None:
+        self._call = call
+        self._task = task
+        self._weights = weights
+        self._courier = courier
+        self._exchange = slots
+        self._buffered = {layer for layer in task.layers if call.state.layers[layer].has_buffers}
+        # By layer: host copy of the buffers that its next microbatch starts from, if they were sent already.
+        self._snapshots: dict[int, Packet] = {}
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer has buffers."""
+        return layer in self._buffered
+
+    def run(
+        self,
+        layer: int,
+        microbatch: int,
+        body: Callable[[], Any],
+        seeded: Callable[[Callable[[], Any]], Any],
+        *,
+        again: bool,
+    ) -> Any:
+        """Run a layer. `seeded` runs what it is given, a second time if that drew random numbers unexpectedly.
+
+        Raises `AloneOnly` or `ValueError` if the layer writes buffers that its microbatches cannot write in order.
+        """
+        memories = self._weights.buffers(self._call.state.layers[layer])
+        if again:
+            if (packet := self._exchange.fetch(Slot("buffers", layer, microbatch))) is not None:
+                _set(memories.values(), self._courier.bring(packet))
+            return seeded(body)
+        before = {block: memory.clone() for block, memory in memories.items()}
+        versions = self._weights.versions(memories)
+
+        def from_the_start() -> Any:
+            # A layer that draws from the CPU generator unexpectedly is run a second time: restore its buffers.
+            _set(memories.values(), before.values())
+            return body()
+
+        output = seeded(from_the_start)
+        written = [
+            block
+            for block in memories
+            if self._writes(layer, block, before[block], memories[block], versions[block])
+        ]
+        for block in written:
+            self._refuse_divided(layer)
+            self._refuse_torn(block)
+        self._keep(layer, microbatch, written, list(before.values()))
+        return output
+
+    def _writes(
+        self, layer: int, block: Block, before: torch.Tensor, after: torch.Tensor, versions: list[int]
+    ) -> bool:
+        # Batch norm writes its statistics past the version counters, so a layer's first run compares the values.
+        if self._weights.versions((block,))[block] != versions:
+            return True
+        if layer not in block.looked_at:
+            block.looked_at.add(layer)
+            block.writes = bool(block.writes) or not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+        return bool(block.writes)
+
+    def _refuse_divided(self, layer: int) -> None:
+        if self._call.state.shards is not None and self._call.mode != "infer":
+            raise AloneOnly(
+                f"{self._call.where(layer)} writes a buffer in forward, from one microbatch to the next, so "
+                "several machines cannot divide the microbatches: let such layers write none (as batch norms in "
+                "eval()), replace them, or train on one machine"
+            )
+
+    def _refuse_torn(self, block: Block) -> None:
+        # A stage runs all microbatches before the next stage starts, so layers in different stages would write in
+        # another order than in plain PyTorch. A planned stage may hold all these layers in one call, not in the
+        # next.
+        together = not self._call.is_planned and set(block.users) <= set(self._task.layers)
+        if len(block.users) == 1 or self._call.num_microbatches == 1 or together:
+            return
+        users = sorted(block.users)
+        span = f"layers {users[0]} to {users[-1]}"
+        raise ValueError(
+            f"layers {', '.join(map(str, users))} share a buffer that running them writes, so with "
+            f"{self._call.num_microbatches} microbatches {span} must be in one stage; make {span} one layer of "
+            "the row (an nn.Sequential), give each a buffer of its own, set num_microbatch=1, or pass an "
+            "execute_plan that has them in one stage"
+        )
+
+    def _keep(self, layer: int, microbatch: int, written: Sequence[Block], before: Sequence[torch.Tensor]) -> None:
+        for block in written:
+            self._weights.note_written(block)
+        if self._exchange.will_recompute(layer, microbatch):
+            if layer not in self._snapshots:
+                self._snapshots[layer] = self._courier.send(None, before, [False] * len(before), Origins())
+            self._exchange.keep(Slot("buffers", layer, microbatch), self._snapshots[layer])
+        for user in {user for block in written for user in block.users}:
+            self._snapshots.pop(user, None)
+
+
+def _set(memories: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for memory, value in zip(memories, values, strict=True):
+            memory.copy_(value)

@@ -1,0 +1,1 @@
+"""Packing and expanding large weights piece by piece, on all cores."""

@@ -1,0 +1,88 @@
+"""Threads that work on the pieces of a weight, each in memory of its own that it uses for piece after piece."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from rp_optim.jobs import Worker
+from rp_optim.worker import compute_with
+
+_Piece = TypeVar("_Piece")
+
+# More would wait for the GIL: a piece has a dozen operations of some ten microseconds.
+_MOST_THREADS = 8
+
+
+class Scratch:
+    """Memory of a thread for what passes while it works on a piece. New memory for each piece costs page faults.
+
+    >>> scratch = Scratch(torch.device("cpu"))
+    >>> one = scratch.take("numbers", (2, 3), torch.float32)
+    >>> one.data_ptr() == scratch.take("numbers", (5,), torch.float32).data_ptr()
+    True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with any values, in the memory that this name had before; use one dtype for a name."""
+        numel = math.prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < numel:
+            kept = self._kept[name] = torch.empty(numel, dtype=dtype, device=self._device)
+        return kept[:numel].view(shape)
+
+
+def each_piece(pieces: Iterable[_Piece], body: Callable[[_Piece, Scratch], None], like: torch.Tensor) -> None:
+    """Call `body` with every piece: on threads for tensors of the host, where torch may use several.
+
+    `like`: a tensor on the device. Threads run plain torch operations: a mode that watches those of the caller
+    keeps them on its thread.
+
+    Torch's own threads would meet after each operation on a piece. With small pieces that costs more than the
+    operations, and where others use the cores, too, it takes a time slice each.
+    """
+    todo = deque(pieces)
+    count = _num_threads(like, len(todo))
+    if count == 1:
+        _work(todo, body, like.device)
+        return
+    workers = [Worker(f"roundpipe-packing-{number}", partial(compute_with, 1)) for number in range(count)]
+    outcomes = [worker.submit(_work, todo, body, like.device) for worker in workers]
+    try:
+        for outcome in outcomes:
+            outcome.result()
+    finally:
+        # After an error or Ctrl-C there is no need to go on.
+        todo.clear()
+        for worker in workers:
+            worker.close()
+
+
+def _num_threads(like: torch.Tensor, num_pieces: int) -> int:
+    if like.device.type != "cpu" or type(like) is not torch.Tensor or _is_watched():
+        return 1
+    return max(min(torch.get_num_threads(), num_pieces, _MOST_THREADS), 1)
+
+
+def _is_watched() -> bool:
+    """Whether a mode of the calling thread sees each operation of torch, such as one that counts memory."""
+    return torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage] - there is no public way
+
+
+def _work(todo: deque[_Piece], body: Callable[[_Piece, Scratch], None], device: torch.device) -> None:
+    scratch = Scratch(device)
+    while True:
+        try:
+            piece = todo.popleft()
+        except IndexError:
+            return
+        with torch.no_grad():
+            body(piece, scratch)
