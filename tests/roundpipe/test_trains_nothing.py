@@ -19,6 +19,7 @@ from roundpipe import (
     TrainsNothing,
     wrap_model_to_roundpipe,
 )
+from roundpipe.optimizer.watched import Watched, watch_optimizers
 from torch import nn
 
 OPTIMIZERS = {"torch": torch.optim.AdamW, "ours": roundpipe.optim.AdamW}
@@ -158,17 +159,20 @@ TOLD = r"left to chance.*\(optimizer\.step\(\), scheduler\.step\(\), optimizer\.
 
 
 def test_a_scheduler_that_steps_while_a_step_is_under_way_is_told_once():
-    may_go = threading.Event()
+    may_go, begun = threading.Event(), threading.Event()
     config = RoundPipeRunConfig(num_microbatch=1)
     with Runtime("cpu:1") as runtime:
         model = RoundPipe(nn.Sequential(Held(may_go)), runtime=runtime, model_run_config=config)
         optimizer, scheduler = scheduled(model)
+        # Called after those of the engine.
+        optimizer.register_step_pre_hook(lambda *_: begun.set())
 
         def train() -> None:
             for _ in range(3):
                 call(model)
                 model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
                 # The first step waits for gradients.
+                assert begun.wait(60)
                 scheduler.step()
                 may_go.set()
             model.synchronize()
@@ -176,6 +180,20 @@ def test_a_scheduler_that_steps_while_a_step_is_under_way_is_told_once():
         with pytest.warns(TrainingWarning, match=TOLD) as told:
             train()
     assert [one.category for one in told].count(TrainingWarning) == 1
+
+
+def test_settings_that_change_between_a_step_and_one_launched_beside_it_are_told():
+    watch_optimizers()
+    watched = Watched(lambda _: None)
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    first = watched.launch(optimizer.step, is_async=True, is_idle=True)
+    second = watched.launch(optimizer.step, is_async=True, is_idle=False)
+    first()
+    optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.warns(TrainingWarning, match=TOLD):
+        second()
 
 
 def test_a_scheduler_that_steps_between_asynchronous_steps_is_told(two: Runtime):

@@ -54,7 +54,7 @@ class Watched:
 
         `is_idle`: all steps before it have ended; one that runs may itself change settings.
         """
-        before: dict[Optimizer, _Settings] = {}
+        before: dict[Optimizer, _Settings] | None = None
         if is_idle:
             with self._lock:
                 known = dict(self._known)
@@ -68,8 +68,11 @@ class Watched:
         """All steps have been waited for."""
         self._is_loose = False
 
-    def _run(self, step_fn: Callable[[], object], before: Mapping[Optimizer, _Settings]) -> None:
-        self._compare(before)
+    def _run(self, step_fn: Callable[[], object], before: Mapping[Optimizer, _Settings] | None) -> None:
+        with self._lock:
+            known = dict(self._known)
+        # Launched beside a step: as that one left them.
+        self._compare(known if before is None else before)
         token = _WATCHED.set(self)
         try:
             step_fn()
