@@ -24,12 +24,13 @@ class Lazy(Protocol):
 
 def computed(tree: Any) -> Any:
     """The tree with ordinary tensors: those that leave a stage are copied as bytes."""
-    if not any(map(_is_lazy, rp_batch.flatten(tree)[0])):
+    if not any(map(is_lazy, rp_batch.flatten(tree)[0])):
         return tree
-    return rp_batch.map_leaves(lambda leaf: leaf.materialize() if _is_lazy(leaf) else leaf, tree)
+    return rp_batch.map_leaves(lambda leaf: leaf.materialize() if is_lazy(leaf) else leaf, tree)
 
 
-def _is_lazy(leaf: object) -> TypeGuard[Lazy]:
+def is_lazy(leaf: object) -> TypeGuard[Lazy]:
+    """Whether a leaf is a `Lazy`."""
     # Ordinary tensors first: it is asked of everything between layers, and a protocol takes 8 µs.
     return type(leaf) is not torch.Tensor and isinstance(leaf, torch.Tensor) and isinstance(leaf, Lazy)
 

@@ -21,7 +21,7 @@ from roundpipe.device.transfers import Delivery
 from roundpipe.device.weights import Weights
 from roundpipe.execution.call import Call
 from roundpipe.execution.effects.buffers import LayerBuffers
-from roundpipe.execution.lazy import Lazy, computed, value_of
+from roundpipe.execution.lazy import computed, is_lazy, value_of
 from roundpipe.execution.losses import check_losses
 from roundpipe.execution.shortage.slots import TaskSlots
 from roundpipe.runtime.runtime import Lane
@@ -367,7 +367,7 @@ class Stage:
         for leaf in rp_batch.flatten(output)[0]:
             if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
                 continue
-            if isinstance(leaf, Lazy):
+            if is_lazy(leaf):
                 leaf.on_backward(enter_layer)
             else:
                 leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
