@@ -30,6 +30,7 @@ class Workload:
     profile: str | None
     optimizer_state: str = "fp32"
     master: str = "whole"
+    step_in_backward: bool = False
 
 
 Step = Callable[[Tensor], float]
@@ -64,7 +65,10 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
 
     runtime = roundpipe.Runtime(workload.devices)
     config = roundpipe.RoundPipeRunConfig(num_microbatch=workload.microbatches)
-    options: dict[str, Any] = {"compile_layers": workload.compile, "master": workload.master}
+    names = ("master", "step_in_backward")
+    options: dict[str, Any] = {"compile_layers": workload.compile} | {
+        name: getattr(workload, name) for name in names
+    }
     wrapped = roundpipe.RoundPipe(model, torch.float32, "bench", config, runtime=runtime, **options)
     optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5, state=workload.optimizer_state)
     loss_fn = loss_of(workload)
@@ -77,8 +81,10 @@ def roundpipe_engine(workload: Workload, model: nn.Sequential) -> Engine:
 
     def step(tokens: Tensor) -> float:
         last[:] = [tokens]
-        loss = wrapped.forward_backward(input_args=(tokens,), label=tokens, loss_fn=loss_fn)
-        wrapped.step(update, is_async=not workload.sync)
+        during = {"optimizer": optimizer} if workload.step_in_backward else {}
+        loss = wrapped.forward_backward(input_args=(tokens,), label=tokens, loss_fn=loss_fn, **during)
+        if not workload.step_in_backward:
+            wrapped.step(update, is_async=not workload.sync)
         return loss.item()
 
     def finish() -> dict[str, float]:

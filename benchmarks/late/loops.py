@@ -50,14 +50,17 @@ class Steps:
 
     def step(self, update: Callable[[], object], *, is_late: bool, growth: float = 1.0) -> None:
         """Update the masters with the gradients of the last call. `growth`: of the rate, since the last step."""
-        for master, parameter in zip(self.masters, self._read, strict=True):
-            master.grad, parameter.grad = parameter.grad, None
+        self._hand_over()
         if is_late:
             self._publish(growth)
             update()
         else:
             update()
             self._publish(0.0)
+
+    def _hand_over(self) -> None:
+        for master, parameter in zip(self.masters, self._read, strict=True):
+            master.grad, parameter.grad = parameter.grad, None
 
     @torch.no_grad()
     def _publish(self, growth: float) -> None:
@@ -75,6 +78,31 @@ class Steps:
             torch._foreach_copy_(self._read, self.masters)
             yield
             torch._foreach_copy_(self._read, kept)
+
+
+class HostSteps(Steps):
+    """The same with masters in host memory, where our optimizers work."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.masters = [nn.Parameter(_on_host(parameter)) for parameter in self._read]
+        self._gradients = list(map(_on_host, self._read))
+
+    def _hand_over(self) -> None:
+        for master, parameter, gradient in zip(self.masters, self._read, self._gradients, strict=True):
+            assert parameter.grad is not None
+            master.grad = gradient.copy_(parameter.grad, non_blocking=True)
+            parameter.grad = None
+        if self._read[0].is_cuda:
+            torch.cuda.synchronize()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return (
+        torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        .copy_(tensor.detach())
+        .requires_grad_(False)
+    )
 
 
 def groups_of(masters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
@@ -121,13 +149,20 @@ class Plain:
         self._precision = _bf16 if is_on_gpu else nullcontext
         self._held_out = workload.held_out()
 
-    def run(self, run: Run, evaluations: int) -> Found:
-        """Train from the weights of the run's seed; `model` keeps those that calls read last."""
+    def run(
+        self, run: Run, evaluations: int, on_host: Callable[[Any], torch.optim.Optimizer] | None = None
+    ) -> Found:
+        """Train from the weights of the run's seed; `model` keeps those that calls read last.
+
+        `on_host`: makes the optimizer, of groups of parameters in host memory (torch's AdamW, on the device).
+        """
         self.model.load_state_dict(self._workload.make(run.seed).state_dict())
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        steps = Steps(trained, is_extrapolated=run.variant.is_extrapolated)
+        steps = (
+            Steps(trained, is_extrapolated=run.variant.is_extrapolated) if on_host is None else HostSteps(trained)
+        )
         self.masters = steps.masters
-        optimizer = torch.optim.AdamW(groups_of(steps.masters), fused=self._workload.device.type == "cuda")
+        optimizer = (on_host or self._on_device)(groups_of(steps.masters))
         losses, found = list[Tensor](), Found()
         began = time.perf_counter()
         for step in range(1, run.steps + 1):
@@ -142,6 +177,9 @@ class Plain:
         found.losses = torch.stack(losses).tolist()
         found.seconds = time.perf_counter() - began
         return found
+
+    def _on_device(self, groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, fused=self._workload.device.type == "cuda")
 
     def _loss(self, batch: Batch) -> Tensor:
         inputs, labels = batch
