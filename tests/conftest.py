@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pairwise import superfluous
+from traced import traced
 
 if importlib.util.find_spec("hypothesis") is not None:
     from examples import register_profiles
@@ -42,10 +43,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--nightly``: nothing is left out."""
+    """``--nightly``: nothing is left out. ``--part``: each test is in one of two."""
     parser.addoption(
         "--nightly", action="store_true", help="also run what tests marked pairwise leave out: all combinations"
     )
+    parser.addoption("--part", choices=["traced", "others"], help="those that coverage looks at, or the others")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -67,13 +69,21 @@ def cuda_is_here() -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what is marked ``cuda`` without a CUDA device; leave out what is for the night."""
-    if not config.option.nightly and (left_out := superfluous(items)):
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    if not config.option.nightly:
+        _leave_out(superfluous(items), config, items)
+    if config.option.part is not None:
+        among = traced(items)
+        _leave_out(among if config.option.part == "others" else set(items) - among, config, items)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and not cuda_is_here():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _leave_out(some: set[pytest.Item], config: pytest.Config, items: list[pytest.Item]) -> None:
+    if some:
+        config.hook.pytest_deselected(items=[item for item in items if item in some])
+        items[:] = [item for item in items if item not in some]
 
 
 frozen_modules = [0]

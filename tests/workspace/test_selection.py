@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import covering, pairs, superfluous
+from traced import spaced, traced
 
 pytest_plugins = "pytester"
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -83,3 +84,31 @@ def test_the_entries_of_a_dict_are_axes_of_their_own_if_that_is_asked_for(pytest
 
 def test_nothing_else_is_left_out(pytester: pytest.Pytester) -> None:
     assert superfluous(pytester.getitems(THREE_AXES.format(mark="timeout(9)"))) == set()
+
+
+@given(st.integers(0, 500))
+def test_places_are_evenly_spaced(length: int) -> None:
+    places = spaced(length)
+    assert len(places) == min(length, 8)
+    assert places[:1] == [0][:length]
+    steps = {after - before for before, after in pairwise([*places, length])}
+    assert not steps or max(steps) - min(steps) <= 1
+
+
+def test_of_many_cases_coverage_looks_at_eight_and_the_others_run_without(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems("""
+        import pytest
+
+        @pytest.mark.parametrize("number", range(20))
+        def test_many(number):
+            pass
+
+        def test_one():
+            pass
+
+        @pytest.mark.slow
+        def test_slow():
+            pass
+    """)
+    chosen = [item.name for item in items if item in traced(items)]
+    assert chosen == [*(f"test_many[{number}]" for number in (0, 2, 5, 7, 10, 12, 15, 17)), "test_one"]
