@@ -1,4 +1,4 @@
-"""Picks the tests that coverage looks at: of a test with many cases a few, since the others pass the same lines."""
+"""Picks the tests that coverage looks at: of many cases of a test a few, since the others pass the same lines."""
 
 from __future__ import annotations
 
