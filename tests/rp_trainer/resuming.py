@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import ARGUMENTS, causal_lm, padded, rows, sentences, tokenizer
 
 
-def trainer(folder: str, kind: str, runtime: Runtime, *, asynchronous: bool = False) -> Any:
-    """A training that saves every three steps of 16, eight of which are an epoch."""
+def trainer(folder: str, kind: str, runtime: Runtime, **how: bool) -> Any:
+    """A training that saves every three steps of 16, eight of which are an epoch. `how`: of `RoundPipeOptions`."""
     settings: dict[str, Any] = {**ARGUMENTS, "save_strategy": "steps", "save_steps": 3, "seed": 5}
-    options = RoundPipeOptions(
-        runtime=runtime, asynchronous=asynchronous, model_run_config=RoundPipeRunConfig(num_microbatch=2)
-    )
+    if how.get("step_in_backward"):
+        settings["max_grad_norm"] = 0
+    options = RoundPipeOptions(runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=2), **how)
     if kind == "trainer":
         args = TrainingArguments(folder, **settings)
         return RoundPipeTrainer(causal_lm(attention_dropout=0.1), args, padded, rows(), roundpipe=options)

@@ -33,15 +33,40 @@ class Broken(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_run_that_was_broken_off_and_resumed_equals_the_uninterrupted_one(tmp_path, two, is_async):
-    whole = trainer(str(tmp_path / "whole"), "trainer", two, asynchronous=is_async)
+@pytest.mark.parametrize(
+    "how",
+    [{"asynchronous": True}, {"step_in_backward": True}, pytest.param({}, marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_a_run_that_was_broken_off_and_resumed_equals_the_uninterrupted_one(tmp_path, two, how):
+    whole = trainer(str(tmp_path / "whole"), "trainer", two, **how)
     whole.train()
-    broken = trainer(str(tmp_path / "broken"), "trainer", two, asynchronous=is_async)
+    broken = trainer(str(tmp_path / "broken"), "trainer", two, **how)
     broken.add_callback(Broken())
     with pytest.raises(KeyboardInterrupt):
         broken.train()
-    resume_and_compare(tmp_path / "broken", "trainer", two, whole, is_async=is_async)
+    resume_and_compare(tmp_path / "broken", "trainer", two, whole, **how)
+
+
+def test_after_an_interrupt_between_a_step_during_backward_and_the_trainers_step_training_begins_again(
+    tmp_path, two
+):
+    class Once(TrainerCallback):
+        has_been = False
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            del args, state, control
+            if not self.has_been:
+                self.has_been = True
+                raise KeyboardInterrupt
+
+    found = trainer(str(tmp_path), "trainer", two, step_in_backward=True)
+    found.args.max_steps = 2
+    found.add_callback(Once())
+    with pytest.raises(KeyboardInterrupt):
+        found.train()
+    found.train()
+    assert found.state.global_step == 2
 
 
 @pytest.mark.nightly
@@ -56,19 +81,19 @@ def test_a_run_that_was_killed_and_resumed_equals_the_uninterrupted_one(tmp_path
     folder = tmp_path / "killed"
     ended = subprocess.run([sys.executable, PROGRAM, folder, kind, how], capture_output=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()[-2000:]
-    resume_and_compare(folder, kind, two, whole, is_async=is_async)
+    resume_and_compare(folder, kind, two, whole, asynchronous=is_async)
 
 
-def resume_and_compare(folder: Path, kind: str, runtime: Runtime, whole: Any, *, is_async: bool) -> None:
+def resume_and_compare(folder: Path, kind: str, runtime: Runtime, whole: Any, **how: bool) -> None:
     assert saved_steps(folder) == [3, 6]
     # A folder of which the last file is not there counts for nothing, nor does half of one.
     (folder / "checkpoint-7").mkdir()
     (folder / "checkpoint-7" / "trainer_state.json").write_text('{"epoch": ')
-    resumed = trainer(str(folder), kind, runtime, asynchronous=is_async)
+    resumed = trainer(str(folder), kind, runtime, **how)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 16
     # The step's norm of before the checkpoint is not saved.
-    names = ("loss", "learning_rate") if is_async else ("loss", "learning_rate", "grad_norm")
+    names = ("loss", "learning_rate") if how.get("asynchronous") else ("loss", "learning_rate", "grad_norm")
     assert [line["step"] for line in logs(resumed)] == [line["step"] for line in logs(whole)]
     for here, there in zip(logs(resumed, names), logs(whole, names), strict=True):
         assert here == pytest.approx(there, rel=1e-6)

@@ -313,6 +313,11 @@ def test_other_numbers_of_devices_are_refused(tmp_path, options, argument, value
         trainer(tmp_path, strategy(options), **{argument: value})
 
 
+def test_steps_during_backward_are_refused():
+    with pytest.raises(ValueError, match="step_in_backward must be False with RoundPipeStrategy"):
+        RoundPipeStrategy(options=RoundPipeOptions(step_in_backward=True))
+
+
 def test_several_processes_are_refused(tmp_path, options, monkeypatch):
     given = trainer(tmp_path, strategy(options))
     monkeypatch.setenv("WORLD_SIZE", "2")

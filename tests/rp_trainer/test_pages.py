@@ -52,12 +52,16 @@ def test_those_of_the_package(names):
 
 
 def test_those_of_the_page(names, tmp_path):
-    script, classes, options = blocks("docs/trainer.md")
+    script, classes, options, in_backward = blocks("docs/trainer.md")
     exec(script, names)
     assert (tmp_path / "model.safetensors").is_file()
     exec(classes, names)
     exec(options, names)
     assert names["options"].asynchronous
+    names["model"] = causal_lm().bfloat16()
+    exec(in_backward, names)
+    names["trainer"].train()
+    assert names["trainer"].model_wrapped.engine.steps_in_backward
 
 
 def test_that_of_the_readme(names):

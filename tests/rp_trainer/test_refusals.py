@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import roundpipe
 import torch
 import trl
-from rp_trainer import RoundPipeMixin, RoundPipeTrainer
+from datasets import Dataset
+from roundpipe import wrap_model_to_roundpipe
+from rp_trainer import RoundPipeMixin, RoundPipeOptions, RoundPipeTrainer
 from rp_trainer.override_points import TRAINER, TRL, changed
 from rp_trainer.refusals import refuse, refuse_optimizer
-from tiny import ARGUMENTS, causal_lm, padded
+from tiny import ARGUMENTS, causal_lm, padded, rows, sentences, tokenizer
 from transformers import Trainer, TrainingArguments
 
 
@@ -40,6 +45,105 @@ def test_so_are_those_that_need_a_cluster_or_a_gpu_to_be_made(tmp_path, name):
     setattr(args, name, {"anything": True})
     with pytest.raises(ValueError, match=rf"^{name} must not be set"):
         refuse(args, RoundPipeTrainer)
+
+
+def in_backward(path: Path, options: Any, kind: type[Trainer] = RoundPipeTrainer, **given: Any) -> Trainer:
+    """A trainer whose steps are during backward, with these arguments; those of `args` are in capitals."""
+    settings = {name.lower(): value for name, value in given.items() if name.isupper()}
+    given = {"model": causal_lm(), **{name: value for name, value in given.items() if name.islower()}}
+    args = TrainingArguments(str(path), **{**ARGUMENTS, "max_grad_norm": 0, **settings})
+    return kind(args=args, data_collator=padded, roundpipe=replace(options, step_in_backward=True), **given)
+
+
+class OwnLoss(RoundPipeTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class OwnStep(RoundPipeTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("^max_grad_norm must be 0 .* but is 1.0", {"MAX_GRAD_NORM": 1.0}),
+        ("^optim must be adamw_torch.*Adafactor", {"OPTIM": "adafactor"}),
+        ("^optim must be .*, but it is torch.*RMSprop", {"optimizers": torch.optim.RMSprop}),
+        ("with compute_loss of OwnLoss", {"kind": OwnLoss}),
+        ("with compute_loss_func", {"compute_loss_func": lambda outputs, *_, **__: outputs.loss}),
+        ("with label_smoothing_factor", {"LABEL_SMOOTHING_FACTOR": 0.1}),
+        (
+            "with gradient_accumulation_steps > 1 and training_step of OwnStep",
+            {"kind": OwnStep, "GRADIENT_ACCUMULATION_STEPS": 2},
+        ),
+    ],
+    ids=lambda value: value[:34] if isinstance(value, str) else "",
+)
+def test_what_steps_during_backward_cannot_do_is_refused_where_the_trainer_is_made(
+    tmp_path, options, words, given
+):
+    if "optimizers" in given:
+        model = causal_lm()
+        given = {"model": model, "optimizers": (given["optimizers"](model.parameters(), lr=1e-3), None)}
+    with pytest.raises(ValueError, match=words):
+        in_backward(tmp_path, options, **given)
+
+
+def test_what_they_can_do_is_not_refused(tmp_path, options):
+    in_backward(tmp_path, options, GRADIENT_ACCUMULATION_STEPS=2)
+    model = causal_lm()
+    own = roundpipe.optim.Lion(model.parameters(), lr=1e-3)
+    in_backward(tmp_path, options, kind=OwnStep, model=model, optimizers=(own, None))
+
+
+def test_a_trainer_of_trl_computes_a_loss_of_its_own_and_so_cannot_step_during_backward(tmp_path, options):
+    class SFT(RoundPipeMixin, trl.SFTTrainer):
+        pass
+
+    args = trl.SFTConfig(str(tmp_path), **{**ARGUMENTS, "max_grad_norm": 0}, bf16=False)
+    data = Dataset.from_dict({"text": sentences(4)})
+    given = {"train_dataset": data, "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match="step_in_backward=True does not go with compute_loss of SFTTrainer"):
+        SFT(model=causal_lm(), args=args, roundpipe=replace(options, step_in_backward=True), **given)
+
+
+def test_what_was_set_after_the_trainer_was_made_is_refused_where_training_begins(tmp_path, options):
+    trainer = in_backward(tmp_path, options, train_dataset=rows())
+    trainer.args.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match=r"^max_grad_norm must be 0"):
+        trainer.train()
+    # No call has stepped.
+    assert all(
+        torch.equal(*both) for both in zip(trainer.model.parameters(), causal_lm().parameters(), strict=True)
+    )
+
+
+def test_a_model_that_was_wrapped_otherwise_is_refused(tmp_path, options):
+    engine = wrap_model_to_roundpipe(causal_lm(), runtime=options.runtime)
+    with pytest.raises(ValueError, match="wrapped without it before"):
+        in_backward(tmp_path, options, model=engine)
+    engine = wrap_model_to_roundpipe(causal_lm(), runtime=options.runtime, step_in_backward=True)
+    args = TrainingArguments(str(tmp_path), **{**ARGUMENTS, "max_grad_norm": 0})
+    with pytest.raises(ValueError, match="asynchronous=True is among the options, but"):
+        RoundPipeTrainer(engine, args, padded, roundpipe=replace(options, asynchronous=True))
+
+
+def test_a_batch_of_a_step_of_several_that_comes_alone_is_refused(tmp_path, options):
+    class Copying(RoundPipeTrainer):
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            batches, count = super().get_batch_samples(*args, **kwargs)
+            return [dict(batch) for batch in batches], count
+
+    settings = {"GRADIENT_ACCUMULATION_STEPS": 2, "train_dataset": rows()}
+    with pytest.raises(ValueError, match="does not go with a batch that get_batch_samples of Copying did not"):
+        in_backward(tmp_path, options, kind=Copying, **settings).train()
+
+
+def test_options_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="does not go with asynchronous=True"):
+        RoundPipeOptions(asynchronous=True, step_in_backward=True)
 
 
 def test_several_processes_are_refused(tmp_path, options, monkeypatch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import roundpipe
 import torch
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, wrap_model_to_roundpipe
 from rp_optim import SplitMaster
@@ -42,19 +44,63 @@ def test_losses_rates_norms_and_weights_are_the_same(tmp_path, options, accumula
     assert all(not torch.equal(value, start[name]) for name, value in weights(found).items())
 
 
-def test_one_call_takes_all_batches_that_a_step_accumulates(tmp_path, options, monkeypatch):
-    calls: list[int | None] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of all calls of a training so far."""
+    found: list[dict[str, Any]] = []
     plain = RoundPipe.forward_backward
 
-    def counted(self: RoundPipe, *args: Any, **kwargs: Any) -> Any:
-        calls.append(getattr(kwargs.get("run_config"), "num_microbatch", None))
+    def noted(self: RoundPipe, *args: Any, **kwargs: Any) -> Any:
+        found.append(kwargs)
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(RoundPipe, "forward_backward", counted)
+    monkeypatch.setattr(RoundPipe, "forward_backward", noted)
+    return found
+
+
+def test_one_call_takes_all_batches_that_a_step_accumulates(tmp_path, options, calls):
     script(
         RoundPipeTrainer, tmp_path, {"gradient_accumulation_steps": 4, "num_train_epochs": 1}, roundpipe=options
     )
-    assert calls == [4, 4]
+    assert [call["run_config"].num_microbatch for call in calls] == [4, 4]
+
+
+IN_BACKWARD = {**EVALUATED, "max_grad_norm": 0}
+
+
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.nightly), 4])
+def test_so_are_those_of_steps_during_backward(tmp_path, options, calls, accumulated):
+    settings = {**IN_BACKWARD, "gradient_accumulation_steps": accumulated, "weight_decay": 0.1}
+    wanted = script(Trainer, tmp_path, settings)
+    found = script(RoundPipeTrainer, tmp_path, settings, roundpipe=replace(options, step_in_backward=True))
+    assert_same(found, wanted, ("loss", "learning_rate", "eval_loss"))
+    assert len(calls) == found.state.global_step
+    assert all(isinstance(call["optimizer"], roundpipe.optim.AdamW) for call in calls)
+    # No step has known it.
+    assert not any("grad_norm" in line for line in logs(found))
+
+
+def test_steps_during_backward_train_what_was_wrapped_so_and_is_unfrozen_later(tmp_path, two):
+    def trained(kind: type[Trainer], make: type[torch.optim.Optimizer], **given: Any) -> Trainer:
+        model = causal_lm()
+        model.model.embed_tokens.requires_grad_(False)
+        optimizer = make(model.parameters(), lr=1e-3)
+        wrapped = wrap_model_to_roundpipe(model, **given) if given else model
+        settings = {"num_train_epochs": 1, "max_grad_norm": 0, "gradient_accumulation_steps": 2}
+        return script(
+            kind, tmp_path, settings, model=wrapped, optimizers=(optimizer, None), callbacks=[Unfreezing()]
+        )
+
+    found = trained(RoundPipeTrainer, roundpipe.optim.AdamW, runtime=two, step_in_backward=True)
+    wanted = trained(Trainer, torch.optim.AdamW)
+    assert_same(found, wanted, ("loss", "learning_rate"))
+    assert not torch.equal(found.model.model.embed_tokens.weight, causal_lm().model.embed_tokens.weight)
+
+
+def test_gradients_of_steps_during_backward_cannot_be_dropped(tmp_path, options):
+    options = replace(options, step_in_backward=True)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before the step cannot leave its gradients out"):
+        script(RoundPipeTrainer, tmp_path, IN_BACKWARD, callbacks=[Dropping()], roundpipe=options)
 
 
 @pytest.mark.nightly
@@ -166,10 +212,11 @@ def test_a_wrapped_model_is_taken_as_it_is(tmp_path, two):
 
 @pytest.mark.filterwarnings("error:.*masters of model.*are whole from now on")
 def test_masters_may_be_halves(tmp_path, two):
-    settings = {"num_train_epochs": 1, "save_strategy": "epoch"}
+    settings = {"num_train_epochs": 1, "save_strategy": "epoch", "max_grad_norm": 0}
     found = []
-    for kind in ("whole", "split"):
-        options = RoundPipeOptions(runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1), master=kind)
+    one = RoundPipeOptions(runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    for kind, in_backward in (("whole", False), ("split", False), ("split", True)):
+        options = replace(one, master=kind, step_in_backward=in_backward)
         model = causal_lm().bfloat16()
         trainer = script(RoundPipeTrainer, tmp_path / kind, settings, model=model, roundpipe=options)
         halves = [isinstance(one, SplitMaster) for one in trainer.model_wrapped.engine.optim_parameters()]
@@ -177,6 +224,7 @@ def test_masters_may_be_halves(tmp_path, two):
         found.append(trainer)
     # Weights on a tie are rounded to the other neighbour.
     torch.testing.assert_close(weights(found[1]), weights(found[0]), rtol=2**-7, atol=2e-3)
+    torch.testing.assert_close(weights(found[2]), weights(found[1]), rtol=0, atol=0)
 
 
 def test_a_model_that_is_taken_apart_trains_too(tmp_path, options):

@@ -23,16 +23,20 @@ class _Part:
     share: Any
 
 
-def loss_of_step(engine: RoundPipe, batches: Sequence[Kwargs], scale: float) -> torch.Tensor:
+def loss_of_step(
+    engine: RoundPipe, batches: Sequence[Kwargs], scale: float, optimizer: torch.optim.Optimizer | None = None
+) -> torch.Tensor:
     """Run forward, loss and backward of all batches of a step in one call; returns the sum of their losses.
 
     `batches`: keyword arguments of the model, one batch each, of any lengths. `scale`: the factor of each loss.
+    `optimizer`: the one that steps during the call, of an engine with ``step_in_backward=True``.
 
     Each batch has its own loss, as if it were alone; a model whose loss is known to divide may have its batches
     divided further.
     """
     if len(batches) == 1 and scale == 1:
-        return engine.forward_backward(input_kwargs=batches[0], run_config=settings_for(engine, batches[0]))
+        settings = settings_for(engine, batches[0])
+        return engine.forward_backward(input_kwargs=batches[0], run_config=settings, optimizer=optimizer)
     own: Any = getattr(engine.model, "own_loss", None)
     # As many in all as a call has by default, or more.
     count = -(-default_count(engine) // len(batches))
@@ -52,7 +56,9 @@ def loss_of_step(engine: RoundPipe, batches: Sequence[Kwargs], scale: float) -> 
     # The engine looks in its arguments for names that it refuses, and for what is on its way to the host.
     names = {name for batch in batches for name in batch}
     together = {name: [batch.get(name) for batch in batches] for name in names}
-    return engine.forward_backward(input_kwargs=together, label=(), loss_fn=loss_fn, run_config=config)
+    return engine.forward_backward(
+        input_kwargs=together, label=(), loss_fn=loss_fn, run_config=config, optimizer=optimizer
+    )
 
 
 def _parts(own: Any, batch: Kwargs, count: int) -> list[_Part]:

@@ -15,6 +15,8 @@ import torch
 from roundpipe import AutoRoundPipe, RoundPipe
 from rp_optim.worker import wait_for_steps
 
+from rp_trainer.refusals import refuse_clipping
+
 _Settings = list[dict[str, Any]]
 
 
@@ -55,6 +57,7 @@ class SteppedByEngine(torch.optim.Optimizer):
         self._clipping = _Clipping()
         self._last: Future[float] | None = None
         self._has_gradients = False
+        self._call_has_stepped = False
 
     # What a trainer's loop asks for, before the step
 
@@ -62,8 +65,14 @@ class SteppedByEngine(torch.optim.Optimizer):
         """Let the next step scale its gradients so that their norm is at most `max_norm`; infinity: only measure.
 
         Returns the norm: 0-dim, fp32, on the host. With synchronous steps it is the next step's, and is filled in
-        when that is over. With asynchronous ones it is the norm of the step before; None before the first.
+        when that is over. With asynchronous ones it is the norm of the step before; None before the first. Steps
+        during backward have none.
+
+        Raises `ValueError` for a limit with steps during backward.
         """
+        if self._engine.steps_in_backward:
+            refuse_clipping(max_norm)
+            return None
         self._clipping.max_norm = max_norm
         if self._asynchronous:
             return self._last_norm()
@@ -78,17 +87,27 @@ class SteppedByEngine(torch.optim.Optimizer):
         """
         self._clipping.max_value = max_value
 
+    def in_call(self) -> torch.optim.Optimizer:
+        """The optimizer for ``forward_backward(optimizer=...)``, with the settings that the groups have now."""
+        self._follow_flags()
+        _set(self._stepping.param_groups, _settings(self.shown.param_groups))
+        self._call_has_stepped = True
+        return self._stepping
+
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Launch a step of the engine, with the gradients of all calls so far.
+        """Launch a step of the engine, with the gradients of all calls so far; a call that has stepped needs none.
 
         Raises `TypeError` for a `closure`, and what a synchronous step raises.
         """
         if closure is not None:
             raise TypeError("a closure must not be given: the gradients are there when the step runs")
-        self._follow_flags()
-        clipping, self._clipping = self._clipping, _Clipping()
         # For a scheduler that was made with this optimizer, and asks whether it has stepped.
         vars(self.shown)["_opt_called"] = True
+        if self._call_has_stepped:
+            self._call_has_stepped = False
+            return
+        self._follow_flags()
+        clipping, self._clipping = self._clipping, _Clipping()
         run = partial(self._carry_out, _settings(self.shown.param_groups), clipping)
         self._engine.step(run, is_async=self._asynchronous)
         self._last = clipping.norm
@@ -98,9 +117,22 @@ class SteppedByEngine(torch.optim.Optimizer):
         """There are gradients that no step has used."""
         self._has_gradients = True
 
+    def forget(self) -> None:
+        """Drop what a training that was broken off has left."""
+        self._call_has_stepped = False
+        self._engine.zero_grad()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that no step has used. It does not wait for an asynchronous step."""
+        """Drop the gradients that no step has used. It does not wait for an asynchronous step.
+
+        Raises `RuntimeError` between a call that has stepped and `step`: there is nothing left to drop.
+        """
         del set_to_none
+        if self._call_has_stepped:
+            raise RuntimeError(
+                "zero_grad() before the step cannot leave its gradients out: with step_in_backward=True the "
+                "optimizer has stepped in the call that made them; leave that option out"
+            )
         if self._has_gradients or not self._asynchronous:
             self._engine.zero_grad()
         self._has_gradients = False

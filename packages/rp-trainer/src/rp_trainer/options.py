@@ -25,9 +25,14 @@ class RoundPipeOptions:
         model_run_config: settings of all calls, such as ``RoundPipeRunConfig(num_microbatch=8)``.
         optim_dtype: dtype of the master weights; default: fp32 if the weights have 16 bits, else their own.
         pin_model, compile_layers, double_buffer, master, example_inputs: see `roundpipe.wrap_model_to_roundpipe`.
+        step_in_backward: the optimizer steps each layer during the call, as soon as its gradients have arrived,
+            and the next layer's take their memory. For a trainer with the model's own loss, ``adamw_torch``,
+            ``sgd`` or an optimizer of `roundpipe.optim`, and ``max_grad_norm=0``.
 
     >>> RoundPipeOptions(model_run_config=RoundPipeRunConfig(num_microbatch=8)).asynchronous
     False
+
+    Raises `ValueError` for ``step_in_backward=True`` with ``asynchronous=True``.
     """
 
     asynchronous: bool = False
@@ -39,6 +44,14 @@ class RoundPipeOptions:
     double_buffer: bool | None = None
     master: MasterKind = "whole"
     example_inputs: Mapping[str, Any] | None = None
+    step_in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        if self.step_in_backward and self.asynchronous:
+            raise ValueError(
+                "step_in_backward=True updates weights in the call itself, so it does not go with "
+                "asynchronous=True; leave one of them out"
+            )
 
     def wrap(self, model: nn.Module, name: str) -> RoundPipe | AutoRoundPipe:
         """Wrap a model. Raises what `wrap_model_to_roundpipe` raises."""
@@ -53,11 +66,12 @@ class RoundPipeOptions:
             compile_layers=self.compile_layers,
             double_buffer=self.double_buffer,
             master=self.master,
+            step_in_backward=self.step_in_backward,
         )
 
-    def on(self, runtime: Runtime) -> RoundPipeOptions:
-        """The same on the devices of another model."""
-        return replace(self, runtime=runtime)
+    def for_reference(self, runtime: Runtime) -> RoundPipeOptions:
+        """The same for a second model, which is not trained, on the devices of the first."""
+        return replace(self, runtime=runtime, step_in_backward=False)
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rp_optim.host import HostOptimizer
+
 _OWN = "leave it out: RoundPipe places the model itself, and streams it to all GPUs of one process"
 _DTYPES = "load the model in bfloat16 (dtype=torch.bfloat16), or set bf16=True"
+_INSTEAD = "or leave step_in_backward out"
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
 
 # Arguments that must be at their defaults (false, None or empty), with the reason or what to do instead.
@@ -82,3 +86,50 @@ def refuse_optimizer(optimizer: Any) -> None:
             f"optimizers: {type(optimizer).__name__} changes its parameters between training and evaluation, "
             "which RoundPipe does not follow; use another one"
         )
+
+
+# Of steps during backward
+
+
+def refuse_wrapping(steps_in_backward: bool, *, is_asked: bool, is_async: bool) -> None:
+    """Raise `ValueError` for a model that was wrapped before, and otherwise than the trainer's options ask.
+
+    `is_asked`, `is_async`: their `step_in_backward` and `asynchronous`.
+    """
+    if is_asked and not steps_in_backward:
+        raise ValueError(
+            "step_in_backward=True is among the options, but the model was wrapped without it before; give it to "
+            "wrap_model_to_roundpipe, or give the trainer the model itself"
+        )
+    if is_async and steps_in_backward:
+        raise ValueError(
+            "asynchronous=True is among the options, but the model was wrapped with step_in_backward=True, which "
+            "steps in the call itself; leave one of them out"
+        )
+
+
+def refuse_clipping(max_norm: float) -> None:
+    """Raise `ValueError` for a limit of the gradients' norm, which steps during backward do not know."""
+    if 0 < max_norm < math.inf:
+        raise ValueError(
+            f"max_grad_norm must be 0 with step_in_backward=True, but is {max_norm}: layers are stepped before "
+            f"all gradients, and so their norm, are known; set max_grad_norm=0, {_INSTEAD}"
+        )
+
+
+def refuse_stepping_after(kind: type[object]) -> None:
+    """Raise `ValueError` for a class of optimizers that cannot step layer by layer, as gradients arrive."""
+    if not issubclass(kind, HostOptimizer):
+        raise ValueError(
+            "optim must be adamw_torch, adamw_torch_fused or sgd with step_in_backward=True, or optimizers have "
+            f"one of roundpipe.optim, but it is {kind.__module__}.{kind.__name__}: others read all gradients at "
+            f"once; choose one of these, {_INSTEAD}"
+        )
+
+
+def refuse_other_loss(found: str) -> None:
+    """Raise `ValueError`: `found` computes a loss or runs batches, which steps during backward do in one call."""
+    raise ValueError(
+        f"step_in_backward=True does not go with {found}: forward, the model's own loss, backward and step are "
+        f"then one call for all batches of a step; use Trainer's own, {_INSTEAD}"
+    )

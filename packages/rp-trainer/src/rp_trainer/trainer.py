@@ -22,7 +22,15 @@ from rp_trainer.on_devices import OnDevices
 from rp_trainer.one_call import loss_of_step
 from rp_trainer.optimizer import SteppedByEngine
 from rp_trainer.options import RoundPipeOptions
-from rp_trainer.refusals import refuse, refuse_optimizer, refuse_precision
+from rp_trainer.refusals import (
+    refuse,
+    refuse_clipping,
+    refuse_optimizer,
+    refuse_other_loss,
+    refuse_precision,
+    refuse_stepping_after,
+    refuse_wrapping,
+)
 
 _Base = Trainer if TYPE_CHECKING else object
 
@@ -74,6 +82,7 @@ class RoundPipeMixin(_Base):
         super().__init__(*args, **kwargs)
         refuse_optimizer(self.optimizer)
         self._wrapped()
+        self._refuse_in_backward()
         self._wrap_reference()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -111,7 +120,7 @@ class RoundPipeMixin(_Base):
             # With bf16 Accelerate has put its autocast around forward; ours is around the engine's.
             if (own := vars(reference).pop("_original_forward", None)) is not None:
                 vars(reference)["forward"] = own
-            options = self._options.on(self._wrapped().engine.runtime)
+            options = self._options.for_reference(self._wrapped().engine.runtime)
             bind_fused_head(reference)
             engine = options.wrap(reference, f"{type(self).__name__}'s reference")
             self.ref_model = OnDevices(engine, self._autocast_dtype()).eval()
@@ -126,9 +135,33 @@ class RoundPipeMixin(_Base):
         if training:
             # A subclass may have made its optimizer without a call of ours.
             self.optimizer = self._stepped(self.optimizer)
-            # Gradients of an earlier training that was broken off.
-            found.engine.zero_grad()
+            self._refuse_in_backward()
+            self._steps.forget()
         return found
+
+    def _refuse_in_backward(self) -> None:
+        """Refuse what needs gradients, or several calls a step, if the optimizer steps during backward."""
+        steps, options = self._wrapped().engine.steps_in_backward, self._options
+        refuse_wrapping(steps, is_asked=options.step_in_backward, is_async=options.asynchronous)
+        if not steps:
+            return
+        refuse_clipping(self.args.max_grad_norm)
+        if (found := self._other_loss()) is not None:
+            refuse_other_loss(found)
+        own = self._overriding("training_step")[0]
+        if own is not RoundPipeMixin and self.args.gradient_accumulation_steps > 1:
+            refuse_other_loss(f"gradient_accumulation_steps > 1 and training_step of {_named(own)}")
+        if (kind := self._optimizer_kind()) is not None:
+            refuse_stepping_after(kind)
+
+    def _optimizer_kind(self) -> type[object] | None:
+        """The class of optimizers that trains the model, as far as it is known before it is made."""
+        # None until the trainer makes it.
+        if self.optimizer is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            return type(self._steps.shown if _is_stepped(self.optimizer) else self.optimizer)
+        if self._overriding("create_optimizer") != [RoundPipeMixin, Trainer]:
+            return None
+        return (self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model))[0]
 
     # The optimizer
 
@@ -151,6 +184,8 @@ class RoundPipeMixin(_Base):
             return optimizer
         refuse_optimizer(optimizer)
         found = self._wrapped()
+        if found.engine.steps_in_backward:
+            refuse_stepping_after(type(optimizer))
         made = SteppedByEngine(found.engine, optimizer, asynchronous=self._options.asynchronous)
         found.optimizer = made
         return made
@@ -197,14 +232,31 @@ class RoundPipeMixin(_Base):
         batches = step.beginning_with(inputs) if step is not None and is_whole else [inputs]
         if not batches:
             return torch.zeros(())
+        if engine.steps_in_backward and len(batches) < self.current_gradient_accumulation_steps:
+            refuse_other_loss(f"a batch that get_batch_samples of {type(self).__name__} did not return")
         return self._in_one_call(engine, batches, num_items_in_batch)
 
     def _has_own_loss(self) -> bool:
         """Whether the loss is what the model returns, a row of layers, and no class between computes another."""
-        is_plain = self._overriding("compute_loss") == [RoundPipeMixin, Trainer]
-        is_plain = is_plain and getattr(self._wrapped().engine.model, "own_loss", None) is not None
-        is_plain = is_plain and self._overriding("training_step")[-2:] == [RoundPipeMixin, Trainer]
-        return is_plain and self.compute_loss_func is None and self.label_smoother is None
+        return self._other_loss() is None
+
+    def _other_loss(self) -> str | None:
+        """What computes another loss than the model's own, or runs the model by itself; None if nothing does."""
+        plain: list[object] = [RoundPipeMixin, Trainer]
+        for method, found in (
+            ("compute_loss", self._overriding("compute_loss")),
+            # One above ours calls it, for each batch.
+            ("training_step", self._overriding("training_step")[-2:]),
+        ):
+            if found != plain:
+                return f"{method} of {_named(next(one for one in found if one not in plain))}"
+        if self.compute_loss_func is not None:
+            return "compute_loss_func"
+        if self.label_smoother is not None:
+            return "label_smoothing_factor"
+        if getattr(self._wrapped().engine.model, "own_loss", None) is None:
+            return f"a {type(self.model).__name__} without a loss that is known to divide"
+        return None
 
     def _overriding(self, method: str) -> list[object]:
         """The classes that have a method of their own, or the trainer itself, from the first that is called."""
@@ -218,8 +270,9 @@ class RoundPipeMixin(_Base):
         is_scaled = is_counted if is_scaled is None else is_scaled
         scale = 1.0 if is_scaled else 1.0 / self.current_gradient_accumulation_steps
         self._wrapped().note_gradients()
+        optimizer = self._steps.in_call() if engine.steps_in_backward else None
         with self._wrapped().autocast(), self.compute_loss_context_manager():
-            return loss_of_step(engine, prepared, scale).float()
+            return loss_of_step(engine, prepared, scale, optimizer).float()
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -299,6 +352,11 @@ class RoundPipeTrainer(RoundPipeMixin, Trainer):
 def _is_stepped(optimizer: Any) -> bool:
     # Accelerate wraps what it has prepared, in an earlier `train`.
     return isinstance(getattr(optimizer, "optimizer", optimizer), SteppedByEngine)
+
+
+def _named(found: object) -> str:
+    """A class's name; that of its class for a trainer with a method of its own."""
+    return found.__name__ if isinstance(found, type) else f"this {type(found).__name__}"
 
 
 class _StepBatches:

@@ -62,9 +62,14 @@ class Joint:
     def _states(self) -> list[ModelState]:
         return [host.state for host in self._hosts]
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether optimizers step during training calls."""
+        return any(state.steps_in_backward for state in self._states())
+
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function on the gradients of all calls so far. `is_async`: return before it has ended."""
-        if any(state.steps_in_backward for state in self._states()):
+        if self.steps_in_backward:
             raise RoundPipeError(
                 f"model {self._name!r} was wrapped with step_in_backward=True, so forward_backward(optimizer=...) "
                 "has stepped already and no gradients are left to step; leave this step out, or wrap the model "

@@ -271,6 +271,17 @@ class RoundPipeBase(nn.Module):
         return self._named
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Whether the model was wrapped with ``step_in_backward=True``, so that its training calls step.
+
+        >>> from roundpipe import RoundPipe, Runtime
+        >>> with Runtime("cpu:1") as runtime:
+        ...     RoundPipe(nn.Linear(4, 4), step_in_backward=True, runtime=runtime).steps_in_backward
+        True
+        """
+        return self._joint.steps_in_backward
+
+    @property
     def joint(self) -> Joint:
         """The model on the host, between calls."""
         return self._joint

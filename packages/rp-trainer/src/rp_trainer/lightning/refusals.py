@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rp_trainer.options import RoundPipeOptions
 from rp_trainer.refusals import refuse_optimizer
 
 _ONE_PROCESS = "RoundPipe drives all GPUs from one process, see RoundPipeOptions(runtime=...)"
@@ -19,6 +20,15 @@ def refuse_several(argument: str, value: int) -> None:
     if value != 1:
         raise ValueError(
             f"{argument} must be 1 with RoundPipeStrategy, but is {value}; leave it out: {_ONE_PROCESS}"
+        )
+
+
+def refuse_options(options: RoundPipeOptions) -> None:
+    """Raise `ValueError` for an option that Lightning's loop has no place for."""
+    if options.step_in_backward:
+        raise ValueError(
+            "step_in_backward must be False with RoundPipeStrategy, but is True: Lightning calls training_step, "
+            "backward and the optimizer one after the other, and RoundPipe then steps in the call; leave it out"
         )
 
 

@@ -18,7 +18,7 @@ from rp_optim import SplitMaster
 
 from rp_trainer.lightning.optimizer import named_like
 from rp_trainer.lightning.precision import HostPrecision, on_host
-from rp_trainer.lightning.refusals import chosen, only_optimizer, refuse_processes, refuse_several
+from rp_trainer.lightning.refusals import chosen, only_optimizer, refuse_options, refuse_processes, refuse_several
 from rp_trainer.on_devices import OnDevices
 from rp_trainer.options import RoundPipeOptions
 
@@ -43,8 +43,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     metrics are on the host. What ``configure_optimizers`` returns trains the master weights, in steps of the
     engine. Leave out the arguments `accelerator` and `devices` of the trainer.
 
-    Raises `ValueError` when training begins for what cannot work, with its name; what
-    `roundpipe.wrap_model_to_roundpipe` raises.
+    Raises `ValueError` for ``step_in_backward=True``, and when training begins for what cannot work, with its
+    name; what `roundpipe.wrap_model_to_roundpipe` raises.
     """
 
     strategy_name = "roundpipe"
@@ -53,6 +53,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         super().__init__(device="cpu", accelerator=CPUAccelerator())
         self._name = model
         self._options = options or RoundPipeOptions()
+        refuse_options(self._options)
         self._on_devices: OnDevices | None = None
 
     # What a trainer tells a strategy that has these attributes

@@ -68,6 +68,7 @@ static int64_t find(place *at, const rpo_job *jobs, int64_t unit) {
 /* One parallel region for all jobs: threads are woken once, and do not wait for each other after a small job. */
 #define FOR_UNITS(jobs, units, statement)                                          \
     const int threads = (int)smaller((jobs)->threads, units);                      \
+    (void)threads; /* of no use without OpenMP */                                  \
     _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                \
         mode old = enter();                                                        \
         place at = {0, 0};                                                         \
@@ -125,7 +126,9 @@ static int threads_for(const rpo_job *job, pieces cut) {
 }
 
 #define FOR_PIECES(job, cut, statement)                                                              \
-    _Pragma("omp parallel num_threads(threads_for(job, cut)) if (threads_for(job, cut) > 1)") {      \
+    const int threads = threads_for(job, cut);                                                       \
+    (void)threads;                                                                                   \
+    _Pragma("omp parallel num_threads(threads) if (threads > 1)") {                                  \
         mode old = enter();                                                                          \
         _Pragma("omp for schedule(static)") for (int64_t piece = 0; piece < cut.count; piece++) {    \
             const int64_t matrix = piece / cut.per_matrix;                                           \

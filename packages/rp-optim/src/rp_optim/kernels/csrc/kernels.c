@@ -253,7 +253,7 @@ INLINE uint16_t round_randomly(float x, uint32_t noise) {
     uint32_t bits = bits_of(x), size = bits & 0x7fffffffu;
     uint32_t rounded = (bits + noise) >> 16;
     uint32_t most = ((bits >> 16) & 0x8000u) | 0x7f7fu;
-    rounded = (size < 0x7f800000u) & ((rounded & 0x7fffu) >= 0x7f80u) ? most : rounded;
+    rounded = ((size < 0x7f800000u) & ((rounded & 0x7fffu) >= 0x7f80u)) ? most : rounded;
     return (uint16_t)(size > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
 
@@ -470,7 +470,7 @@ INLINE void adam_block(const rpo_job *job, int64_t n, float *restrict p, const f
         v[i] = square;
         if (amsgrad) {
             float old = most[i];
-            largest = (old > square) | (old != old) ? old : square;
+            largest = ((old > square) | (old != old)) ? old : square;
             most[i] = largest;
         }
         float size = sqrtf(largest);
