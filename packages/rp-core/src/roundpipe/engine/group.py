@@ -141,7 +141,7 @@ class Joint:
         with telling(group, kind):
             for host in self._hosts:
                 host.get_ready(training=True)
-            self._check_second_blocks(is_async=is_async)
+            self._check_second_blocks(lambda host: host.decide_second_blocks(is_async=is_async))
         if group is not None:
             facts = [host.facts() for host in self._hosts]
             shared = {"is_async": is_async, **{key: [each[key] for each in facts] for key in facts[0]}}
@@ -153,11 +153,10 @@ class Joint:
                 if None not in has_room:
                     state.double_buffer = all(has_room)
 
-    def _check_second_blocks(self, *, is_async: bool) -> None:
+    def _check_second_blocks(self, decide: Callable[[HostParameters], None]) -> None:
         decided = [state.double_buffer for state in self._states()]
         try:
-            for host in self._hosts:
-                host.decide_second_blocks(is_async=is_async)
+            self._for_each(decide)()
             self._foresight.check_training(self._states())
         except BaseException:
             # Synchronous steps may fit still.
@@ -315,14 +314,25 @@ class Joint:
         self._runtime.carry_out(self._for_each(lambda host: host.replaced(parameters)))
 
     def begin_restoring(self, *, is_behind: bool) -> tuple[Held, ...]:
-        """Wait for all work; return the places that the caller loads a checkpoint into, see `restored`."""
+        """Wait for all work; return the places that the caller loads a checkpoint into, see `restored`.
+
+        Raises `HostMemoryShort` if the masters and second blocks that this takes do not fit.
+        """
         self.make_current()
-        self._runtime.carry_out(self._for_each(lambda host: host.begin_restoring(is_behind=is_behind)))
+        self._runtime.carry_out(partial(self._begin_restoring, is_behind=is_behind))
         return tuple(held_by(self._states()))
 
-    def refuse_until_restored(self) -> None:
+    def _begin_restoring(self, *, is_behind: bool) -> None:
+        group, kind = self._runtime.group, f"room for a checkpoint in model {self._name!r}"
+        with telling(group, kind):
+            self._check_second_blocks(lambda host: host.decide_restoring(is_behind=is_behind))
+            self._for_each(lambda host: host.begin_restoring(is_behind=is_behind))()
+        if group is not None:
+            group.calls.same(kind, {"is_behind": is_behind})
+
+    def refuse_until_restored(self, *, is_behind: bool) -> None:
         """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
-        self._runtime.carry_out(self._for_each(lambda host: host.refuse_until_restored()))
+        self._runtime.carry_out(self._for_each(lambda host: host.refuse_until_restored(is_behind=is_behind)))
 
     def restored(self, *, is_behind: bool) -> None:
         """Go on from the weights and masters that the caller has written. `is_behind`: see `Captured`."""

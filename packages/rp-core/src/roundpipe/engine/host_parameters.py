@@ -335,21 +335,25 @@ class HostParameters:
                 self.state.shards.replace(old, new)
         self._masters_from_weights(list(parameters.values()))
 
-    def begin_restoring(self, *, is_behind: bool) -> None:
-        """Make the masters that a checkpoint is loaded into. `is_behind`: see `Captured`.
+    def decide_restoring(self, *, is_behind: bool) -> None:
+        """Decide whether a checkpoint is loaded into second blocks. `is_behind`: see `Captured`.
 
-        Halves of masters whose result calls do not read yet go into second blocks, unless these are not wanted.
+        Halves of masters whose result calls do not read yet go there, unless second blocks are not wanted.
         """
         self._refresh()
-        self.state.make_masters()
         if is_behind and self.state.may_be_behind():
             self.state.double_buffer = True
-            self.state.make_backs()
-        self.state.place_halves(behind=is_behind)
 
-    def refuse_until_restored(self) -> None:
+    def begin_restoring(self, *, is_behind: bool) -> None:
+        """Make the masters and second blocks that a checkpoint is loaded into; nothing is overwritten yet."""
+        self.state.make_masters()
+        if is_behind and self.state.may_be_behind():
+            self.state.make_backs()
+
+    def refuse_until_restored(self, *, is_behind: bool) -> None:
         """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
         self.state.failed = "a checkpoint was loaded only in part"
+        self.state.place_halves(behind=is_behind)
 
     def restored(self, *, is_behind: bool) -> None:
         """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `Captured`."""
