@@ -22,7 +22,7 @@ from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.engine.shared_call import telling
 from roundpipe.errors import RoundPipeError, add_note
 from roundpipe.optimizer.shared_step import SharedStep
-from roundpipe.optimizer.steps import Part, run_step
+from roundpipe.optimizer.steps import Part, run_step, say_torn
 from roundpipe.optimizer.watched import Watched, described, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.machines import check_same
@@ -346,8 +346,15 @@ class Joint:
         return do_all
 
     def _raise_late_errors(self) -> None:
-        for host in self._hosts:
-            host.raise_late_errors()
+        try:
+            for host in self._hosts:
+                host.raise_late_errors()
+        except BaseException as error:
+            # That of a call may have ended a step which was under way.
+            for host in self._hosts:
+                if host.state.torn is not None:
+                    say_torn(host.name, error)
+            raise
 
 
 class StepDuring:
