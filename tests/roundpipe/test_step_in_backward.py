@@ -384,6 +384,36 @@ def test_there_is_nothing_left_to_step_or_to_accumulate(two: Runtime) -> None:
     call(model, optimizer)
 
 
+def test_a_frozen_model_gives_gradients_of_inputs_without_an_optimizer(two: Runtime) -> None:
+    layers = row()
+    model = wrapped(two, layers)
+    optimizer = ADAM(model)
+    call(model, optimizer)
+    model.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x, y = (tensor.bfloat16() for tensor in batch(6))
+    x.requires_grad_()
+
+    def grads(compute: Callable[[], object]) -> torch.Tensor:
+        x.grad = None
+        compute()
+        assert x.grad is not None
+        return x.grad
+
+    wanted = grads(lambda: square_error(layers(x), y).backward())
+    for given in (None, optimizer):
+        found = grads(partial(model.forward_backward, (x,), None, y, square_error, optimizer=given))
+        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(grads(lambda: square_error(model(x), y).backward()), wanted)
+    with pytest.raises(RoundPipeError, match="has no trainable parameter, and no input requires grad"):
+        call(model, None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match="give forward_backward the optimizer that steps"):
+        call(model, None)
+    call(model, optimizer)
+
+
 def test_there_is_no_grad_to_read_and_that_is_told_once(two: Runtime) -> None:
     model = wrapped(two)
     optimizer = ADAM(model)

@@ -209,7 +209,7 @@ class Engine:
         shared: SharedCall | None,
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs."""
-        if self.host.state.steps_in_backward:
+        if self.host.state.steps_in_backward and self.host.has_trained():
             raise RoundPipeError(
                 f"model {self._name!r} was wrapped with step_in_backward=True, so its gradients are consumed "
                 "inside forward_backward(optimizer=...), and backward() of a forward has no step for them; call "
