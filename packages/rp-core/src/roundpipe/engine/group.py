@@ -125,16 +125,21 @@ class Joint:
         """Raise errors of steps and calls that have ended."""
         self._raise_late_errors()
 
-    def note_torn(self, error: BaseException) -> None:
-        """Say on the error of a call whether the step during it has left part of its update."""
-        for state in self._states():
-            words = "are torn: load a state, or start from a checkpoint" if state.torn else None
-            if state.failed is not None and words is None:
-                words = "are those before it; go back to them with reset(), or load a state"
-            if words is not None:
+    def note_ended(self, error: BaseException) -> None:
+        """Say on the error of a call what the step during it, which has ended, has left of its update."""
+        self._say_torn(error)
+        for host in self._hosts:
+            if host.state.failed is not None and host.state.torn is None:
                 add_note(
-                    error, f"RoundPipe: the step of this call has updated a part of the layers; weights {words}"
+                    error,
+                    f"RoundPipe: the step of this call has ended half-way; the weights of model {host.name!r} are "
+                    "those before it: go back to them with reset(), or load a state",
                 )
+
+    def _say_torn(self, error: BaseException) -> None:
+        for host in self._hosts:
+            if host.state.torn is not None:
+                say_torn(host.name, error)
 
     def _prepare_step(self, *, is_async: bool) -> None:
         group, kind = self._runtime.group, f"a step of model {self._name!r}"
@@ -351,9 +356,7 @@ class Joint:
                 host.raise_late_errors()
         except BaseException as error:
             # That of a call may have ended a step which was under way.
-            for host in self._hosts:
-                if host.state.torn is not None:
-                    say_torn(host.name, error)
+            self._say_torn(error)
             raise
 
 
@@ -386,9 +389,9 @@ class StepDuring:
 
     def explain(self, error: BaseException, *, is_over: bool) -> None:
         """Say on the call's error what has become of the weights. `is_over`: the step ends by itself."""
-        if is_over and self._outcome is not None:
+        if self._outcome is not None and (is_over or self._outcome.done()):
             self._outcome.wait()
-            self._joint.note_torn(error)
+            self._joint.note_ended(error)
 
 
 def _refuse_left_out(name: str, states: Sequence[ModelState], optimizer: HostOptimizer) -> None:
