@@ -40,7 +40,9 @@ from roundpipe.planning.planner import Planner
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.model_state import Block, MasterKind, PinMode
+from roundpipe.state.block import Block
+from roundpipe.state.layers import PinMode
+from roundpipe.state.model_state import MasterKind
 from roundpipe.telemetry.tracing import in_call
 
 

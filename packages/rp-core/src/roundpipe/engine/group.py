@@ -28,8 +28,9 @@ from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.machines import check_same
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
+from roundpipe.state.block import Block
 from roundpipe.state.master import refuse_part
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import in_call
 
 

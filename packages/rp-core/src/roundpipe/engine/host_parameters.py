@@ -28,8 +28,10 @@ from roundpipe.errors import (
 from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
+from roundpipe.state.block import Block
 from roundpipe.state.grad_attribute import Exposure
-from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode
+from roundpipe.state.layers import PinMode
+from roundpipe.state.model_state import MasterKind, ModelState
 from roundpipe.state.ownership import Claim
 from roundpipe.state.shards import Shards
 from roundpipe.telemetry.tracing import Tracer

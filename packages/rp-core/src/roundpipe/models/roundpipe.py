@@ -24,7 +24,8 @@ from roundpipe.planning.call_log import CallTime
 from roundpipe.planning.footprint import rows_of
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
-from roundpipe.state.model_state import MasterKind, PinMode
+from roundpipe.state.layers import PinMode
+from roundpipe.state.model_state import MasterKind
 
 
 class RoundPipe(RoundPipeBase):

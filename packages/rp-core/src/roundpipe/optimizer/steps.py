@@ -28,8 +28,9 @@ from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
+from roundpipe.state.block import Block
 from roundpipe.state.master import note_optimizer
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.late_errors import Late
 from roundpipe.telemetry.machine import Machine
