@@ -17,8 +17,9 @@ from roundpipe.device.compiling import CompileOptions, Compiler
 from roundpipe.device.packet import Packet
 from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
+from roundpipe.engine.aftermath.launched import Launched
 from roundpipe.engine.boundaries import Boundaries
-from roundpipe.engine.host_parameters import HostParameters, Launched
+from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.shared_call import (
     Numbers,
     SharedCall,
