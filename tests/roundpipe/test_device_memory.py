@@ -12,7 +12,7 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, square_error, train_call, twin, weights
 from roundpipe import DeviceMemoryWarning, RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.state.model_state import Block
+from roundpipe.state.block import Block
 from rp_sched import Plan
 from shortages import KINDS, PLENTY, Kind, Trap, held, training, trapped
 from torch import nn

@@ -9,7 +9,7 @@ import roundpipe
 import torch
 from plain import FailsLate, assert_near, batch, mlp, plans, square_error, weights
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, StepFailed
-from roundpipe.state.model_state import signature, walk
+from roundpipe.state.signature import signature, walk
 from rp_sched import Plan
 from torch import nn
 

@@ -10,9 +10,17 @@ import pytest
 import roundpipe
 import torch
 from checkpointing import Job, equal, job, with_dropout
-from roundpipe import CheckpointWarning, Runtime, load_checkpoint, save_checkpoint
+from roundpipe import (
+    CheckpointMismatch,
+    CheckpointWarning,
+    HostMemoryShort,
+    Runtime,
+    load_checkpoint,
+    save_checkpoint,
+)
 from rp_optim import Master, SplitMaster, write_weights
 from rp_optim.kernels.halves import to_halves
+from rp_transfer import HostLimit
 from safetensors.torch import load_file
 
 HOW: dict[str, Any] = {"dtype": torch.bfloat16}
@@ -131,6 +139,42 @@ def test_without_second_blocks_the_last_steps_result_is_read_at_once_and_that_is
         assert equal(values(other), values(own))
         other.train(3, 5)
         assert are_split(other)
+
+
+def test_second_blocks_that_do_not_fit_are_refused_before_anything_is_loaded_or_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Runtime("cpu:1") as runtime:
+        own = split(runtime, is_async=True)
+        own.train(0, 3)
+        save(own, tmp_path / "c", 3)
+        # It has its masters and gradients, but no second blocks before the first asynchronous step.
+        other = split(runtime, layers=with_dropout(5), is_async=False)
+        other.train(0, 2)
+        before, held = values(other), other.model.memory_report(other.optimizer)
+        with monkeypatch.context() as patched:
+            patched.setattr(runtime, "host_limit", lambda: HostLimit("the machine", 1 << 30, 0))
+            with pytest.raises(HostMemoryShort, match=r"(?s)second blocks.*double_buffer=False"):
+                load_checkpoint(tmp_path / "c", other.model, other.optimizer, **other.parts)
+        assert other.model.memory_report(other.optimizer) == held
+        assert equal(values(other), before)
+        # Synchronous steps, which take no second blocks, go on.
+        other.train(2, 3)
+        load_checkpoint(tmp_path / "c", other.model, other.optimizer, **other.parts)
+        assert other.model.memory_report().second_blocks_bytes > 0
+        assert equal(values(other), values(own))
+
+
+def test_a_refused_checkpoint_leaves_masters_in_halves_as_they_were(tmp_path: Path) -> None:
+    with Runtime("cpu:1") as runtime:
+        own = split(runtime, is_async=True)
+        own.train(0, 3)
+        save(own, tmp_path / "c", 3)
+        other = split(runtime, layers=with_dropout(5), optimizer=torch.optim.SGD)
+        before = values(other)
+        with pytest.raises(CheckpointMismatch, match="the state of AdamW, but the optimizer is SGD"):
+            load_checkpoint(tmp_path / "c", other.model, other.optimizer, **other.parts)
+        assert equal(values(other), before)
 
 
 def test_large_masters_are_written_and_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def test_a_failed_step_in_place_tears_the_weights_and_says_so_until_a_state_is_l
     call(model)
     with pytest.raises(LookupError) as caught:
         model.step(lambda: fails_after(optimizer), is_async=False)
-    assert any("in place" in note and "torn" in note for note in caught.value.__notes__)
+    assert sum("in place" in note and "torn" in note for note in caught.value.__notes__) == 1
     doings: list[Callable[[], object]] = [
         lambda: call(model),
         model.reset,
@@ -350,8 +350,9 @@ def test_a_call_that_fails_while_its_step_updates_in_place_tears_the_weights(two
         FailsLate.opened.set()
         others.step()
 
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as caught:
         model.step(update, is_async=False)
+    assert sum("weights of model 'm' in place" in note and "torn" in note for note in caught.value.__notes__) == 1
     with pytest.raises(StepFailed, match="some weights are of that step"):
         call(model)
 

@@ -384,6 +384,36 @@ def test_there_is_nothing_left_to_step_or_to_accumulate(two: Runtime) -> None:
     call(model, optimizer)
 
 
+def test_a_frozen_model_gives_gradients_of_inputs_without_an_optimizer(two: Runtime) -> None:
+    layers = row()
+    model = wrapped(two, layers)
+    optimizer = ADAM(model)
+    call(model, optimizer)
+    model.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x, y = (tensor.bfloat16() for tensor in batch(6))
+    x.requires_grad_()
+
+    def grads(compute: Callable[[], object]) -> torch.Tensor:
+        x.grad = None
+        compute()
+        assert x.grad is not None
+        return x.grad
+
+    wanted = grads(lambda: square_error(layers(x), y).backward())
+    for given in (None, optimizer):
+        found = grads(partial(model.forward_backward, (x,), None, y, square_error, optimizer=given))
+        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(grads(lambda: square_error(model(x), y).backward()), wanted)
+    with pytest.raises(RoundPipeError, match="has no trainable parameter, and no input requires grad"):
+        call(model, None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match="give forward_backward the optimizer that steps"):
+        call(model, None)
+    call(model, optimizer)
+
+
 def test_there_is_no_grad_to_read_and_that_is_told_once(two: Runtime) -> None:
     model = wrapped(two)
     optimizer = ADAM(model)
@@ -609,13 +639,57 @@ def test_a_call_that_fails_while_it_steps_says_what_has_become_of_the_weights(tw
     with pytest.raises(KeyError) as caught:
         call(model, optimizer)
     assert begun.is_set()
-    told = "are torn" if halves else r"reset()"
-    assert any("has updated a part of the layers" in note and told in note for note in caught.value.__notes__)
+    told = "in place" if halves else "half-way; the weights of model 'm' are those before it: go back to them with"
+    assert sum(told in note for note in caught.value.__notes__) == 1
     for do in (model.reset,) if halves else ():
         with pytest.raises(StepFailed, match="some weights are of that step"):
             do()
     with pytest.raises(StepFailed, match="failed half-way"):
         call(model, optimizer)
+
+
+@pytest.mark.parametrize("master", ["split", "whole"])
+def test_a_hook_that_fails_before_the_optimizer_steps_leaves_the_weights_to_go_back_to(
+    two: Runtime, master: str
+) -> None:
+    model, other = wrapped(two, master=master), wrapped(two, master=master)
+    optimizer = ADAM(model)
+
+    def fails(*_: object) -> None:
+        raise LookupError
+
+    hook = optimizer.register_step_pre_hook(fails)
+    for _ in range(2):
+        with pytest.raises(LookupError) as caught:
+            call(model, optimizer)
+        assert sum("go back to them with reset()" in note for note in caught.value.__notes__) == 1
+        with pytest.raises(StepFailed, match=r"reset\(\)"):
+            call(model, optimizer)
+        model.reset()
+    hook.remove()
+    assert same(trained(model, lambda _: optimizer, during=True), trained(other, ADAM, during=True))
+
+
+@pytest.mark.parametrize("master", ["split", "whole"])
+def test_a_hook_that_fails_after_the_optimizer_has_stepped_says_what_has_become_of_the_weights(
+    two: Runtime, master: str
+) -> None:
+    model = wrapped(two, master=master)
+    optimizer = ADAM(model)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fails(*_: object) -> None:
+        raise LookupError
+
+    hook = optimizer.register_step_post_hook(fails)
+    with pytest.raises(LookupError) as caught:
+        call(model, optimizer)
+    told = "are torn" if master == "split" else "go back to them with reset()"
+    assert sum(told in note for note in caught.value.__notes__) == 1
+    hook.remove()
+    model.load_state_dict(saved) if master == "split" else model.reset()
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    call(model, optimizer)
 
 
 def test_a_call_that_fails_before_it_steps_leaves_nothing(two: Runtime) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,24 +92,96 @@ def test_without_an_output_folder_it_ends_as_well(text: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path: Path) -> None:
-    project = Path(__file__).parents[2] / "packages" / "rp-core" / "pyproject.toml"
-    module, function = tomllib.loads(project.read_text())["project"]["scripts"]["roundpipe"].split(":")
-    # As slow as the real one, and interrupted.
-    (tmp_path / "torch.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(100)\n"
-    )
-    code = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
-    path = os.pathsep.join([str(tmp_path), str(project.parent / "src"), *sys.path])
+PROJECT = Path(__file__).parents[2] / "packages" / "rp-core" / "pyproject.toml"
+# As slow as the real one, and interrupted.
+SLOW = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(100)\n"
+
+
+def _command() -> str:
+    module, function = tomllib.loads(PROJECT.read_text())["project"]["scripts"]["roundpipe"].split(":")
+    return f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
+
+
+def _started(*arguments: str, beside: Path) -> tuple[int, str, str]:
+    """How Python ends, which finds modules in the folder `beside` first, and what it wrote."""
+    path = os.pathsep.join([str(beside), str(PROJECT.parent / "src"), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", code, "train"],
+        [sys.executable, *arguments],
+        cwd=beside,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "roundpipe: interrupted\n")
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("how", [["-c", _command()], ["-m", "roundpipe"], ["-W", "ignore", "-m", "roundpipe"]])
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path: Path, how: list[str]) -> None:
+    (tmp_path / "torch.py").write_text(SLOW)
+    assert _started(*how, "train", "-m", beside=tmp_path) == (130, "", "roundpipe: interrupted\n")
+
+
+def test_other_programs_that_import_the_package_keep_their_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(SLOW)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__main__.py").touch()
+    imported = "try: import roundpipe\nexcept KeyboardInterrupt: print('as ever')\n"
+    (tmp_path / "mine" / "__init__.py").write_text(imported)
+    for how in (["-m", "mine"], ["-m", "mine", "-m", "roundpipe"], ["-c", imported, "-m", "roundpipe"]):
+        assert _started(*how, beside=tmp_path) == (0, "as ever\n", "")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], int]], int]]:
+    """Runs the command with something else in the place of its work; Ctrl-C is handled as ever afterwards."""
+    monkeypatch.setattr(roundpipe_command, "_AT_ONCE", roundpipe_command._AtOnce())
+    usual = signal.getsignal(signal.SIGINT)
+
+    def run(work: Callable[[], int]) -> int:
+        monkeypatch.setattr("roundpipe.cli.main", work)
+        return roundpipe_command.main()
+
+    yield run
+    signal.signal(signal.SIGINT, usual)
+
+
+def test_ctrl_c_that_an_interrupted_import_turns_into_another_error_is_one_line(
+    command: Callable[[Callable[[], int]], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise ModuleNotFoundError("Could not import module") from error
+        return 0
+
+    assert command(work) == 130
+    assert capfd.readouterr().err == "roundpipe: interrupted\n"
+
+
+def test_an_error_without_ctrl_c_is_shown_whole(command: Callable[[Callable[[], int]], int]) -> None:
+    def work() -> int:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise ZeroDivisionError from error
+
+    with pytest.raises(ZeroDivisionError):
+        command(work)
+
+
+def test_ctrl_c_after_the_work_ends_the_interpreter_at_once(tmp_path: Path) -> None:
+    (tmp_path / "roundpipe").mkdir()
+    (tmp_path / "roundpipe" / "__init__.py").touch()
+    (tmp_path / "roundpipe" / "cli.py").write_text("def main(): print('all of it'); return 0\n")
+    code = (
+        "import atexit, os, signal, time\n"
+        "atexit.register(time.sleep, 100)\natexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+    )
+    told = (130, "all of it\n", "roundpipe: interrupted\n")
+    assert _started("-c", code + _command(), beside=tmp_path) == told
 
 
 def test_the_second_ctrl_c_is_not_held_back(capfd: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +241,7 @@ def test_while_it_imports_ctrl_c_is_handled_unless_it_was_ignored(monkeypatch: A
             return lambda: found.append(signal.getsignal(signal.SIGINT)) or 0
 
     monkeypatch.setitem(sys.modules, "roundpipe.cli", Imported("roundpipe.cli"))
+    monkeypatch.setattr(roundpipe_command, "_AT_ONCE", roundpipe_command._AtOnce())
     usual = signal.signal(signal.SIGINT, before)
     try:
         assert roundpipe_command.main() == 0

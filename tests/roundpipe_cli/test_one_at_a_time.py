@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from pathlib import Path
@@ -62,6 +63,31 @@ def test_a_process_that_was_killed_leaves_the_folder_free(tmp_path: Path) -> Non
         with pytest.raises(Refused, match="in use"), output.locked(run):
             pass
     assert list(run.iterdir()) == []
+
+
+def test_what_a_killed_process_has_forked_neither_keeps_its_lock_nor_gives_it_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # A worker that would end by itself only long after this test; and one that ends inside the context.
+    code = (
+        "import os, pathlib, signal, sys\nfrom roundpipe.cli import output\n"
+        "with output.locked(pathlib.Path(sys.argv[1])):\n"
+        "    if not (worker := os.fork()):\n"
+        "        os.close(1), os.close(2), signal.alarm(600), signal.pause()\n"
+        "    if not (brief := os.fork()):\n"
+        "        sys.exit()\n"
+        "    os.waitpid(brief, 0)\n"
+        "    print(worker, *os.listdir(sys.argv[1]), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    status, said, _ = ended(code, str(run), imports=COMMAND_LINE)
+    assert status == -signal.SIGKILL
+    worker, *left = said.split()
+    try:
+        assert left == [".lock"]
+        with output.locked(run):
+            os.kill(int(worker), 0)
+    finally:
+        os.kill(int(worker), signal.SIGKILL)
 
 
 @JOBS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -152,20 +153,22 @@ def dropped_after_a_step(runtime: Runtime) -> Found:
 
 
 def dropped_in_a_step_function(runtime: Runtime) -> Found:
-    """Machine 1's step function alone drops gradients: by ours or torch's, before its step, too."""
+    """Machine 1's step function alone drops gradients, or sets them to zero: by ours or torch's, before, too."""
     found: Found = []
     layers = row()
     model = wrapped(runtime, layers)
-    for make, is_first in ((adamw, False), (adamw, True), (_sgd, False), (_sgd, True)):
+    for make, is_first, to_none in product((adamw, _sgd), (False, True), (True, False)):
         optimizer = make(model.optim_parameters())
         before = weights(layers)
 
-        def step(optimizer: torch.optim.Optimizer = optimizer, is_first: bool = is_first) -> None:
+        def step(
+            optimizer: torch.optim.Optimizer = optimizer, is_first: bool = is_first, to_none: bool = to_none
+        ) -> None:
             if rank_of(runtime) == 1 and is_first:
-                optimizer.zero_grad()
+                optimizer.zero_grad(to_none)
             optimizer.step()
-            if rank_of(runtime) == 1:
-                optimizer.zero_grad()
+            if rank_of(runtime) == 1 and not is_first:
+                optimizer.zero_grad(to_none)
 
         _call(model)
         found.append(error_of(lambda step=step: model.step(step, is_async=False)))
@@ -174,12 +177,12 @@ def dropped_in_a_step_function(runtime: Runtime) -> Found:
     # The same on all, of some parameters only, which one machine or the other owns.
     every = list(model.optim_parameters())
     halves = [make(every[at::2]) for at, make in enumerate((adamw, _sgd))]
-    for one in halves:
+    for one, to_none in product(halves, (True, False)):
         _call(model)
         found.append(
             error_of(
-                lambda one=one: model.step(
-                    lambda: ([each.step() for each in halves], one.zero_grad()), is_async=False
+                lambda one=one, to_none=to_none: model.step(
+                    lambda: ([each.step() for each in halves], one.zero_grad(to_none)), is_async=False
                 )
             )
         )

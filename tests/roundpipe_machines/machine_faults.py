@@ -18,7 +18,7 @@ from roundpipe.checkpoints.writer import Writer
 from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.runtime.machines import MachineGroup
 from roundpipe.runtime.together import Together
-from roundpipe.state.model_state import Block
+from roundpipe.state.block import Block
 from rp_dist import Machines
 from rp_dist.opening import Opening
 from rp_optim.host import HostOptimizer

@@ -13,6 +13,7 @@ from machine_trainings import batch, row, square_error, weights, wrapped
 from roundpipe import Runtime, TrainingWarning, load_checkpoint, save_checkpoint
 from roundpipe.optim import SGD, Adafactor, AdamW, clip_grad_norm_
 from rp_optim import SplitMaster
+from rp_transfer import HostLimit
 
 Found = dict[str, Any]
 Turns = tuple[bool, ...]
@@ -192,7 +193,16 @@ def resumed(runtime: Runtime, *, folder: str, is_async: bool) -> Found:
 
 
 def without_second_blocks(runtime: Runtime, *, folder: str) -> Found:
-    """What is loaded is a step behind, but weights are halves of masters and have no other place."""
+    """What is loaded is a step behind, but weights are halves of masters and have no other place.
+
+    First machine 1 has no room for second blocks, which others would have.
+    """
+    training = Training(runtime, "split")
+    limit = runtime.host_limit
+    if rank_of(runtime) == 1:
+        runtime.host_limit = lambda: HostLimit("the machine", 1 << 30, 0)  # type: ignore[method-assign]
+    refused = error_of(lambda: load_checkpoint(f"{folder}/split", training.model, training.optimizer))
+    runtime.host_limit = limit  # type: ignore[method-assign]
     training = Training(runtime, "split", double_buffer=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,4 +210,4 @@ def without_second_blocks(runtime: Runtime, *, folder: str) -> Found:
     loaded = {name: value.detach().clone() for name, value in training.layers.named_parameters()}
     training.step(2, is_async=False)
     told = [str(one.message) for one in caught if "last step's result at once" in str(one.message)]
-    return {**training.end(), "loaded": loaded, "told": told}
+    return {**training.end(), "loaded": loaded, "told": told, "refused": refused}

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 _LEFT = "MachineFailed: in backward of model 'm', machine 0 left this call unfinished and went on with "
 _OTHER_CALLS = "Disagreement: the machines do not do the same (machine 0: backward of model 'm', of call "
 _DROPPED = "Disagreement: in forward_backward of model 'm', calls and steps since gradients were dropped outside"
-_DROPPED_INSIDE = "Disagreement: in a step, gradients that the step function dropped differs: machine 0 has '0, "
+_DROPPED_INSIDE = (
+    "Disagreement: in a step, gradients that the step function dropped or set to zero differs: machine 0 has '0, "
+)
 _NOT_HERE = "AloneOnly: the last step's result is not on this machine yet"
 # What errors begin with, on machine 0 and on machine 1.
 SAID = {
@@ -38,7 +40,7 @@ SAID = {
     "read_by_one": (["no error", "no error", "AloneOnly: state_dict(keep_vars=True)", *[_NOT_HERE] * 3], []),
     "checkpoint_of_one": (["Disagreement: the machines do not do the same (machine 0: saving a checkpoint"],) * 2,
     "dropped_after_a_step": ([_DROPPED] * 2,) * 2,
-    "dropped_in_a_step_function": ([*[_DROPPED_INSIDE] * 4, "no error", "no error"],) * 2,
+    "dropped_in_a_step_function": ([*[_DROPPED_INSIDE] * 8, *["no error"] * 4],) * 2,
 }
 
 

@@ -51,7 +51,7 @@ _OUT_OF_MEMORY = """
 import os, torch
 from roundpipe import Runtime
 from roundpipe.state.gradient import Gradient
-from roundpipe.state.model_state import Block
+from roundpipe.state.block import Block
 from machine_trainings import adamw, batch, row, square_error, wrapped
 torch.set_num_threads(1)
 def fail(*_, **__):

@@ -4,26 +4,78 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 _INTERRUPTED = 130
+_TOLD = b"roundpipe: interrupted\n"
+
+
+class _AtOnce:
+    """Between `begin` and `end` Ctrl-C ends the process at once, with one line.
+
+    An exception in the midst of an import may arrive as another one, or not at all.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None  # Any: what signal.signal returns
+
+    def begin(self) -> None:
+        """Take Ctrl-C over, unless it is ignored: shells let what a script starts in the background do so."""
+        before = signal.getsignal(signal.SIGINT)
+        if self._before is None and callable(before):
+            self._before = before
+            signal.signal(signal.SIGINT, _end)
+
+    def end(self) -> None:
+        """Give it back."""
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+
+_AT_ONCE = _AtOnce()
 
 
 def main() -> int:
-    """Run the command and return its exit status; Ctrl-C while modules are imported ends it with one line."""
-    before = signal.getsignal(signal.SIGINT)
-    # Shells let what a script starts in the background ignore Ctrl-C.
-    if callable(before):
-        signal.signal(signal.SIGINT, _end)
+    """Run the command and return its exit status; Ctrl-C outside of its work ends it with one line."""
+    _AT_ONCE.begin()
     from roundpipe.cli import main as run
 
-    if callable(before):
-        signal.signal(signal.SIGINT, before)
-    return run()
+    try:
+        _AT_ONCE.end()
+        status = run()
+        # Nothing is left to do but the interpreter's end.
+        with suppress(OSError):
+            sys.stdout.flush()
+        _AT_ONCE.begin()
+    except BaseException as error:
+        if not _came_of_ctrl_c(error):
+            raise
+        os.write(2, _TOLD)
+        return _INTERRUPTED
+    return status
+
+
+def _came_of_ctrl_c(error: BaseException | None) -> bool:
+    """Whether it is Ctrl-C, or what code that it interrupted, such as an import, has made of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # At once: an exception in the midst of an import may arrive as another one, or not at all.
     del number, frame
-    os.write(2, b"roundpipe: interrupted\n")
+    os.write(2, _TOLD)
     os._exit(_INTERRUPTED)
+
+
+def _is_module_run() -> bool:
+    """Whether ``python -m roundpipe`` is about to import the package, before `main`."""
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "roundpipe"
+
+
+if _is_module_run():
+    _AT_ONCE.begin()

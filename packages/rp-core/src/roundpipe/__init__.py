@@ -3,6 +3,10 @@
 Importing this opens no device and starts no thread; a `Runtime` or the first model does.
 """
 
+# First: under ``python -m roundpipe`` it handles Ctrl-C from here on.
+import roundpipe_command as _command  # noqa: F401 # pyright: ignore[reportMissingTypeStubs, reportUnusedImport]
+
+# isort: split
 from roundpipe import optim
 from roundpipe.checkpoints.load import LoadedCheckpoint, load_checkpoint
 from roundpipe.checkpoints.manager import CheckpointManager

@@ -2,6 +2,6 @@
 
 import sys
 
-from roundpipe.cli import main
+from roundpipe_command import main  # pyright: ignore[reportMissingTypeStubs]
 
 sys.exit(main())

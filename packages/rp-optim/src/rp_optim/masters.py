@@ -49,7 +49,7 @@ class Link:
     ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed. `share`: asks
     the other processes, if masters are divided between several. `turn`: when its gradient arrives, if that is
     known; `stepped`: called when an optimizer has updated the master. `is_dropped`: whether code has set
-    ``.grad`` to None.
+    ``.grad`` to None, or `Master.note_linked` has found that it drops it otherwise.
     """
 
     gradients: Callable[[], Source | None]
@@ -110,10 +110,10 @@ class Master(torch.nn.Parameter):
             _OWN_GRAD.__set__(self, None if source is None else _copy(source, self, link.factor))
             link.gradient_in = "grad"
         found = _OWN_GRAD.__get__(self)
-        if found is None and self._link is None:
-            self.note_missing()
+        if self._link is not None:
+            self.note_linked()
         elif found is None:
-            self.note_none()
+            self.note_missing()
         return found
 
     @grad.setter
@@ -130,8 +130,8 @@ class Master(torch.nn.Parameter):
     def note_missing(self) -> None:
         """Called where ``.grad`` is read of a master that is not linked and has none; subclasses may say why."""
 
-    def note_none(self) -> None:
-        """Called where ``.grad`` is read of a linked master that has none; subclasses may record what for."""
+    def note_linked(self) -> None:
+        """Called where ``.grad`` is read of a linked master; subclasses may record what for."""
 
     def note_read(self) -> None:
         """Called before a read of ``.grad`` copies the linked gradient; subclasses may refuse it by an error."""

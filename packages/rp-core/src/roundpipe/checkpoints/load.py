@@ -81,9 +81,10 @@ def load_checkpoint(
     {'epoch': 1}
 
     Raises `CheckpointDamaged` for a folder that is not whole, with the file's name; `CheckpointMismatch` for one
-    of another model or optimizer, with the first names that differ; `CheckpointError` if it cannot be read. The
-    model is then as it was, unless a file became unreadable after it was checked: training is refused until a
-    state is loaded.
+    of another model or optimizer, with the first names that differ; `CheckpointError` if it cannot be read;
+    `HostMemoryShort` if the masters and second weight blocks that it goes into do not fit beside what training
+    takes. The model is then as it was, unless a file became unreadable after it was checked: training is refused
+    until a state is loaded.
     """
     if not isinstance(model, RoundPipeBase):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
         raise TypeError(
@@ -100,7 +101,7 @@ def load_checkpoint(
         held = {id(one.tensor): one for one in model.joint.begin_restoring(is_behind=is_behind)}
         masters = {name: _master(held.get(id(tensor))) for name, tensor in layout.tensors.items()}
         states = [Matched(opened, *both, masters) for both in zip(optimizers, _saved(opened), strict=False)]
-        model.joint.refuse_until_restored()
+        model.joint.refuse_until_restored(is_behind=is_behind)
         for name, tensor in layout.tensors.items():
             _load_tensor(opened, name, tensor, held.get(id(tensor)), notes, is_behind=is_behind)
         for matched in states:

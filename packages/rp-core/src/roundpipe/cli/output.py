@@ -27,6 +27,8 @@ _OF_THE_TOY = ("config.json", "generation_config.json", "model.safetensors")
 # The options last: by these a folder is recognized.
 ALL_RESULTS = (*OF_FINE_TUNINGS, METRICS, *_OF_THE_TOY, OPTIONS)
 _LOCK = ".lock"
+# The descriptors of the locks that this process has.
+_LOCKS: set[int] = set()
 _MARK = "roundpipe_version"
 _UNFINISHED = ".unfinished"
 # Far more than the options take: a larger file is not this command's and is not read.
@@ -45,8 +47,9 @@ def check_output(folder: Path, *, overwrite: bool = False, resume: bool = False)
 def locked(folder: Path) -> Generator[None]:
     """Make the folder and keep other processes of this command out of it; nothing is left if nothing is put in it.
 
-    The system frees the lock of a process that is killed. Raises `Refused` if another process has it, or if the
-    folder cannot be written to; prints a line where the file system has no locks.
+    The system frees the lock of a process that is killed, also if one that it has forked, such as a DataLoader's
+    worker, lives on. Raises `Refused` if another process has it, or if the folder cannot be written to; prints a
+    line where the file system has no locks.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -54,16 +57,33 @@ def locked(folder: Path) -> Generator[None]:
         file = _locked_file(folder)
     except OSError as error:
         raise _unusable(folder, error) from error
+    _LOCKS.add(file)
     try:
         yield
     finally:
-        with suppress(OSError):
-            (folder / _LOCK).unlink()
-        os.close(file)
-        with suppress(OSError):
-            # Those with something in them stay.
-            for path in made:
-                path.rmdir()
+        # A forked process has no lock to give back.
+        if file in _LOCKS:
+            _LOCKS.remove(file)
+            _unlock(folder, file, made)
+
+
+def _unlock(folder: Path, file: int, made: Sequence[Path]) -> None:
+    with suppress(OSError):
+        (folder / _LOCK).unlink()
+    os.close(file)
+    with suppress(OSError):
+        # Those with something in them stay.
+        for path in made:
+            path.rmdir()
+
+
+def _leave_locks() -> None:
+    """In a forked process: close the descriptors, each of which would keep its lock after the first process."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 def _locked_file(folder: Path) -> int:

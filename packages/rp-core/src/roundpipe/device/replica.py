@@ -25,8 +25,9 @@ from roundpipe.device.recompute import prepares
 from roundpipe.errors import in_words
 from roundpipe.packing.expansion import Expansions, PackedTwin
 from roundpipe.packing.weight import PackedWeight, packed_weights
+from roundpipe.state.block import Block
 from roundpipe.state.gradient import sum_dtype
-from roundpipe.state.model_state import Block, LayerState
+from roundpipe.state.layers import LayerState
 
 _HOOK_TABLES = (
     "_forward_hooks",

@@ -10,8 +10,8 @@ import torch
 from rp_transfer import Event, Ticket
 
 from roundpipe.runtime.porter import Porter
+from roundpipe.state.block import Block
 from roundpipe.state.gradient import Gradient
-from roundpipe.state.model_state import Block
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import SILENT, Tracer
 

@@ -13,8 +13,9 @@ from rp_transfer import Event, Ticket
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery, bring, save
 from roundpipe.runtime.runtime import Lane
+from roundpipe.state.block import Block, in_turn
 from roundpipe.state.gradient import sum_dtype
-from roundpipe.state.model_state import Block, LayerState, in_turn
+from roundpipe.state.layers import LayerState
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import Tracer
 

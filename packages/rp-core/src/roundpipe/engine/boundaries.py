@@ -10,7 +10,7 @@ from typing import Any
 from rp_sched import Task
 
 from roundpipe.planning.footprint import rows_of
-from roundpipe.state.model_state import LayerState
+from roundpipe.state.layers import LayerState
 
 # A call of so many times the largest before is only guessed: what does not grow with the rows, such as staging
 # memory, would count as many times.

@@ -11,8 +11,9 @@ from rp_transfer import Kind, Ticket
 
 from roundpipe.errors import StepFailed
 from roundpipe.optimizer.gathering import Gathering
+from roundpipe.state.block import Block
 from roundpipe.state.halves import can_split
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import OPTIMIZER, Tracer
 
 

@@ -17,8 +17,9 @@ from roundpipe.device.compiling import CompileOptions, Compiler
 from roundpipe.device.packet import Packet
 from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
+from roundpipe.engine.aftermath.launched import Launched
 from roundpipe.engine.boundaries import Boundaries
-from roundpipe.engine.host_parameters import HostParameters, Launched
+from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.shared_call import (
     Numbers,
     SharedCall,
@@ -40,7 +41,9 @@ from roundpipe.planning.planner import Planner
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.model_state import Block, MasterKind, PinMode
+from roundpipe.state.block import Block
+from roundpipe.state.layers import PinMode
+from roundpipe.state.model_state import MasterKind
 from roundpipe.telemetry.tracing import in_call
 
 
@@ -209,7 +212,7 @@ class Engine:
         shared: SharedCall | None,
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs."""
-        if self.host.state.steps_in_backward:
+        if self.host.state.steps_in_backward and self.host.has_trained():
             raise RoundPipeError(
                 f"model {self._name!r} was wrapped with step_in_backward=True, so its gradients are consumed "
                 "inside forward_backward(optimizer=...), and backward() of a forward has no step for them; call "

@@ -28,9 +28,11 @@ from roundpipe.engine.memory_report import state_bytes_now
 from roundpipe.errors import HostMemoryWarning
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
+from roundpipe.state.block import Block
 from roundpipe.state.halves import can_split
+from roundpipe.state.layers import PinMode, moves
 from roundpipe.state.master import is_split, master_bytes
-from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode, moves
+from roundpipe.state.model_state import MasterKind, ModelState
 from roundpipe.state.shards import Shards
 
 # Share of the host's memory up to which weights get second blocks by default.

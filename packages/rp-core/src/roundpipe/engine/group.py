@@ -22,14 +22,15 @@ from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.engine.shared_call import telling
 from roundpipe.errors import RoundPipeError, add_note
 from roundpipe.optimizer.shared_step import SharedStep
-from roundpipe.optimizer.steps import Part, run_step
+from roundpipe.optimizer.steps import Part, run_step, say_torn
 from roundpipe.optimizer.watched import Watched, described, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.machines import check_same
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import taking
+from roundpipe.state.block import Block
 from roundpipe.state.master import refuse_part
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import in_call
 
 
@@ -130,23 +131,28 @@ class Joint:
         """Raise errors of steps and calls that have ended."""
         self._raise_late_errors()
 
-    def note_torn(self, error: BaseException) -> None:
-        """Say on the error of a call whether the step during it has left part of its update."""
-        for state in self._states():
-            words = "are torn: load a state, or start from a checkpoint" if state.torn else None
-            if state.failed is not None and words is None:
-                words = "are those before it; go back to them with reset(), or load a state"
-            if words is not None:
+    def note_ended(self, error: BaseException) -> None:
+        """Say on the error of a call what the step during it, which has ended, has left of its update."""
+        self._say_torn(error)
+        for host in self._hosts:
+            if host.state.failed is not None and host.state.torn is None:
                 add_note(
-                    error, f"RoundPipe: the step of this call has updated a part of the layers; weights {words}"
+                    error,
+                    f"RoundPipe: the step of this call has ended half-way; the weights of model {host.name!r} are "
+                    "those before it: go back to them with reset(), or load a state",
                 )
+
+    def _say_torn(self, error: BaseException) -> None:
+        for host in self._hosts:
+            if host.state.torn is not None:
+                say_torn(host.name, error)
 
     def _prepare_step(self, *, is_async: bool) -> None:
         group, kind = self._runtime.group, f"a step of model {self._name!r}"
         with telling(group, kind):
             for host in self._hosts:
                 host.get_ready(training=True)
-            self._check_second_blocks(is_async=is_async)
+            self._check_second_blocks(lambda host: host.decide_second_blocks(is_async=is_async))
         if group is not None:
             facts = [host.facts() for host in self._hosts]
             shared = {"is_async": is_async, **{key: [each[key] for each in facts] for key in facts[0]}}
@@ -158,11 +164,10 @@ class Joint:
                 if None not in has_room:
                     state.double_buffer = all(has_room)
 
-    def _check_second_blocks(self, *, is_async: bool) -> None:
+    def _check_second_blocks(self, decide: Callable[[HostParameters], None]) -> None:
         decided = [state.double_buffer for state in self._states()]
         try:
-            for host in self._hosts:
-                host.decide_second_blocks(is_async=is_async)
+            self._for_each(decide)()
             self._foresight.check_training(self._states())
         except BaseException:
             # Synchronous steps may fit still.
@@ -320,14 +325,25 @@ class Joint:
         self._runtime.carry_out(self._for_each(lambda host: host.replaced(parameters)))
 
     def begin_restoring(self, *, is_behind: bool) -> tuple[Held, ...]:
-        """Wait for all work; return the places that the caller loads a checkpoint into, see `restored`."""
+        """Wait for all work; return the places that the caller loads a checkpoint into, see `restored`.
+
+        Raises `HostMemoryShort` if the masters and second blocks that this takes do not fit.
+        """
         self.make_current()
-        self._runtime.carry_out(self._for_each(lambda host: host.begin_restoring(is_behind=is_behind)))
+        self._runtime.carry_out(partial(self._begin_restoring, is_behind=is_behind))
         return tuple(held_by(self._states()))
 
-    def refuse_until_restored(self) -> None:
+    def _begin_restoring(self, *, is_behind: bool) -> None:
+        group, kind = self._runtime.group, f"room for a checkpoint in model {self._name!r}"
+        with telling(group, kind):
+            self._check_second_blocks(lambda host: host.decide_restoring(is_behind=is_behind))
+            self._for_each(lambda host: host.begin_restoring(is_behind=is_behind))()
+        if group is not None:
+            group.calls.same(kind, {"is_behind": is_behind})
+
+    def refuse_until_restored(self, *, is_behind: bool) -> None:
         """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
-        self._runtime.carry_out(self._for_each(lambda host: host.refuse_until_restored()))
+        self._runtime.carry_out(self._for_each(lambda host: host.refuse_until_restored(is_behind=is_behind)))
 
     def restored(self, *, is_behind: bool) -> None:
         """Go on from the weights and masters that the caller has written. `is_behind`: see `Captured`."""
@@ -341,8 +357,13 @@ class Joint:
         return do_all
 
     def _raise_late_errors(self) -> None:
-        for host in self._hosts:
-            host.raise_late_errors()
+        try:
+            for host in self._hosts:
+                host.raise_late_errors()
+        except BaseException as error:
+            # That of a call may have ended a step which was under way.
+            self._say_torn(error)
+            raise
 
 
 class StepDuring:
@@ -374,9 +395,9 @@ class StepDuring:
 
     def explain(self, error: BaseException, *, is_over: bool) -> None:
         """Say on the call's error what has become of the weights. `is_over`: the step ends by itself."""
-        if is_over and self._outcome is not None:
+        if self._outcome is not None and (is_over or self._outcome.done()):
             self._outcome.wait()
-            self._joint.note_torn(error)
+            self._joint.note_ended(error)
 
 
 def _refuse_left_out(name: str, states: Sequence[ModelState], optimizer: HostOptimizer) -> None:

@@ -9,10 +9,12 @@ from functools import reduce
 import torch
 from rp_transfer import Group
 
+from roundpipe.state.block import Block
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.halves import can_split
+from roundpipe.state.layers import PinMode, moves
 from roundpipe.state.master import is_split, master_bytes
-from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode, moves
+from roundpipe.state.model_state import MasterKind, ModelState
 from roundpipe.state.passing import sharing
 from roundpipe.state.shards import Shards
 

@@ -13,38 +13,33 @@ from rp_sched import Task
 from rp_transfer import Ticket
 from torch import nn
 
+from roundpipe.engine.aftermath.launched import Launched, UnderWay
+from roundpipe.engine.aftermath.refusals import (
+    refuse_failed,
+    refuse_half_made,
+    refuse_mixed,
+    refuse_stale,
+    refuse_torn,
+)
 from roundpipe.engine.capture import Capture
 from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.shared_call import checksum, fingerprint, telling
 from roundpipe.errors import (
     AloneOnly,
-    GradientsIncomplete,
     RoundPipeError,
-    Stale,
-    StepFailed,
     add_note,
     in_words,
 )
 from roundpipe.optimizer.steps import Part, Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
+from roundpipe.state.block import Block
 from roundpipe.state.grad_attribute import Exposure
-from roundpipe.state.model_state import Block, MasterKind, ModelState, PinMode
+from roundpipe.state.layers import PinMode
+from roundpipe.state.model_state import MasterKind, ModelState
 from roundpipe.state.ownership import Claim
 from roundpipe.state.shards import Shards
 from roundpipe.telemetry.tracing import Tracer
-
-
-class Launched(Protocol):
-    """Work of a model that may continue after the call that launched it has returned."""
-
-    def over(self) -> bool:
-        """Whether all of it has ended, or part of it has failed."""
-        ...
-
-    def outcome(self) -> BaseException | None:
-        """Block until all of it has ended; return its error, once."""
-        ...
 
 
 class Observer(Protocol):
@@ -134,7 +129,7 @@ class HostParameters:
         self._exposure = Exposure()
         # How many tasks launched since the last step add to a block's gradients.
         self._additions: Counter[Block] = Counter()
-        self._launched: list[Launched] = []
+        self._under_way = UnderWay(self._note_over)
         # On several machines, since the last step: the parameters whose ``.grad`` from outside was collected.
         self._collected: set[str] = set()
         # Likewise: steps, and what `_num_events` was when gradients were last dropped outside of step functions.
@@ -252,7 +247,7 @@ class HostParameters:
     def prepare_capture(self, take: Take) -> Capture:
         """Take a reader's turn of all blocks, after taking over what was written outside."""
         self.raise_late_errors()
-        self._refuse_failed()
+        refuse_failed(self.name, self.state)
         self._refresh()
         blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
         gathering = self._updates.gathering
@@ -305,7 +300,7 @@ class HostParameters:
         self._settle()
         self._late_errors()
         self._drop_gradients()
-        self._refuse_torn()
+        refuse_torn(self.name, self.state)
         self._forget_failed_step()
 
     def make_current(self) -> None:
@@ -335,21 +330,25 @@ class HostParameters:
                 self.state.shards.replace(old, new)
         self._masters_from_weights(list(parameters.values()))
 
-    def begin_restoring(self, *, is_behind: bool) -> None:
-        """Make the masters that a checkpoint is loaded into. `is_behind`: see `Captured`.
+    def decide_restoring(self, *, is_behind: bool) -> None:
+        """Decide whether a checkpoint is loaded into second blocks. `is_behind`: see `Captured`.
 
-        Halves of masters whose result calls do not read yet go into second blocks, unless these are not wanted.
+        Halves of masters whose result calls do not read yet go there, unless second blocks are not wanted.
         """
         self._refresh()
-        self.state.make_masters()
         if is_behind and self.state.may_be_behind():
             self.state.double_buffer = True
-            self.state.make_backs()
-        self.state.place_halves(behind=is_behind)
 
-    def refuse_until_restored(self) -> None:
+    def begin_restoring(self, *, is_behind: bool) -> None:
+        """Make the masters and second blocks that a checkpoint is loaded into; nothing is overwritten yet."""
+        self.state.make_masters()
+        if is_behind and self.state.may_be_behind():
+            self.state.make_backs()
+
+    def refuse_until_restored(self, *, is_behind: bool) -> None:
         """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
         self.state.failed = "a checkpoint was loaded only in part"
+        self.state.place_halves(behind=is_behind)
 
     def restored(self, *, is_behind: bool) -> None:
         """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `Captured`."""
@@ -369,7 +368,7 @@ class HostParameters:
         On several machines wait for the result, without a word to the others: see `results`.
         """
         self.raise_late_errors()
-        self._refuse_mixed()
+        refuse_mixed(self.name, self.state)
         if self.state.unpublished and self._runtime.group is None:
             self.publish()
         self.results()
@@ -377,7 +376,7 @@ class HostParameters:
             with own_turn(block.turns, write=False):
                 self.state.backend.host_touch(read=block.host_tensors(), what="a state dict")
         # A step that goes on after Ctrl-C may have failed meanwhile.
-        self._refuse_mixed()
+        refuse_mixed(self.name, self.state)
 
     def results(self) -> dict[torch.Tensor, torch.Tensor]:
         """On several machines, the last step's result of each parameter if calls do not read it yet.
@@ -414,9 +413,9 @@ class HostParameters:
         `training`: also refuse to continue after a failed step or with incomplete gradients.
         """
         self.raise_late_errors()
-        self._refuse_mixed()
+        refuse_mixed(self.name, self.state)
         if training:
-            self._refuse_half_made()
+            refuse_half_made(self.name, self.state)
         self._exposure.take_back()
         self._collect_gradients()
         self._refresh()
@@ -438,56 +437,18 @@ class HostParameters:
 
     def follow(self, work: Launched) -> None:
         """Track this work: if it fails after the launching call has returned, a later call raises its error."""
-        if work not in self._launched:
-            self._launched.append(work)
+        self._under_way.follow(work)
 
     def _late_errors(self) -> list[BaseException]:
-        over = [work for work in self._launched if work.over()]
-        self._launched = [work for work in self._launched if work not in over]
-        for work in over:
-            if self._observer is not None:
-                self._observer.note_over(work)
-        return [error for work in over if (error := work.outcome()) is not None] + self._updates.errors()
+        return self._under_way.errors() + self._updates.errors()
 
-    def _refuse_torn(self) -> None:
-        if self.state.torn is not None:
-            raise StepFailed(
-                f"a step of model {self.name!r} failed half-way ({self.state.torn}) while it updated weights in "
-                'place, as master="split" does without second blocks: some weights are of that step, others of '
-                "the one before; load a state, or start from a checkpoint"
-            )
-
-    def _refuse_mixed(self) -> None:
-        self._refuse_torn()
-        if self.state.mixed is not None:
-            raise StepFailed(
-                f"the publication of a step of model {self.name!r} failed half-way ({self.state.mixed}): some "
-                "weights are of that step, others of the one before; load a state, or start from a checkpoint"
-            )
-
-    def _refuse_failed(self) -> None:
-        if self.state.failed is not None:
-            raise StepFailed(
-                f"an earlier step of model {self.name!r} failed half-way ({self.state.failed}); load a state with "
-                "load_state_dict() or go back to the last published weights with reset()"
-            )
-
-    def _refuse_half_made(self) -> None:
-        self._refuse_failed()
-        broken = self.state.broken
-        if broken is not None:
-            raise GradientsIncomplete(
-                f"an earlier call of model {self.name!r} failed ({broken.error}) and left part of its gradients; "
-                "drop them with zero_grad() or reset()"
-            )
+    def _note_over(self, work: Launched) -> None:
+        if self._observer is not None:
+            self._observer.note_over(work)
 
     def check_version(self, version: int) -> None:
         """Raise `Stale` if weights newer than `version` were published."""
-        if version != self.state.version:
-            raise Stale(
-                f"model {self.name!r}: newer weights were published since this forward, so its backward would "
-                "mix two versions; call backward() before the next step, or use forward_backward()"
-            )
+        refuse_stale(self.name, self.state, version)
 
     def _collect_gradients(self) -> None:
         # Gradients that code outside the engine, such as a penalty on the weights, put on the model's parameters.

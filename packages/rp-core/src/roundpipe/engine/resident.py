@@ -15,7 +15,7 @@ from roundpipe.engine.shared_call import checksum, telling, telling_early
 from roundpipe.optimizer.steps import Part
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
-from roundpipe.state.model_state import Block
+from roundpipe.state.block import Block
 
 
 class _Holder(nn.Module):

@@ -35,7 +35,7 @@ from roundpipe.execution.task_job import TaskJob
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Lane, Runtime
 from roundpipe.runtime.tickets import Take, taking
-from roundpipe.state.model_state import Block, in_turn
+from roundpipe.state.block import Block, in_turn
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.call_span import CallSpan
 from roundpipe.telemetry.late_errors import Late

@@ -20,6 +20,7 @@ from roundpipe.engine.memory_report import MemoryReport
 from roundpipe.errors import RoundPipeError, TrainingWarning
 from roundpipe.frameworks import advice
 from roundpipe.models.current import publish_first
+from roundpipe.models.wrapped.names import keep_tied, names_in, rename_nested, renamed, tensors
 from roundpipe.packing.foreign import check_not_packed_by_others
 from roundpipe.runtime.runtime import Runtime, lasting
 
@@ -343,7 +344,7 @@ class RoundPipeBase(nn.Module):
         with self.runtime.launching(), lasting():
             self._joint.make_current()
             before = self._places()
-            found = self._named.load_state_dict(_renamed(state_dict, self._named), strict, assign)
+            found = self._named.load_state_dict(renamed(state_dict, self._named), strict, assign)
             if assign:
                 self._joint.replaced(self._keep_tied(before))
             self._joint.take_over()
@@ -357,25 +358,15 @@ class RoundPipeBase(nn.Module):
         """The names in `model` of each tensor, by its name in the user's own model; empty if they are the same."""
         if self._named is self.model:
             return {}
-        found: dict[torch.Tensor, list[str]] = {}
-        for name, tensor in _tensors(self.model):
-            found.setdefault(tensor, []).append(name)
-        return {name: found.get(tensor, []) for name, tensor in _tensors(self._named)}
+        return names_in(self.model, self._named)
 
     def _places(self) -> dict[str, torch.Tensor]:
-        return dict(_tensors(self._named))
+        return dict(tensors(self._named))
 
     def _keep_tied(self, before: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Map each old parameter and buffer to its replacement; tie again what was tied, also in `model`.
-
-        Of several tensors for a tied parameter the last one counts, as when values are copied.
-        """
-        after = self._places()
-        replaced = {old: after[name] for name, old in before.items()}
-        latest = replaced | {after[name]: replaced[old] for name, old in before.items()}
-        for module in {*self._named.modules(), *self.model.modules()}:
-            for table in (module._parameters, module._buffers):  # pyright: ignore[reportPrivateUsage] - as torch assigns
-                _replace(table, latest)
+        """Map each old parameter and buffer to its replacement; tie again what was tied, also in `model`."""
+        modules = {*self._named.modules(), *self.model.modules()}
+        replaced, latest = keep_tied(before, self._places(), modules)
         self._own("_outside", {id(new): new for old in self._outside.values() for new in [latest.get(old, old)]})
         return replaced
 
@@ -586,35 +577,10 @@ def _places_in(arguments: Iterable[object]) -> Iterator[torch.device | torch.dty
             yield torch.device(one)
 
 
-def _replace(table: dict[str, Any], latest: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    for name, tensor in table.items():
-        if tensor is not None:
-            table[name] = latest.get(tensor, tensor)
-
-
-def _renamed(state: Mapping[str, Any], named: nn.Module) -> Mapping[str, Any]:
-    """The state with names of the user's model for those that version 0.1 saved."""
-    own = {name for name, _ in _tensors(named)}
-    old = {f"model.{name}": name for name in own}
-    if own & state.keys() or not old.keys() & state.keys():
-        return state
-    return {old.get(name, name): value for name, value in state.items()}
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by all their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def _rename_nested(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Give each tensor its name in `model`, into which torch loads where the wrapper is a submodule."""
     assert isinstance(wrapper, RoundPipeBase)
-    found = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
-    names = wrapper.names_in_model()
-    for name, value in found.items():
-        for own in names.get(name, [name]):
-            state[f"{prefix}model.{own}"] = value
+    rename_nested(state, prefix, wrapper.names_in_model())
 
 
 def _check(model: object, name: object, optim_dtype: object) -> None:

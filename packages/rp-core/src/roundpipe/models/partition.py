@@ -20,7 +20,8 @@ from roundpipe.models.part import Part
 from roundpipe.models.side_outputs import hooked
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.model_state import MasterKind, PinMode
+from roundpipe.state.layers import PinMode
+from roundpipe.state.model_state import MasterKind
 
 
 def module_bytes(module: nn.Module) -> int:

@@ -24,7 +24,8 @@ from roundpipe.planning.call_log import CallTime
 from roundpipe.planning.footprint import rows_of
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
-from roundpipe.state.model_state import MasterKind, PinMode
+from roundpipe.state.layers import PinMode
+from roundpipe.state.model_state import MasterKind
 
 
 class RoundPipe(RoundPipeBase):
@@ -163,9 +164,9 @@ class RoundPipe(RoundPipeBase):
                 batch. Default: the model's own loss, or else the outputs are the loss.
             return_outputs: return ``(loss, outputs)``.
             run_config: settings of this call, over `model_run_config`.
-            optimizer: with ``step_in_backward=True``, which requires it: one of `roundpipe.optim`, over all of
-                `optim_parameters()`, which steps during this call. When the call returns, the step is taken, and
-                the next call reads its result.
+            optimizer: with ``step_in_backward=True``, which requires it unless all parameters are frozen: one of
+                `roundpipe.optim`, over all of `optim_parameters()`, which steps during this call. When the call
+                returns, the step is taken, and the next call reads its result.
 
         The model's own loss is that of ``labels`` in `input_kwargs`, of a model whose module has an `own_loss`, as
         rows of Hugging Face models have. Each microbatch then counts by its labels, so the loss and gradients are
@@ -210,6 +211,9 @@ class RoundPipe(RoundPipeBase):
                 )
             return None
         if optimizer is None:
+            if not self._engine.host.has_trained():
+                # There are gradients of inputs alone.
+                return None
             raise ValueError(
                 f"model {self.name!r} was wrapped with step_in_backward=True, so gradients are consumed as they "
                 "arrive and cannot be accumulated: give forward_backward the optimizer that steps, as "

@@ -20,7 +20,8 @@ from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.packing.foreign import check_not_packed_by_others
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
-from roundpipe.state.model_state import MasterKind, PinMode
+from roundpipe.state.layers import PinMode
+from roundpipe.state.model_state import MasterKind
 
 
 def wrap_model_to_roundpipe(

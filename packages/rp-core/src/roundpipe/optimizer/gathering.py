@@ -12,8 +12,9 @@ from rp_transfer import Ticket
 
 from roundpipe.errors import AloneOnly, in_words
 from roundpipe.runtime.machines import MachineGroup
+from roundpipe.state.block import Block
 from roundpipe.state.master import is_split
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import GATHER, SILENT, Tracer
 
 # How many blocks' turns a publication holds while their weights come from other machines.

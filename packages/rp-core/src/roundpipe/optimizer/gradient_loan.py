@@ -16,9 +16,10 @@ from rp_transfer import Ticket
 from roundpipe.errors import RoundPipeError
 from roundpipe.optimizer.gathering import Gathering
 from roundpipe.optimizer.reduction import Incomplete, ReducedBlock
+from roundpipe.state.block import Block
 from roundpipe.state.gradient import Gradient
 from roundpipe.state.master import is_split, reading
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
 

@@ -18,7 +18,8 @@ from rp_transfer import Ticket
 
 from roundpipe.errors import MachineFailed
 from roundpipe.runtime.machines import MachineGroup
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.block import Block
+from roundpipe.state.model_state import ModelState
 from roundpipe.state.shards import Segment
 from roundpipe.telemetry.tracing import REDUCE, Tracer
 

@@ -54,14 +54,15 @@ class SharedStep:
     def end(self, changed: object, dropped: Sequence[Sequence[int]]) -> list[Any]:
         """The step function has ended; returns what each machine has `changed`, JSON, since it was sent.
 
-        `dropped`: of which parameters of each block it has dropped the gradients.
+        `dropped`: of which parameters of each block it has dropped the gradients, or set them to zero.
 
         Raises as `Talk.say` does if it has failed elsewhere, and `rp_dist.Disagreement` if optimizers have
         stepped otherwise there, or gradients were dropped otherwise.
         """
+        count = sum(map(len, dropped))
         facts = {
             "what optimizers stepped": self._stepped(),
-            "gradients that the step function dropped": f"{sum(map(len, dropped))}, {_digest(dropped)}",
+            "gradients that the step function dropped or set to zero": f"{count}, {_digest(dropped)}",
         }
         told = self._say("ending a step", [facts, changed])
         self._is_over = True

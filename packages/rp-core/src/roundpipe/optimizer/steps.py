@@ -28,8 +28,9 @@ from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
+from roundpipe.state.block import Block
 from roundpipe.state.master import note_optimizer
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.late_errors import Late
 from roundpipe.telemetry.machine import Machine
@@ -304,7 +305,7 @@ def _note_incomplete(
     changed = any(loan.has_changed() for loan in loans)
     if changed if shared is None else shared.has_changed(changed):
         _note_failed(parts, "a call failed while its step was under way")
-    _note_torn(parts, loans, incomplete, str(incomplete))
+    _note_torn(parts, loans, incomplete.cause or incomplete, str(incomplete))
     _note_reduced(parts, str(incomplete), shared)
 
 
@@ -313,12 +314,18 @@ def _note_torn(parts: Sequence[Part], loans: Sequence[Loan], error: BaseExceptio
     for part in parts:
         if any(loan.is_torn() for loan in loans if loan.of(part.state)):
             part.state.torn = words
-            add_note(
-                error,
-                f"RoundPipe: the step had begun to update weights of model {part.name!r} in place, as "
-                'master="split" does without second blocks, so they are torn: load a state, or start from a '
-                "checkpoint. With double_buffer=True a failed step leaves the weights whole",
-            )
+            say_torn(part.name, error)
+
+
+def say_torn(name: str, error: BaseException) -> None:
+    """Say on an error, once, that it has left some of a model's weights updated and others not."""
+    words = (
+        f"RoundPipe: the step had begun to update weights of model {name!r} in place, as "
+        'master="split" does without second blocks, so they are torn: load a state, or start from a '
+        "checkpoint. With double_buffer=True a failed step leaves the weights whole"
+    )
+    if words not in getattr(error, "__notes__", ()):
+        add_note(error, words)
 
 
 def _note_reduced(parts: Sequence[Part], words: str, shared: SharedStep | None) -> None:

@@ -16,7 +16,7 @@ import torch
 from rp_sched import LayerCost, Task
 
 from roundpipe.packing.weight import expansion_bytes
-from roundpipe.state.model_state import LayerState
+from roundpipe.state.layers import LayerState
 
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
 _GUESSED_FACTOR = 2

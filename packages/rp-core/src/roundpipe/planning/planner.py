@@ -23,7 +23,8 @@ from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, Pricing
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.execute_plan import ModelExecutePlan
 from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.model_state import LayerState, ModelState
+from roundpipe.state.layers import LayerState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.launch_times import Launches
 from roundpipe.telemetry.layer_times import LayerTimes, ModelTimer
 

@@ -13,8 +13,9 @@ from roundpipe.planning.footprint import Footprint
 from roundpipe.planning.probe import probed
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.execute_plan import MODEL_SHARE
+from roundpipe.state.block import Block
 from roundpipe.state.gradient import sum_dtype
-from roundpipe.state.model_state import Block, ModelState
+from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.layer_times import ModelTimer
 from roundpipe.telemetry.machine import Rates, near
 

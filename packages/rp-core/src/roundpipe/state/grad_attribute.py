@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from roundpipe.state.block import Block
 from roundpipe.state.gradient import Gradient
-from roundpipe.state.model_state import Block
 
 
 class Exposure:

@@ -94,14 +94,14 @@ class _FromEngine(Master):
         if self in _DIVIDED and not _HERE.is_optimizer and not _in_zero_grad():
             raise AloneOnly(_ALONE)
 
-    def note_none(self) -> None:
-        """See `Master.note_none`. Torch's optimizers do not drop what is None here, as on another machine."""
+    def note_linked(self) -> None:
+        """See `Master.note_linked`. To set a gradient to zero drops it, also one that another machine has."""
         if self in _DIVIDED and (link := link_of(self)) is not None and _in_zero_grad():
             link.is_dropped = True
 
 
 def _in_zero_grad() -> bool:
-    # Torch's optimizers look whether there is a gradient before they drop it.
+    # Torch's optimizers look whether there is a gradient before they drop it or set it to zero.
     frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
     return frame.f_code.co_name == "zero_grad"
 

@@ -14,7 +14,7 @@ from roundpipe.device.weights import Weights
 from roundpipe.errors import AloneOnly
 from roundpipe.execution.call import Call
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.state.model_state import Block
+from roundpipe.state.block import Block
 
 
 class LayerBuffers:

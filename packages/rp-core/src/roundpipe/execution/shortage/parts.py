@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rp_sched import Task, TaskKind
 
-from roundpipe.state.model_state import LayerState
+from roundpipe.state.layers import LayerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from roundpipe.execution.shortage.parts import Part, smaller
 from roundpipe.execution.shortage.ran_out import drop_frames, shortage_of
 from roundpipe.execution.shortage.slots import TaskSlots
 from roundpipe.execution.stage import Stage, Workplace
-from roundpipe.state.model_state import Block
+from roundpipe.state.block import Block
 
 # How often a part that cannot be cut is run again, with the device to itself: what else took memory, such as
 # another process, may be gone.

@@ -1,0 +1,1 @@
+"""What a wrapped model and the user's own model have in common."""
