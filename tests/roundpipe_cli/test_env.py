@@ -91,7 +91,7 @@ def test_a_slow_kernel_is_told_with_what_mends_it(
     monkeypatch.setattr(rp_optim, "available_kernels", lambda: ("torch",))
     monkeypatch.setattr(rp_optim, "kernel_in_use", lambda: "torch")
     shown = told(capsys)
-    assert "in use     torch's operations, which are slower" in shown
+    assert "in use          torch's operations, which are slower" in shown
     assert "missing\n  a C compiler, for fast optimizer steps: apt install gcc" in shown
 
 
@@ -102,7 +102,24 @@ def test_a_kernel_that_does_not_run_is_told(
         raise rp_optim.KernelUnavailable("it must be another")
 
     monkeypatch.setattr(rp_optim, "kernel_in_use", refuse)
-    assert "in use     none: it must be another" in told(capsys)
+    assert "in use          none: it must be another" in told(capsys)
+
+
+def test_what_expands_packed_weights_is_told_of_each_gpu_with_what_mends_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given two GPUs, on one of which Triton's kernel does not run
+    assert "packed weights  by torch's operations: there are no CUDA devices\n" in told(capsys)
+    gpus = Section("devices", (Fact("cuda:0", "RTX"), Fact("cuda:1", "GTX"), Fact("links_of_0_1", {})))
+    monkeypatch.setattr(command, "hardware", lambda _: ([gpus], []))
+    monkeypatch.setattr(command, "refusal", lambda card: "there is no ptxas" if card.index else None)
+    # then
+    shown = told(capsys)
+    assert "packed weights  cuda:0 by Triton's kernel; cuda:1 by torch's operations, which are slower\n" in shown
+    assert "missing\n  what Triton needs to expand packed weights on cuda:1: " in shown
+    assert "; there is no ptxas\n" in shown
+    found = json.loads(told(capsys, "--json"))
+    assert found["kernels"]["packed_weights"] == {"cuda:0": "triton", "cuda:1": "torch"}
 
 
 @pytest.mark.parametrize(

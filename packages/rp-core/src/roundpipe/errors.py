@@ -18,6 +18,7 @@
     DeviceMemoryWarning (RuntimeWarning)  a device ran out of memory, and the call went on in smaller parts
     TrainingWarning (UserWarning)         a training loop that runs, but is unlikely to do what was meant
     CheckpointWarning (RuntimeWarning)    what a checkpoint does not have, or was changed to fit
+    KernelWarning (RuntimeWarning)        a kernel does not run here; torch's operations do what it does, slower
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ class HostMemoryWarning(RuntimeWarning):
 
 class DeviceMemoryWarning(RuntimeWarning):
     """A device ran out of memory; what was unfinished ran again in smaller parts. The message says where."""
+
+
+class KernelWarning(RuntimeWarning):
+    """A kernel does not run on a device, where torch's operations do the same, slower. The message says why."""
 
 
 # User code may raise any class, whose `__repr__` or `add_note` may itself raise. These helpers never raise: their

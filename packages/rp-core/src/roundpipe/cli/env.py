@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import rp_optim
@@ -12,6 +12,7 @@ from roundpipe.cli.crew import Crew
 from roundpipe.cli.environment.facts import Fact, Section, as_json, as_text
 from roundpipe.cli.environment.hardware import hardware
 from roundpipe.cli.environment.software import CUPY, installed, kernels, settings, software
+from roundpipe.packing.kernel.choice import refusal
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -24,9 +25,11 @@ def env(devices: str | None, *, json: bool, crew: Crew | None = None) -> None:
     Raises `Refused` for a devices string or a limit of memory that cannot be parsed.
     """
     machine, problems = hardware(devices)
-    sections = [software(), *machine, *_network(crew), kernels(), settings()]
+    cards = [fact.name for section in machine for fact in section.facts if fact.name.startswith("cuda:")]
+    refusals = {card: refusal(torch.device(card)) for card in cards}
+    sections = [software(), *machine, *_network(crew), kernels(refusals), settings()]
     show = as_json if json else as_text
-    print(show(sections, [*_missing(), *problems]), flush=True)
+    print(show(sections, [*_missing(), *problems, *_refused(refusals)]), flush=True)
 
 
 def _network(crew: Crew | None) -> Iterator[Section]:
@@ -36,6 +39,15 @@ def _network(crew: Crew | None) -> Iterator[Section]:
         words = f"{rate:.3g} GB/s from each and as much to it, over {connections} connections to each other"
         link = {"gb_s": rate, "connections": connections}
         yield Section("machines", (Fact("number", crew.size), Fact("network", link, words)))
+
+
+def _refused(refusals: Mapping[str, str | None]) -> Iterator[str]:
+    for card, reason in refusals.items():
+        if reason is not None:
+            yield (
+                f"what Triton needs to expand packed weights on {card}: pip install triton, apt install gcc, or a "
+                f"TRITON_CACHE_DIR that can be written; {reason}"
+            )
 
 
 def _missing() -> Iterator[str]:

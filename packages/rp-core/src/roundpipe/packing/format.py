@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from roundpipe.packing.kernel.layout import Layout
+
 
 class Format(Protocol):
     """How the elements of a weight become codes, in bytes, and scales, one for each block of elements."""
@@ -30,13 +32,17 @@ class Format(Protocol):
         ...
 
     def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the weight, rounded once, from fp32. `out`: contiguous, where the codes are."""
+        """Write the weight by torch's operations, in fp32 and rounded once. `out`: contiguous, where codes are."""
+        ...
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """Where codes and scales of a weight of this shape are, for a kernel that does what `expand` does."""
         ...
 
 
 def matrices(tensor: torch.Tensor) -> torch.Tensor:
     """View a weight of at least two dimensions as (number, rows, columns)."""
-    return tensor.view(-1, *tensor.shape[-2:])
+    return tensor.view(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
 
 
 def rows_and_columns(shape: Sequence[int], name: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +10,7 @@ from functools import cache
 import torch
 
 from roundpipe.packing.format import blocks, matrices, rows_and_columns
+from roundpipe.packing.kernel.layout import Layout
 from roundpipe.packing.piecewise.threads import Scratch, each_piece
 from roundpipe.packing.piecewise.windows import window_for, windows
 
@@ -64,6 +66,10 @@ class Fp8:
             target[where] = numbers
 
         each_piece(windows(source.shape, BLOCK, window_for(out)), expand, codes)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """See `Format`."""
+        return Layout("e4m3", math.prod(shape[:-2]), *shape[-2:], block=(BLOCK, BLOCK))
 
 
 def _numbers(codes: torch.Tensor, scratch: Scratch) -> torch.Tensor:

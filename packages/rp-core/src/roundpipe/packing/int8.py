@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from roundpipe.packing.format import matrices, rows_and_columns
+from roundpipe.packing.kernel.layout import Layout
 from roundpipe.packing.piecewise.threads import Scratch, each_piece
 from roundpipe.packing.piecewise.windows import window_for, windows
 
@@ -57,3 +59,7 @@ class Int8:
             target[where] = numbers.mul_(factors[where].unsqueeze(-1))
 
         each_piece(windows(source.shape, 1, window_for(out)), expand, codes)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """See `Format`."""
+        return Layout("int8", 1, math.prod(shape[:-1]), shape[-1], block=(1, None))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from roundpipe.packing.format import matrices, rows_and_columns, table
+from roundpipe.packing.kernel.layout import Layout
 from roundpipe.packing.piecewise.lookup import pair_lookup
 from roundpipe.packing.piecewise.threads import Scratch, each_piece
 from roundpipe.packing.piecewise.windows import window_for, windows
@@ -53,7 +54,7 @@ class Mxfp4:
     def pack(self, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """See `Format`. Rounds to nearest, ties to even, and to 6 times the scale at most."""
         source = self._rows(matrices(weight))
-        bytes_, powers = codes.view(*source.shape[:2], -1), matrices(scales)
+        bytes_, powers = matrices(codes.flatten(-2)), matrices(scales)
         lookup = pair_lookup(_nearest, weight.device, first_is_high=False)
 
         def pack(where: tuple[slice, slice], scratch: Scratch) -> None:
@@ -70,7 +71,7 @@ class Mxfp4:
     def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """See `Format`."""
         target = self._rows(matrices(out))
-        bytes_, powers = codes.view(*target.shape[:2], -1), matrices(scales)
+        bytes_, powers = matrices(codes.flatten(-2)), matrices(scales)
         pairs = table(_PAIRS, 2, codes).view(torch.int64).view(-1)
 
         def expand(where: tuple[slice, slice], scratch: Scratch) -> None:
@@ -82,6 +83,14 @@ class Mxfp4:
             target[where] = numbers.flatten(-2)
 
         each_piece(windows(target.shape, 1, window_for(out)), expand, codes)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """See `Format`."""
+        if not self.transposed:
+            # Rows are whole blocks, so they need not be told apart.
+            return Layout("first_low", 1, 1, math.prod(shape), block=(1, BLOCK), values=_SIGNED)
+        number, length, lines = math.prod(shape[:-2]), *shape[-2:]
+        return Layout("first_low", number, lines, length, block=(1, BLOCK), values=_SIGNED, is_transposed=True)
 
     def _rows(self, found: torch.Tensor) -> torch.Tensor:
         return found.transpose(-1, -2) if self.transposed else found

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 
 from roundpipe.packing.format import blocks, table
+from roundpipe.packing.kernel.layout import Layout
 from roundpipe.packing.piecewise.lookup import pair_lookup
 from roundpipe.packing.piecewise.threads import Scratch, each_piece
 from roundpipe.packing.piecewise.windows import stretches, window_for
@@ -87,6 +88,10 @@ class Nf4:
             target.copy_(numbers.view(-1)[: target.numel()])
 
         each_piece(_pieces(flat), expand, codes)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """See `Format`."""
+        return Layout("first_high", 1, 1, math.prod(shape), block=(1, BLOCK), values=VALUES)
 
 
 def _pieces(flat: torch.Tensor) -> list[slice]:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe.packing.format import Format
 from roundpipe.packing.formats import format_of
+from roundpipe.packing.kernel.choice import expand_into
 from roundpipe.packing.piecewise.windows import WINDOW
 
 _aten: Any = torch.ops.aten
@@ -171,7 +172,7 @@ def expand(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> t
     with torch.no_grad(), torch.inference_mode(False):
         out = torch.empty(weight.shape, dtype=weight.dtype, device=codes.device)
         if not out.is_meta:
-            weight.format.expand(codes, scales, out)
+            expand_into(weight.format, codes, scales, out)
     return out
 
 
@@ -186,7 +187,10 @@ def packed_weights(module: torch.nn.Module) -> list[PackedWeight]:
 
 
 def expansion_bytes(module: torch.nn.Module) -> int:
-    """Bytes of device memory that expanding a module's packed weights takes: theirs, and what passes meanwhile."""
+    """Bytes of device memory that expanding a module's packed weights takes: theirs, and what passes meanwhile.
+
+    With the kernel nothing passes, but whether it runs is known only where it has run: later than plans are made.
+    """
     weights = packed_weights(module)
     passing = max((min(one.numel(), WINDOW) for one in weights), default=0) * _PASSING_BYTES
     return sum(one.expanded_nbytes for one in weights) + passing

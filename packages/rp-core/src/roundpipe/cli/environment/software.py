@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import rp_optim
@@ -38,17 +38,32 @@ def settings() -> Section:
     return Section("variables", tuple(found))
 
 
-def kernels() -> Section:
-    """The optimizers' kernel: its name is the instruction set that it was compiled for."""
+def kernels(refusals: Mapping[str, str | None]) -> Section:
+    """The optimizers' kernel, whose name is the instruction set that it was compiled for; that for packed weights.
+
+    `refusals`: for each CUDA device why the one for packed weights does not run there, None if it does.
+    """
+    return Section("kernels", (*_of_optimizers(), _of_packed_weights(refusals)))
+
+
+def _of_optimizers() -> Iterator[Fact]:
     available = rp_optim.available_kernels()
     try:
         in_use = rp_optim.kernel_in_use()
     except KernelUnavailable as error:
-        return Section("kernels", (Fact("in_use", None, f"none: {error}"), Fact("available", list(available))))
+        yield Fact("in_use", None, f"none: {error}")
+        yield Fact("available", list(available))
+        return
     words = "torch's operations, which are slower" if in_use == "torch" else f"compiled for {in_use}"
-    return Section(
-        "kernels", (Fact("in_use", in_use, words), Fact("available", list(available), ", ".join(available)))
-    )
+    yield Fact("in_use", in_use, words)
+    yield Fact("available", list(available), ", ".join(available))
+
+
+def _of_packed_weights(refusals: Mapping[str, str | None]) -> Fact:
+    found = {card: "triton" if reason is None else "torch" for card, reason in refusals.items()}
+    words = {"triton": "by Triton's kernel", "torch": "by torch's operations, which are slower"}
+    told = "; ".join(f"{card} {words[name]}" for card, name in found.items())
+    return Fact("packed_weights", found, told or "by torch's operations: there are no CUDA devices")
 
 
 def installed(name: str) -> str | None:

@@ -67,12 +67,12 @@ def each_piece(pieces: Iterable[_Piece], body: Callable[[_Piece, Scratch], None]
 
 
 def _num_threads(like: torch.Tensor, num_pieces: int) -> int:
-    if like.device.type != "cpu" or type(like) is not torch.Tensor or _is_watched():
+    if like.device.type != "cpu" or type(like) is not torch.Tensor or is_watched():
         return 1
     return max(min(torch.get_num_threads(), num_pieces, _MOST_THREADS), 1)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether a mode of the calling thread sees each operation of torch, such as one that counts memory."""
     return torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage] - there is no public way
 
