@@ -12,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-STEPS = dict(re.findall(r'^step "(.+?)" (.+)$', (ROOT / ".ci/run").read_text(), re.MULTILINE))
+STEPS = dict(re.findall(r'^(?:step|beside) "(.+?)" (.+)$', (ROOT / ".ci/run").read_text(), re.MULTILINE))
 
 
 QUICK = list(STEPS)[1 : list(STEPS).index("workspace") + 1]
@@ -30,7 +30,7 @@ def test_a_hook_runs_the_check_of_its_name(name: str) -> None:
 def test_before_a_push_the_quick_checks_run() -> None:
     (hook,) = [hook for hook in HOOKS if hook.get("stages") == ["pre-push"]]
     assert hook["entry"] == ".ci/run quick"
-    assert QUICK == ["format", "lint", "types", "imports", "workspace"]
+    assert QUICK == ["types", "format", "lint", "imports", "workspace"]
 
 
 def test_the_commands_of_the_readme_are_checked() -> None:
