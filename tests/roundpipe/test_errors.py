@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import threading
@@ -823,3 +824,20 @@ def test_layers_that_hand_on_sparse_tensors_are_told_so(two: Runtime) -> None:
     with within(), pytest.raises(TypeError, match=r"must be dense tensors, but one has layout torch\.sparse_coo"):
         fused_call(model)
     model.reset()
+
+
+@pytest.mark.parametrize("layer", range(1, 4))
+def test_a_model_may_be_dropped_as_soon_as_its_call_has_failed(runtime: Runtime, layer: int) -> None:
+    def fail() -> None:
+        layers = faulty_row()
+        layers[layer].fault.arm("forward", 0)
+        # With more microbatches a worker waits for its device now and then.
+        config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(4, 1)["one layer a stage"])
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        with within(), torch.no_grad(), pytest.raises(Boom):
+            model(batch(6)[0])
+
+    fail()
+    gc.collect()
+    # The next use of the runtime tells what was freed while a device still read it.
+    assert_trains(RoundPipe(mlp(), runtime=runtime))

@@ -432,11 +432,21 @@ class Run:
         self.wait()
         if self._error is None:
             return None
+        self._await_devices(self._error)
         self._late.tell()
         self._exchange.clear()
         # The error keeps its frames and their objects alive, so this run drops its reference.
         error, self._error = self._error, None
         return error
+
+    def _await_devices(self, error: BaseException) -> None:
+        """Nobody has waited for what the tasks before the failed one queued, and the model may be gone soon."""
+        for index in sorted({task.device for task in self.tasks}):
+            device = self._runtime.lanes[index].device
+            try:
+                device.synchronize()
+            except Exception as other:
+                add_note(error, f"RoundPipe: then waiting for {device.name} failed: {in_words(other)}")
 
     def over(self) -> bool:
         """Whether all tasks have ended, or one has failed."""
