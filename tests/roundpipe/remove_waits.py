@@ -74,11 +74,6 @@ WAITS = [
     ),
     Wait(
         "device/weights.py",
-        "wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())",
-        "a task that steps aside waits for its uploads",
-    ),
-    Wait(
-        "device/weights.py",
         "self._lane.outbox.wait_for_room(self._spare_bytes)",
         "gradients that cannot leave hold up the next task",
     ),
