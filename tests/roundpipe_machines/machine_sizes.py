@@ -10,6 +10,7 @@ from machine_trainings import adamw, square_error, wrapped
 from roundpipe import Runtime
 from roundpipe.engine.host_bytes import needed_by
 from roundpipe.errors import HostMemoryShort, HostMemoryWarning
+from roundpipe.state.model_state import HostOptions
 from roundpipe.state.shards import Shards
 from rp_transfer import HostLimit, group
 from torch import nn
@@ -29,7 +30,9 @@ def measured(runtime: Runtime, *, double_buffer: bool) -> dict[str, Any]:
     shards = None if runtime.group is None else Shards(runtime.group.rank, runtime.group.size)
     if shards is not None:
         shards.assign([found.tensors for found in planned if found.kind == "trainable"])
-    planned_bytes = needed_by(planned, "alloc", torch.float32, second_blocks=double_buffer, shards=shards)
+    planned_bytes = needed_by(
+        planned, HostOptions(optim_dtype=torch.float32), second_blocks=double_buffer, shards=shards
+    )
     foreseen = model.memory_forecast(optimizer).whole
     sent: list[int] = []
     for _ in range(3):

@@ -98,7 +98,7 @@ def held_by(states: Iterable[ModelState], *, is_behind: bool = False) -> Iterato
             for tensor, value, result in zip(block.tensors, block.values, results, strict=True):
                 is_divided = state.shards is not None and block.kind == "trainable"
                 owner = state.shards.owner(tensor) if is_divided and state.shards is not None else 0
-                is_master = state.master == "split" and block.back is None and can_split(value)
+                is_master = state.options.master == "split" and block.back is None and can_split(value)
                 yield Held(tensor, block.kind, value, masters.get(tensor), result, owner, is_master)
 
 

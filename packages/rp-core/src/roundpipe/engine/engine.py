@@ -42,8 +42,7 @@ from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
 from roundpipe.state.block import Block
-from roundpipe.state.layers import PinMode
-from roundpipe.state.model_state import MasterKind
+from roundpipe.state.model_state import HostOptions
 from roundpipe.telemetry.tracing import in_call
 
 
@@ -75,27 +74,12 @@ class Engine:
         name: str,
         modules: Callable[[], Sequence[nn.Module]],
         runtime: Runtime,
-        pin: PinMode,
-        optim_dtype: torch.dtype | None,
-        compile_options: CompileOptions | None = None,
-        double_buffer: bool | None = False,
-        master: MasterKind = "whole",
-        *,
-        steps_in_backward: bool = False,
+        options: HostOptions,
+        compile_options: CompileOptions | None,
     ) -> None:
         self._name = name
         self._runtime = runtime
-        self.host = HostParameters(
-            name,
-            modules,
-            runtime,
-            pin,
-            optim_dtype,
-            double_buffer,
-            self,
-            master,
-            steps_in_backward=steps_in_backward,
-        )
+        self.host = HostParameters(name, modules, runtime, options, self)
         state, foresight = self.host.state, self.host.foresight
         self._planner = Planner(name, state, runtime, partial(foresight.has_room_for_pairs, state))
         self._boundaries = Boundaries(self.host.state.layers)
@@ -212,7 +196,7 @@ class Engine:
         shared: SharedCall | None,
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs."""
-        if self.host.state.steps_in_backward and self.host.has_trained():
+        if self.host.state.options.steps_in_backward and self.host.has_trained():
             raise RoundPipeError(
                 f"model {self._name!r} was wrapped with step_in_backward=True, so its gradients are consumed "
                 "inside forward_backward(optimizer=...), and backward() of a forward has no step for them; call "

@@ -30,9 +30,9 @@ from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.block import Block
 from roundpipe.state.halves import can_split
-from roundpipe.state.layers import PinMode, moves
+from roundpipe.state.layers import moves
 from roundpipe.state.master import is_split, master_bytes
-from roundpipe.state.model_state import MasterKind, ModelState
+from roundpipe.state.model_state import HostOptions, ModelState
 from roundpipe.state.shards import Shards
 
 # Share of the host's memory up to which weights get second blocks by default.
@@ -58,12 +58,8 @@ class Foresight:
         self,
         groups: Sequence[Group],
         *,
-        pin: PinMode,
-        optim_dtype: torch.dtype | None,
-        double_buffer: bool | None,
+        options: HostOptions,
         in_training_mode: bool,
-        master: MasterKind = "whole",
-        steps_in_backward: bool = False,
     ) -> None:
         """Check a model that is about to move into its blocks.
 
@@ -72,16 +68,9 @@ class Foresight:
         """
         # Second blocks that nobody has asked for are left out where they do not fit.
         shards = self._shards(groups)
-        whole = needed_by(
-            groups,
-            pin,
-            optim_dtype,
-            second_blocks=double_buffer is True,
-            shards=shards,
-            master=master,
-            steps_in_backward=steps_in_backward,
-        )
-        final, peak = _growth([found for found in groups if moves(found, pin)])
+        optim_dtype = options.optim_dtype
+        whole = needed_by(groups, options, second_blocks=options.double_buffer is True, shards=shards)
+        final, peak = _growth([found for found in groups if moves(found, options.pin)])
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
         held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
         adam = adam_bytes(groups, optim_dtype, shards)
@@ -107,7 +96,7 @@ class Foresight:
     def check_rebuilding(self, state: ModelState, groups: Sequence[Group]) -> None:
         """Check a model whose blocks are about to be made anew: the old ones are freed when all are made."""
         held = held_by([state])
-        moving = sum(found.layout.nbytes for found in groups if moves(found, state.pin))
+        moving = sum(found.layout.nbytes for found in groups if moves(found, state.options.pin))
         certain = self._forecast("to rebuild its blocks", held, held, [state])
         self._check(replace(certain, passing_bytes=moving), [state])
 
@@ -236,7 +225,7 @@ class Foresight:
             held=held,
             limit=self._runtime.host_limit(),
             others_bytes=self._others_bytes(own),
-            adam_bytes=sum(adam_bytes(state.blocks, state.optim_dtype) for state in own) if own else None,
+            adam_bytes=sum(adam_bytes(state.blocks, state.options.optim_dtype) for state in own) if own else None,
         )
 
     def _others_bytes(self, own: Sequence[ModelState]) -> int:
@@ -247,15 +236,7 @@ class Foresight:
 def _needed_by(states: Sequence[ModelState], additions: int = 1) -> HostBytes:
     """What training takes, with the second blocks that were decided for."""
     return added(
-        needed_by(
-            state.blocks,
-            state.pin,
-            state.optim_dtype,
-            second_blocks=state.double_buffer is True,
-            additions=additions,
-            master=state.master,
-            steps_in_backward=state.steps_in_backward,
-        )
+        needed_by(state.blocks, state.options, second_blocks=state.double_buffer is True, additions=additions)
         + HostBytes(masters=_made_whole_bytes(state))
         for state in states
     )
@@ -267,7 +248,7 @@ def _made_whole_bytes(state: ModelState) -> int:
         tensor: value
         for block in state.trainable
         for tensor, value in zip(block.tensors, block.values, strict=True)
-        if state.master == "split" and can_split(value)
+        if state.options.master == "split" and can_split(value)
     }
     masters = [state.masters[tensor] for tensor in trained if tensor in state.masters]
     return sum(master.nbytes // 2 for master in masters if not (master.is_meta or is_split(master)))
@@ -300,7 +281,7 @@ def _is_complete(state: ModelState) -> bool:
 
 
 def _will_train(state: ModelState) -> bool:
-    return bool(state.trainable) and (state.optim_dtype is not None or bool(state.masters))
+    return bool(state.trainable) and (state.options.optim_dtype is not None or bool(state.masters))
 
 
 def _missing_gradients(block: Block, additions: int) -> int:

@@ -66,7 +66,7 @@ class Joint:
     @property
     def steps_in_backward(self) -> bool:
         """Whether optimizers step during training calls."""
-        return any(state.steps_in_backward for state in self._states())
+        return any(state.options.steps_in_backward for state in self._states())
 
     def step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         """Run a step function on the gradients of all calls so far. `is_async`: return before it has ended."""

@@ -14,7 +14,7 @@ from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.halves import can_split
 from roundpipe.state.layers import PinMode, moves
 from roundpipe.state.master import is_split, master_bytes
-from roundpipe.state.model_state import MasterKind, ModelState
+from roundpipe.state.model_state import HostOptions, MasterKind, ModelState
 from roundpipe.state.passing import sharing
 from roundpipe.state.shards import Shards
 
@@ -99,29 +99,26 @@ def given_to(states: Sequence[ModelState]) -> int:
 
 def needed_by(
     blocks: Iterable[Group | Block],
-    pin: PinMode,
-    optim_dtype: torch.dtype | None,
+    options: HostOptions,
     *,
     second_blocks: bool,
     additions: int = 1,
     shards: Shards | None = None,
-    master: MasterKind = "whole",
-    steps_in_backward: bool = False,
 ) -> HostBytes:
     """What a model will hold once it is trained, without the optimizer's state and activations.
 
     `blocks`: the model's, or the groups that they will be made from. `additions`: how many tasks add to each
     gradient between two steps. `shards`: which machine owns which parameter of groups, if there are several;
-    blocks know it. `master`: whether bf16 weights are halves of their masters. `steps_in_backward`: layers pass
-    their gradients' memory on; blocks know it.
+    blocks know it. `second_blocks`: whether trained weights have them, which `options` may leave open.
     """
     found = list(blocks)
-    passed_on = _passed_on(found) if steps_in_backward else set[int]()
+    passed_on = _passed_on(found) if options.steps_in_backward else set[int]()
     needed = added(
-        _needed(block, pin, second_blocks, additions, shards, has_gradients=id(block) not in passed_on)
+        _needed(block, options.pin, second_blocks, additions, shards, has_gradients=id(block) not in passed_on)
         for block in found
     )
-    return needed + HostBytes(masters=sum(_master_bytes(block, optim_dtype, shards, master) for block in found))
+    masters = (_master_bytes(block, options.optim_dtype, shards, options.master) for block in found)
+    return needed + HostBytes(masters=sum(masters))
 
 
 def _passed_on(found: Sequence[Group | Block]) -> set[int]:

@@ -35,8 +35,7 @@ from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.block import Block
 from roundpipe.state.grad_attribute import Exposure
-from roundpipe.state.layers import PinMode
-from roundpipe.state.model_state import MasterKind, ModelState
+from roundpipe.state.model_state import HostOptions, ModelState
 from roundpipe.state.ownership import Claim
 from roundpipe.state.shards import Shards
 from roundpipe.telemetry.tracing import Tracer
@@ -71,13 +70,8 @@ class HostParameters:
         name: str,
         modules: Callable[[], Sequence[nn.Module]],
         runtime: Runtime,
-        pin: PinMode,
-        optim_dtype: torch.dtype | None,
-        double_buffer: bool | None = False,
+        options: HostOptions,
         observer: Observer | None = None,
-        master: MasterKind = "whole",
-        *,
-        steps_in_backward: bool = False,
     ) -> None:
         self.name = name
         self.predicted_bytes: int | None = None
@@ -91,15 +85,11 @@ class HostParameters:
         self.foresight = Foresight(name, runtime)
         check_wrapping = partial(
             self.foresight.check_wrapping,
-            pin=pin,
-            optim_dtype=optim_dtype,
-            double_buffer=double_buffer,
-            master=master,
-            steps_in_backward=steps_in_backward,
+            options=options,
             in_training_mode=any(module.training for module in modules()),
         )
         group = runtime.group
-        if group is not None and steps_in_backward:
+        if group is not None and options.steps_in_backward:
             raise AloneOnly(
                 f"step_in_backward=True is for one machine, but there are {group.size}, which add their gradients "
                 "before a step reads them; leave it out"
@@ -110,18 +100,7 @@ class HostParameters:
         # On several machines: tells the values that code outside has written from others.
         self._written = 0
         with telling(group, self._wrapping):
-            self.state = ModelState(
-                runtime.backend,
-                modules(),
-                pin,
-                optim_dtype,
-                double_buffer,
-                check_wrapping,
-                shards,
-                master,
-                name,
-                steps_in_backward=steps_in_backward,
-            )
+            self.state = ModelState(name, runtime.backend, modules(), options, check_wrapping, shards)
         if group is not None:
             group.calls.same(self._wrapping, fingerprint(self.state))
         runtime.states.add(self.state)
@@ -206,7 +185,7 @@ class HostParameters:
     def keep_divided_apart(self, tasks: Sequence[Task]) -> None:
         """Where the optimizer steps in this call: what several of its tasks add to needs memory of its own."""
         added = Counter(block for task in tasks if task.adds_gradients for block in self._trained_in(task.layers))
-        if self.state.steps_in_backward:
+        if self.state.options.steps_in_backward:
             self.state.keep_apart(block for block, count in added.items() if count > 1)
 
     def prepare_step(self, take: Take, *, is_async: bool) -> Part:
@@ -238,7 +217,7 @@ class HostParameters:
                 + (
                     "double_buffer is False"
                     if self.state.double_buffer is False
-                    else f"pin_model is {self.state.pin!r}, which has none"
+                    else f"pin_model is {self.state.options.pin!r}, which has none"
                 )
                 + '; take synchronous steps (is_async=False), change that setting, or wrap with master="whole"'
             )
@@ -287,7 +266,7 @@ class HostParameters:
         # Runs may have ended only now: raise their errors, and drop the references to them and their memory.
         self.raise_late_errors()
         # With several machines these are parts of sums that their owners have.
-        if self.state.broken is None and self._runtime.group is None and not self.state.steps_in_backward:
+        if self.state.broken is None and self._runtime.group is None and not self.state.options.steps_in_backward:
             self._exposure.show(self.state.trainable)
 
     def drop_gradients(self) -> None:
@@ -454,7 +433,7 @@ class HostParameters:
         # Gradients that code outside the engine, such as a penalty on the weights, put on the model's parameters.
         for block in self.state.trainable:
             found = [index for index, tensor in enumerate(block.tensors) if tensor.grad is not None]
-            if found and self.state.steps_in_backward:
+            if found and self.state.options.steps_in_backward:
                 raise RoundPipeError(
                     f"a parameter of {block} of model {self.name!r} has a .grad from code outside of the "
                     "engine, but with step_in_backward=True gradients are consumed as they arrive, and nothing "

@@ -16,6 +16,7 @@ from roundpipe.optimizer.steps import Part
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.block import Block
+from roundpipe.state.model_state import HostOptions
 
 
 class _Holder(nn.Module):
@@ -56,7 +57,7 @@ class Resident(HostParameters):
             own, self._shared = _outside(model, parts)
             return (holder.hold(own.values()),)
 
-        super().__init__(name, modules, runtime, "off", optim_dtype)
+        super().__init__(name, modules, runtime, HostOptions("off", optim_dtype, double_buffer=False))
 
     def enter_call(self, arguments: Any) -> None:
         """Wait until the weights are readable; they stay so until the next step is launched.

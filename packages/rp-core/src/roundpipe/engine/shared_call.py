@@ -207,14 +207,14 @@ def fingerprint(state: ModelState) -> dict[str, Any]:
     """What must be the same on all machines when a model is wrapped: its weights, too."""
     found: dict[str, Any] = {
         "trained parameters": state.digest,
-        "pin_model": state.pin,
-        "optim_dtype": str(state.optim_dtype),
+        "pin_model": state.options.pin,
+        "optim_dtype": str(state.options.optim_dtype),
         "double_buffer": state.double_buffer,
-        "master": state.master,
+        "master": state.options.master,
         "weights": 0,
     }
     for block in state.blocks:
-        if state.pin == "alloc" or block.kind != "frozen":
+        if state.options.pin == "alloc" or block.kind != "frozen":
             # Frozen weights that stay in files are not read for this.
             found["weights"] = checksum([block.kind, *block.values], found["weights"])
     return found

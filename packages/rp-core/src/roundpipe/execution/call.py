@@ -104,7 +104,7 @@ class Call:
                     stack.enter_context(
                         torch.autocast(setting.device_type, setting.dtype, cache_enabled=setting.cache)
                     )
-            if self.state.steps_in_backward and self.loss_fn is not None:
+            if self.state.options.steps_in_backward and self.loss_fn is not None:
                 stack.enter_context(stepping_in_backward())
             yield
 

@@ -215,7 +215,7 @@ class Run:
         jobs: deque[tuple[Lane, TaskJob]] = deque()
         try:
             jobs.extend(self._prepare(task, times) for task in tasks)
-            if self.call.state.steps_in_backward:
+            if self.call.state.options.steps_in_backward:
                 self._take_step_turns(tasks)
             while jobs:
                 lane, job = jobs[0]

@@ -75,7 +75,7 @@ class AutoRoundPipe(RoundPipeBase):
             raise TypeError(f"AutoRoundPipe got an unknown argument {unknown[0]!r}; leave it out")
         self._own("parts", _parts(model))
         parts = list(dict.fromkeys(self.parts.values()))
-        if any(part.engine.host.state.steps_in_backward for part in parts):
+        if any(part.engine.host.state.options.steps_in_backward for part in parts):
             raise not_a_row(self.name)
         self._own("runtime", _shared_runtime(parts, runtime))
         hosts = [part.engine.host for part in parts]

@@ -25,7 +25,7 @@ from roundpipe.planning.footprint import rows_of
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.layers import PinMode
-from roundpipe.state.model_state import MasterKind
+from roundpipe.state.model_state import HostOptions, MasterKind
 
 
 class RoundPipe(RoundPipeBase):
@@ -97,21 +97,18 @@ class RoundPipe(RoundPipeBase):
     ) -> None:
         super().__init__(model, name, master_dtype(master, optim_dtype))
         _check_model(model, pin_model, runtime, double_buffer)
-        options = options_of(compile_layers)
-        self._own("_refused", {})
-        self._own("model_run_config", given("model_run_config", model_run_config))
-        self._own("runtime", runtime or default_runtime())
-        engine = Engine(
-            self.name,
-            partial(_row, model),
-            self.runtime,
+        options = HostOptions(
             pin_model,
             self.optim_dtype,
-            options,
             double_buffer,
             master,
             steps_in_backward=_checked_flag("step_in_backward", step_in_backward),
         )
+        compile_options = options_of(compile_layers)
+        self._own("_refused", {})
+        self._own("model_run_config", given("model_run_config", model_run_config))
+        self._own("runtime", runtime or default_runtime())
+        engine = Engine(self.name, partial(_row, model), self.runtime, options, compile_options)
         self._own("_engine", engine)
         self._own("_joint", Joint(self.name, [engine.host], self.runtime))
         self._keep_current(model)
@@ -203,7 +200,7 @@ class RoundPipe(RoundPipeBase):
         return losses, with_loss(merged, losses) if chosen.is_own else merged
 
     def _step_during(self, optimizer: torch.optim.Optimizer | None) -> StepDuring | None:
-        if not self._engine.host.state.steps_in_backward:
+        if not self._engine.host.state.options.steps_in_backward:
             if optimizer is not None:
                 raise ValueError(
                     f"forward_backward was given an optimizer, but model {self.name!r} keeps its gradients: wrap "

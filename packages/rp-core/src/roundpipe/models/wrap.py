@@ -21,7 +21,7 @@ from roundpipe.packing.foreign import check_not_packed_by_others
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.layers import PinMode
-from roundpipe.state.model_state import MasterKind
+from roundpipe.state.model_state import HostOptions, MasterKind
 
 
 def wrap_model_to_roundpipe(
@@ -143,10 +143,9 @@ def _check_memory(parts: Sequence[nn.Module], name: str, options: Options) -> No
     """Check that the weights of all parts fit together, and their training: each part checks only its own."""
     Foresight(name, _runtime(options)).check_wrapping(
         group(parts),
-        pin=options["pin_model"],
-        optim_dtype=options["optim_dtype"],
-        double_buffer=options["double_buffer"],
-        master=options["master"],
+        options=HostOptions(
+            options["pin_model"], options["optim_dtype"], options["double_buffer"], options["master"]
+        ),
         in_training_mode=any(part.training for part in parts),
     )
 

@@ -60,7 +60,7 @@ class Pricing:
         machine = self._runtime.machine
         if not (self._on_host or machine.is_probed):
             machine.note_probe(probed(self._runtime))
-        self._is_tight = self._state.steps_in_backward or (
+        self._is_tight = self._state.options.steps_in_backward or (
             pairs_gradients(self._state) and not self._has_room_for_pairs()
         )
         return Limits(

@@ -53,13 +53,30 @@ class _Reads:
         state = self._state()
         if self._is_told or state is None or state.is_stepping:
             return None
-        if state.num_runs == (0 if state.steps_in_backward else state.stepped_runs):
+        if state.num_runs == (0 if state.options.steps_in_backward else state.stepped_runs):
             return None
-        if state.steps_in_backward and is_in_optimizer():
+        if state.options.steps_in_backward and is_in_optimizer():
             # One over several models looks for gradients of each in each model's step.
             return None
         self._is_told = True
-        return CONSUMED if state.steps_in_backward else PENDING
+        return CONSUMED if state.options.steps_in_backward else PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """How a model keeps its weights on the host, as `RoundPipe` was told.
+
+    `optim_dtype`: of masters; None for that of the weights. `double_buffer`: whether trained weights have second
+    blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
+    of their masters. `steps_in_backward`: the optimizer steps during each training call, and layers pass their
+    gradients' memory on.
+    """
+
+    pin: PinMode = "alloc"
+    optim_dtype: torch.dtype | None = None
+    double_buffer: bool | None = None
+    master: MasterKind = "whole"
+    steps_in_backward: bool = False
 
 
 class ModelState:
@@ -73,40 +90,30 @@ class ModelState:
     the next, until a state is loaded: publishing them failed, as where a machine was lost. `shards`: which machine
     owns which parameter; None for one machine. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
-    whether trained weights have second blocks; None until that is decided. `master`: whether bf16 weights are the
-    upper halves of their masters. `steps_in_backward`: the optimizer steps during each training call, and layers
-    pass their gradients' memory on. `torn`: why some weights are of one step and some of the next, until a state
-    is loaded: the step that wrote them in place has failed.
+    whether trained weights have second blocks, as the options say it, or decided later. `torn`: why some weights
+    are of one step and some of the next, until a state is loaded: the step that wrote them in place has failed.
     """
 
     def __init__(
         self,
+        name: str,
         backend: Backend,
         modules: Sequence[torch.nn.Module],
-        pin: PinMode,
-        optim_dtype: torch.dtype | None,
-        double_buffer: bool | None = False,
-        foresee: Foresee = lambda _: None,
-        shards: Shards | None = None,
-        master: MasterKind = "whole",
-        name: str = "unnamed",
-        *,
-        steps_in_backward: bool = False,
+        options: HostOptions,
+        foresee: Foresee,
+        shards: Shards | None,
     ) -> None:
-        self.master: MasterKind = master
-        self.steps_in_backward = steps_in_backward
         self._name = name
+        self.options = options
         self._tell_whole = TellsWhole(name)
         self._is_told_whole = False
         self.torn: str | None = None
         self.shards = shards
         # On several machines: a number that tells the trained parameters and their owners from others.
         self.digest = 0
-        self.double_buffer = double_buffer
+        self.double_buffer = options.double_buffer
         self.backend = backend
         self.modules = tuple(modules)
-        self.pin: PinMode = pin
-        self.optim_dtype = optim_dtype
         self.version = 0
         self.unpublished = False
         self.quiet: set[tuple[str, int]] = set()
@@ -125,12 +132,12 @@ class ModelState:
     @torch.inference_mode(False)
     def build(self, foresee: Foresee) -> None:
         """Build all blocks from the current layers; nothing may be running."""
-        self.layers = build_layers(self.backend, self.modules, self.pin, foresee)
+        self.layers = build_layers(self.backend, self.modules, self.options.pin, foresee)
         self.blocks = tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
         self.trainable = tuple(block for block in self.blocks if block.kind == "trainable")
         if self.shards is not None:
             self._divide(self.shards)
-        if self.steps_in_backward:
+        if self.options.steps_in_backward:
             self._share_gradients()
         self._places: dict[int, int] = {}
         self._walked = walk(self.modules)
@@ -186,7 +193,7 @@ class ModelState:
         held = {
             tensor: block.gradient.view(index).clone()
             for block in self.trainable
-            if block.gradient is not None and not self.steps_in_backward
+            if block.gradient is not None and not self.options.steps_in_backward
             for index, tensor in enumerate(block.tensors)
             if index in block.gradient.written
         }
@@ -280,12 +287,12 @@ class ModelState:
             for parameter, value in zip(block.tensors, block.values, strict=True):
                 if parameter not in self.masters:
                     self.masters[parameter] = self._master(parameter, value)
-        if self.master == "split" and not self._is_told_whole:
+        if self.options.master == "split" and not self._is_told_whole:
             self._is_told_whole = True
             tell_kept_whole(self._name, [value for block in self.trainable for value in block.values])
 
     def _master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster | EngineSplitMaster:
-        if self.master == "split" and can_split(value) and self._has_here(parameter):
+        if self.options.master == "split" and can_split(value) and self._has_here(parameter):
             master = EngineSplitMaster(value)
             watch_whole(master, self._tell_whole)
         else:
@@ -300,7 +307,7 @@ class ModelState:
         return self.shards is None or self.shards.owns(parameter)
 
     def _whole_master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster:
-        dtype = self.optim_dtype or parameter.dtype
+        dtype = self.options.optim_dtype or parameter.dtype
         return EngineMaster(
             value.to(dtype, copy=True).contiguous()
             if self._has_here(parameter)
@@ -312,7 +319,7 @@ class ModelState:
 
         Of several machines all say the same, also where one has made its own masters whole.
         """
-        return self.master == "split" and any(
+        return self.options.master == "split" and any(
             is_split(self.masters[tensor]) if tensor in self.masters and self.shards is None else can_split(value)
             for block in self.trainable
             for tensor, value in zip(block.tensors, block.values, strict=True)
@@ -351,7 +358,7 @@ class ModelState:
     def make_backs(self) -> None:
         """Create missing second blocks for trainable blocks, if `double_buffer`."""
         # Masters in halves need none before the first asynchronous step.
-        assert self.double_buffer is not None or self.master == "split"
+        assert self.double_buffer is not None or self.options.master == "split"
         for block in self.trainable if self.double_buffer else ():
             if block.memory is not None and block.back is None:
                 block.make_back(self.backend)

@@ -24,7 +24,7 @@ from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
 from roundpipe.engine.host_bytes import HostBytes, needed_by
 from roundpipe.packing.weight import expansion_bytes, packed_weights
 from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, gradient_itemsize
-from roundpipe.state.model_state import MasterKind
+from roundpipe.state.model_state import HostOptions, MasterKind
 from roundpipe.state.shards import Shards
 
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
@@ -253,13 +253,10 @@ class Workload:
     ) -> MemoryForecast:
         blocks = needed_by(
             self.groups,
-            "alloc",
-            OPTIM_DTYPE,
+            HostOptions("alloc", OPTIM_DTYPE, None, self.master, self.step_in_backward),
             second_blocks=second_blocks,
             additions=additions,
             shards=shards,
-            master=self.master,
-            steps_in_backward=self.step_in_backward,
         )
         state = self._state_bytes(self.optimizer_state, shards)
         more = HostBytes(optimizer_state=state, activations=activations)
