@@ -178,9 +178,12 @@ class Control:
         self.give_up(self.rank, f"it failed: {reason}")
 
     def leave(self) -> None:
-        """Take leave, wait for the others to do so, and end. Raises what `wait` raises."""
+        """Take leave, wait for the others to do so, and end. Raises what `wait` raises, if patience ends too."""
         self.tell(["bye"])
-        self.wait(lambda: len(self._left) == self.size - 1)
+        if not self.wait(lambda: len(self._left) == self.size - 1, self.patience_s):
+            for rank in [rank for rank in self._links if rank not in self._left]:
+                self.give_up(rank, f"it lives, but has not closed its machines for {self.patience_s:.3g} s")
+            self.raise_error()
         self.end()
 
     def end(self) -> None:

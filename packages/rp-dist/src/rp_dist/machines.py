@@ -81,7 +81,8 @@ class Machines:
             connections: to each other machine; by default as many as fill the link, by measurement.
             timeout_s: a machine is lost after so many seconds without a sign of life; opening may take as long.
             chunk_bytes: of one piece of a reduction. Buffers take 128 MiB, or two chunks from each machine.
-            patience_s: a machine is lost that lives but takes no part in a transfer for so many seconds.
+            patience_s: a machine is lost that lives but for so many seconds takes no part in a transfer or, where
+                another one has closed, does not close.
 
         Raises `MachineLost` where a machine does not come, `Disagreement` where settings or versions differ, and
         `InvalidTransfer` without torchrun's environment variables.
