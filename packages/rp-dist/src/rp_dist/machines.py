@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -314,7 +315,10 @@ def _connect(opening: Opening, wire: Wire, connections: int | None) -> float:
     add(connections or 1)
     if wire.control.size == 1:
         return math.inf
-    return link.measure(wire) if connections else link.fill(wire, add)
+    # A slow link may take its time. A thread of its own, since gloo may forget a send to a machine that is lost.
+    opening.deadline_s = time.monotonic() + wire.patience_s
+    measure = partial(link.measure, wire) if connections else partial(link.fill, wire, add)
+    return opening.bounded(measure, wire.control, wire.control.rank)
 
 
 def _pieces(block: Tensor, numel: int) -> list[Tensor]:
