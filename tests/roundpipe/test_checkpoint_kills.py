@@ -128,4 +128,7 @@ def test_a_few_kills_change_nothing(tmp_path: Path, runs: Runs) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_300_kills_change_nothing(tmp_path: Path, runs: Runs) -> None:
-    killed_and_resumed(runs, tmp_path, int(os.environ.get("ROUNDPIPE_KILLS", "300")), seed=1)
+    kills, seed = (
+        int(os.environ.get(f"ROUNDPIPE_{name}", usual)) for name, usual in (("KILLS", 300), ("SEED", 1))
+    )
+    killed_and_resumed(runs, tmp_path, kills, seed)

@@ -138,6 +138,7 @@ except MachineLost as error:
     [
         pytest.param("machines.exchange(0)", marks=pytest.mark.nightly),
         "machines.reduce(torch.ones(5), 0, tag=0).wait()",
+        "machines.close()",
     ],
 )
 def test_a_machine_that_lives_but_takes_no_part_is_named_when_patience_ends(call: str) -> None:

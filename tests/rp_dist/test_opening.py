@@ -65,6 +65,20 @@ def test_a_machine_that_is_lost_while_opening_is_named(moment: str, name: str) -
     assert [each[:2] for each in found] == [("MachineLost", 1)] * 2, found
 
 
+FORGOTTEN = """
+from rp_dist.blocks import link
+from rp_dist.blocks.wire import Wire
+if rank == 1:
+    link._pass_round = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Wire.wait = lambda *_: threading.Event().wait()
+"""
+
+
+def test_a_machine_that_is_lost_while_the_link_is_measured_is_named_whatever_gloo_forgets() -> None:
+    found = attempt(FORGOTTEN, silent=1)
+    assert [each[:2] for each in found] == [("MachineLost", 1)] * 2, found
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("moment", ["meet", "groups", "_complete"])
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])

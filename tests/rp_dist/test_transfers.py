@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+from collections import deque
+from itertools import count
+from threading import Thread
+
 import pytest
 import torch
 from processes import free_port, told
+from rp_dist.control import Control
+from rp_dist.frames import Link
 
 REDUCE = """
 def part(rank, tag, dtype):
@@ -94,6 +101,32 @@ def test_small_values_are_the_same_on_all_machines_and_channels_do_not_mix() -> 
     )
     expected = [total.tolist(), [0, 1, 2], [[3.0], [3.0]]]
     assert told(SMALL, 3) == [expected] * 3
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+def test_what_is_heard_while_a_channel_is_first_asked_for_is_not_lost(
+    moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, (ours, theirs) = count(), socket.socketpair()
+
+    def queue() -> deque[str]:
+        # To make one may collect garbage, and then other threads run.
+        if next(made) == moment:
+            hears = Thread(target=control._take, args=(Link(ours, rank=1), ["say", 7, "theirs"]))
+            hears.start()
+            hears.join()
+        return deque()
+
+    monkeypatch.setattr("rp_dist.control.deque", queue)
+    control = Control(0, 2, 60.0)
+    control.patience_s = 1.0
+    control.start()
+    try:
+        assert control.exchange("ours", 7) == ["ours", "theirs"]
+    finally:
+        control.end()
+        ours.close()
+        theirs.close()
 
 
 BYTES = """

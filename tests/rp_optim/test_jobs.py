@@ -8,9 +8,11 @@ import random
 import signal
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 import pytest
 from programs import ended
@@ -185,3 +187,22 @@ def test_an_outcome_runs_its_job_once() -> None:
     outcome.carry_out()
     assert ran == [1]
     assert outcome.result() is None
+
+
+class _Deserted(deque[SimpleQueue[None]]):
+    """The last one leaves as soon as somebody has looked."""
+
+    def __bool__(self) -> bool:
+        found = len(self) > 0
+        self.clear()
+        return found
+
+
+def test_a_thread_that_gives_up_waiting_as_the_job_ends_leaves_the_worker_whole() -> None:
+    with open_worker() as worker:
+        gate = threading.Event()
+        outcome = worker.submit(gate.wait, 10)
+        outcome._waiting = _Deserted()
+        outcome.listen(SimpleQueue())
+        gate.set()
+        assert worker.submit(max, 1, 2).result(10) == 2

@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -46,7 +46,7 @@ class Control:
         self._beat_s = min(1.0, timeout_s / 10)
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
-        self._heard: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
+        self._heard: dict[tuple[int, int], deque[Any]] = {}
         self._addresses: dict[int, list[Any]] = {}
         # When they took leave.
         self._left: dict[int, float] = {}
@@ -144,7 +144,7 @@ class Control:
         """One JSON value from each machine, in the order of ranks."""
         self.raise_error()
         self.tell(["say", channel, value])
-        queues = [self._heard[rank, channel] for rank in range(self.size)]
+        queues = [self._queue(rank, channel) for rank in range(self.size)]
         queues[self.rank].append(value)
         self.wait(lambda: all(queues) or any(not queues[rank] for rank in self._left), self.patience_s)
         for rank, queue in enumerate(queues):
@@ -152,6 +152,14 @@ class Control:
                 self.give_up(rank, LEFT if rank in self._left else f"{SILENT} {self.patience_s:.3g} s")
                 self.raise_error()
         return [queue.popleft() for queue in queues]
+
+    def _queue(self, rank: int, channel: int) -> deque[Any]:
+        """What a machine has said on a channel and nobody has taken yet; any thread may ask first.
+
+        In one operation: a `defaultdict` makes a queue, in which the garbage collector may let another thread run,
+        and then puts it in the place of one that this thread may have filled meanwhile.
+        """
+        return self._heard.setdefault((rank, channel), deque())
 
     def has_left(self, rank: int) -> bool:
         """Whether a machine has taken leave."""
@@ -170,9 +178,12 @@ class Control:
         self.give_up(self.rank, f"it failed: {reason}")
 
     def leave(self) -> None:
-        """Take leave, wait for the others to do so, and end. Raises what `wait` raises."""
+        """Take leave, wait for the others to do so, and end. Raises what `wait` raises, if patience ends too."""
         self.tell(["bye"])
-        self.wait(lambda: len(self._left) == self.size - 1)
+        if not self.wait(lambda: len(self._left) == self.size - 1, self.patience_s):
+            for rank in [rank for rank in self._links if rank not in self._left]:
+                self.give_up(rank, f"it lives, but has not closed its machines for {self.patience_s:.3g} s")
+            self.raise_error()
         self.end()
 
     def end(self) -> None:
@@ -295,7 +306,7 @@ class Control:
         kind, *rest = message
         with self._changed:
             if kind == "say":
-                self._heard[link.rank, rest[0]].append(rest[1])
+                self._queue(link.rank, rest[0]).append(rest[1])
             elif kind == "bye":
                 self._left[link.rank] = time.monotonic()
             elif kind == "roster":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -81,7 +82,8 @@ class Machines:
             connections: to each other machine; by default as many as fill the link, by measurement.
             timeout_s: a machine is lost after so many seconds without a sign of life; opening may take as long.
             chunk_bytes: of one piece of a reduction. Buffers take 128 MiB, or two chunks from each machine.
-            patience_s: a machine is lost that lives but takes no part in a transfer for so many seconds.
+            patience_s: a machine is lost that lives but for so many seconds takes no part in a transfer or, where
+                another one has closed, does not close.
 
         Raises `MachineLost` where a machine does not come, `Disagreement` where settings or versions differ, and
         `InvalidTransfer` without torchrun's environment variables.
@@ -313,7 +315,10 @@ def _connect(opening: Opening, wire: Wire, connections: int | None) -> float:
     add(connections or 1)
     if wire.control.size == 1:
         return math.inf
-    return link.measure(wire) if connections else link.fill(wire, add)
+    # A slow link may take its time. A thread of its own, since gloo may forget a send to a machine that is lost.
+    opening.deadline_s = time.monotonic() + wire.patience_s
+    measure = partial(link.measure, wire) if connections else partial(link.fill, wire, add)
+    return opening.bounded(measure, wire.control, wire.control.rank)
 
 
 def _pieces(block: Tensor, numel: int) -> list[Tensor]:

@@ -66,8 +66,10 @@ class Outcome(Generic[_Result]):
         # Released before waiters wake, so that they can rely on the job's arguments being freed.
         self._job = None
         self._is_done = True
-        while self._waiting:
-            self._waiting.popleft().put(None)
+        # Others, whose time is over, may leave between a look at the queue and the next operation on it.
+        with suppress(IndexError):
+            while True:
+                self._waiting.popleft().put(None)
 
     def done(self) -> bool:
         """Whether the job has finished or was cancelled."""
