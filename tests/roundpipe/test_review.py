@@ -90,6 +90,40 @@ def test_a_call_that_fails_later_takes_no_earlier_step_with_it(two: Runtime) -> 
     assert ran == [0]
 
 
+class Normalizes(nn.Linear):
+    """Writes its weight before it uses it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm())
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_parameter_written_in_forward_is_an_error_that_names_it(
+    runtime: Runtime, *, is_frozen: bool, shares: bool
+) -> None:
+    writes, reads = Normalizes(4, 4), nn.Linear(4, 4)
+    if shares:
+        reads.weight = writes.weight
+    writes.requires_grad_(not is_frozen)
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Sequential(writes), reads), runtime=runtime)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"layer 1 wrote its parameter '0\.weight' in forward"):
+            call(model, torch.randn(8, 4), torch.randn(8, 4))
+        model.zero_grad()
+    with pytest.raises(TypeError, match=r"layer 1 wrote"), torch.no_grad():
+        model(torch.randn(8, 4))
+
+
+def test_an_embedding_with_a_largest_norm_is_refused(runtime: Runtime) -> None:
+    embedding = nn.Embedding(10, 4, max_norm=0.1)
+    model = RoundPipe(nn.Sequential(embedding, nn.Linear(4, 4)), runtime=runtime)
+    with pytest.raises(TypeError, match=r"layer 0 wrote its parameter 'weight'.*max_norm"):
+        call(model, torch.arange(8), torch.randn(8, 4))
+
+
 class Reassigns(nn.Module):
     """Replaces a buffer."""
 

@@ -57,6 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "table.parquet").write_bytes(b"PAR1")
     (here / "empty.txt").write_text("")
     (here / "unknown.yaml").write_text("batchsize: 2\n")
+    (here / "foreign.yaml").write_text("learningrate: 1e-3\n")
     (here / "kinds.yaml").write_text("sync: 'yes'\n")
     (here / "list.yaml").write_text("- a\n")
     (here / "broken.yaml").write_text("a: [\n")
@@ -155,6 +156,14 @@ WRONG = {
     "an unknown name in the config": (
         ["--config", "unknown.yaml"],
         "'batchsize'; the nearest one is 'batch-size'",
+    ),
+    "a name in the config that is near no other": (
+        ["--config", "foreign.yaml"],
+        "'learningrate'; `roundpipe train --help` lists them",
+    ),
+    "an option that is near no other": (
+        ["--per-device-train-batch-size", "4"],
+        "unknown argument '--per-device-train-batch-size'; `roundpipe train --help` shows the usage",
     ),
     "a flag in words": (["--config", "kinds.yaml"], "sync must be true or false, but is 'yes'"),
     "a config that is a list": (["--config", "list.yaml"], "must have options and their values"),

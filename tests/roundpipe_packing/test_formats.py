@@ -54,6 +54,15 @@ def test_packing_what_was_expanded_gives_the_same_values(found: torch.Tensor, na
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(0, 32), (5, 0), (0, 0), (3, 0, 32), (3, 129, 0), (0, 129, 32)])
+def test_weights_without_elements_are_packed(name: str, shape: tuple[int, ...]) -> None:
+    packed = PackedWeight.of(format_of(name), torch.empty(shape, dtype=torch.bfloat16))
+    assert packed.scales.float().isfinite().all()
+    expanded = packed.expanded()
+    assert (expanded.shape, expanded.dtype) == (shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_stacked_experts_are_packed_one_by_one(name: str) -> None:
     found = weight((3, 128, 64))
     together = PackedWeight.of(format_of(name), found).expanded()

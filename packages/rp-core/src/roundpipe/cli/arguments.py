@@ -46,8 +46,8 @@ def _unknown(command: str, text: str) -> str:
     hint = ""
     if command == "train" and text.startswith("--"):
         flags = [f"--{name.replace('_', '-')}" for name in known_options()]
-        nearest = difflib.get_close_matches(text.partition("=")[0], flags, n=1, cutoff=0)
-        hint = f"; the nearest option is {nearest[0]}"
+        nearest = difflib.get_close_matches(text.partition("=")[0], flags, n=1)
+        hint = f"; the nearest option is {nearest[0]}" if nearest else ""
     return f"unknown argument {text!r}{hint}; `roundpipe {command} --help` shows the usage"
 
 

@@ -22,8 +22,8 @@ def with_config(given: Given, known: Mapping[str, str]) -> Given:
     Args:
         known: what each option of the command takes: ``"value"``, ``"values"`` or ``"flag"``, by its name.
 
-    Raises `Refused` for a file that cannot be read, an unknown name (with the nearest known one), and a value of
-    another kind.
+    Raises `Refused` for a file that cannot be read, an unknown name (with a known one that is near, if any), and a
+    value of another kind.
     """
     if given.config is None:
         return given
@@ -40,8 +40,9 @@ def _named(path: Path, known: Mapping[str, str]) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in known or name in _NOT_HERE:
             names = [one.replace("_", "-") for one in known if one not in _NOT_HERE]
-            nearest = difflib.get_close_matches(str(key).replace("_", "-"), names, n=1, cutoff=0)
-            raise Refused(f"--config {path} has an unknown option {key!r}; the nearest one is {nearest[0]!r}")
+            nearest = difflib.get_close_matches(str(key).replace("_", "-"), names, n=1)
+            hint = f"the nearest one is {nearest[0]!r}" if nearest else "`roundpipe train --help` lists them"
+            raise Refused(f"--config {path} has an unknown option {key!r}; {hint}")
         if name in found:
             raise Refused(f"--config {path} has {key!r} twice")
         found[name] = value

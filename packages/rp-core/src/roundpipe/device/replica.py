@@ -85,6 +85,8 @@ class Twins:
         # the contents of their tables when the twin was built.
         self._owners: dict[int, list[torch.nn.Module]] = {}
         self._content: dict[int, list[object]] = {}
+        # Version counters of parameters, by the id of the twin's; binding leaves them as they are.
+        self._versions: dict[int, int] = {}
         self._prepares: dict[int, bool] = {}
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
@@ -114,6 +116,7 @@ class Twins:
         self._parts[index] = list(_parts(module))
         self._owners[index] = list(module.modules())
         self._content[index] = _content(self._owners[index])
+        self._versions |= {id(part): _version(part) for kind, _, part in self._parts[index] if kind == "parameter"}
         self._prepares[index] = prepares(module)
 
     def prepares(self, index: int) -> bool:
@@ -145,11 +148,15 @@ class Twins:
         return self.expansions.outside(output) if self._packed_in[index] else output
 
     def check(self, index: int) -> None:
-        """Refuse a layer whose forward added, replaced or removed a module, parameter or buffer.
+        """Refuse a layer whose forward wrote a parameter, or added, replaced or removed one, a module or buffer.
 
         Only the twin would change, not the host layer. Raises `TypeError` that names the layer and the change. The
         twin is rebuilt for the next call.
         """
+        for kind, name, part in self._parts[index]:
+            if kind == "parameter" and _version(part) != self._versions[id(part)]:
+                self._spoilt.add(index)
+                raise TypeError(_WRITTEN.format(index, name))
         content = _content(self._owners[index])
         if content == self._content[index]:
             return
@@ -244,6 +251,11 @@ class Twins:
 _Part = tuple[str, str, object]
 _Table = Mapping[str, object]
 
+_WRITTEN = (
+    "layer {0} wrote its parameter {1!r} in forward, which changes the device's copy alone; write it between "
+    "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: make it without)"
+)
+
 
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:
     """All submodules, parameters and buffers of a module."""
@@ -272,6 +284,10 @@ def _refusal(index: int, kind: str, name: str, *, was_there: bool) -> str:
     else:
         what, instead = f"added, replaced or removed its {kind}", "do that between calls"
     return f"layer {index} {what} {name!r} in forward; {instead}"
+
+
+def _version(parameter: object) -> int:
+    return parameter._version if isinstance(parameter, torch.Tensor) else 0
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

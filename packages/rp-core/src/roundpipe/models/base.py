@@ -202,7 +202,11 @@ class RoundPipeBase(nn.Module):
     # Parameters
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The master weights, which optimizers update: one for each trainable parameter, in `optim_dtype`."""
+        """The master weights, which optimizers update: one for each trainable parameter, in `optim_dtype`.
+
+        Those of frozen parameters are not among them: after parameters were unfrozen, make the optimizer anew, or
+        add theirs by its ``add_param_group``.
+        """
         for _, parameter in self.optim_named_parameters():
             yield parameter
 

@@ -60,7 +60,10 @@ class PackedWeight(torch.Tensor):
         with torch.no_grad(), torch.inference_mode(False):
             codes = torch.empty(codes_shape, dtype=torch.uint8, device=weight.device)
             scales = torch.empty(scales_shape, dtype=scales_dtype, device=weight.device)
-            if not weight.is_meta:
+            if weight.numel() == 0:
+                # Rows without columns may have scales, of nothing.
+                scales.fill_(1)
+            elif not weight.is_meta:
                 form.pack(weight.detach().contiguous(), codes, scales)
                 _check_finite(weight, form)
         return PackedWeight(form, codes, scales, weight.shape, weight.dtype)
