@@ -1,10 +1,11 @@
-"""Make torch's cache of parametrized weights safe for layers that run on several devices at a time."""
+"""Weights that layers parametrize in forward, as PEFT does; torch's cache of them, safe for several devices."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
+from torch import nn
 from torch.nn.utils import parametrize
 
 
@@ -42,3 +43,11 @@ def cache_by_thread() -> None:
     torch_has: Any = parametrize
     if not isinstance(torch_has._cache_enabled, ThreadCounter):
         torch_has._cache_enabled = ThreadCounter()
+
+
+def parametrizes_in_forward(module: nn.Module) -> bool:
+    """Whether each forward parametrizes weights inside, as PEFT does for ``target_parameters``.
+
+    Torch then sets such a weight to itself, which counts as writing it.
+    """
+    return any(cls.__name__ == "ParamWrapper" for cls in type(module).__mro__)

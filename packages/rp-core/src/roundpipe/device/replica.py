@@ -20,7 +20,7 @@ import torch
 from roundpipe.device.compiling import Compiler
 from roundpipe.device.entrance import entrance_of
 from roundpipe.device.lazy_hooks import register_lazy_hooks
-from roundpipe.device.parametrizing import cache_by_thread
+from roundpipe.device.parametrizing import cache_by_thread, parametrizes_in_forward
 from roundpipe.device.recompute import prepares
 from roundpipe.errors import in_words
 from roundpipe.packing.expansion import Expansions, PackedTwin
@@ -85,8 +85,8 @@ class Twins:
         # the contents of their tables when the twin was built.
         self._owners: dict[int, list[torch.nn.Module]] = {}
         self._content: dict[int, list[object]] = {}
-        # Version counters of parameters, by the id of the twin's; binding leaves them as they are.
-        self._versions: dict[int, int] = {}
+        # Parameters with their version counters, which binding leaves as they are.
+        self._versions: dict[int, list[tuple[str, torch.Tensor, int]]] = {}
         self._prepares: dict[int, bool] = {}
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
@@ -116,7 +116,7 @@ class Twins:
         self._parts[index] = list(_parts(module))
         self._owners[index] = list(module.modules())
         self._content[index] = _content(self._owners[index])
-        self._versions |= {id(part): _version(part) for kind, _, part in self._parts[index] if kind == "parameter"}
+        self._versions[index] = [(name, one, one._version) for name, one in _watched(module)]
         self._prepares[index] = prepares(module)
 
     def prepares(self, index: int) -> bool:
@@ -153,8 +153,8 @@ class Twins:
         Only the twin would change, not the host layer. Raises `TypeError` that names the layer and the change. The
         twin is rebuilt for the next call.
         """
-        for kind, name, part in self._parts[index]:
-            if kind == "parameter" and _version(part) != self._versions[id(part)]:
+        for name, parameter, version in self._versions[index]:
+            if parameter._version != version:
                 self._spoilt.add(index)
                 raise TypeError(_WRITTEN.format(index, name))
         content = _content(self._owners[index])
@@ -286,8 +286,10 @@ def _refusal(index: int, kind: str, name: str, *, was_there: bool) -> str:
     return f"layer {index} {what} {name!r} in forward; {instead}"
 
 
-def _version(parameter: object) -> int:
-    return parameter._version if isinstance(parameter, torch.Tensor) else 0
+def _watched(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters whose version counters tell whether forward writes them."""
+    parametrized = {one for part in module.modules() if parametrizes_in_forward(part) for one in part.parameters()}
+    return ((name, one) for name, one in module.named_parameters() if one not in parametrized)
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
