@@ -74,6 +74,11 @@ WAITS = [
     ),
     Wait(
         "device/weights.py",
+        "wait_for_all(arriving for _, arriving in self._arriving.values() if not arriving.cancel())",
+        "a task that steps aside waits for its uploads",
+    ),
+    Wait(
+        "device/weights.py",
         "self._lane.outbox.wait_for_room(self._spare_bytes)",
         "gradients that cannot leave hold up the next task",
     ),
@@ -124,6 +129,22 @@ WAITS = [
         "        self.wait()\n        if self._error",
         "an error comes when all is quiet",
         "        if self._error",
+    ),
+    Wait(
+        "execution/run.py",
+        "                device.synchronize()\n",
+        "an error comes when the devices are done with what the tasks before it have queued",
+        "                pass\n",
+    ),
+    Wait(
+        "execution/shortage/retreat.py",
+        "self._place.lane.outbox.wait_for_room(0)",
+        "a step waits for the gradients of a task that ran out of memory",
+    ),
+    Wait(
+        "execution/shortage/retreat.py",
+        "self._place.lane.settle_device()",
+        "buffers of a task that ran out of memory are read when they have come",
     ),
     Wait("optimizer/gradient_loan.py", "self._ticket.enter()", "a step waits for the gradients"),
     Wait("optimizer/gradient_loan.py", "self._weights.enter()", "a step in place waits for readers"),

@@ -27,6 +27,7 @@ from roundpipe.engine.capture import Captured
 from roundpipe.execution import stage
 from roundpipe.optim import SGD
 from rp_sched import Plan
+from rp_transfer import Conveyor
 from rp_transfer.cpu.backend import CpuDevice
 from safetensors.torch import load_file
 from torch import nn
@@ -368,8 +369,134 @@ def after_errors(devices: str, layer: int) -> None:
         nothing_piles_up(runtime)
 
 
-def _dawdle(_: torch.Tensor) -> None:
-    threading.Event().wait(DELAY_S / 4)
+def dropped_after_an_error(runtime: Runtime, ours: nn.Sequential, plan: Plan) -> None:
+    """A model that fails where it is told to, and that nobody has when this returns."""
+    # With more microbatches a worker waits for its device now and then.
+    model = wrap(ours, runtime, plan, parts=1)
+    FAILS[:] = [0]
+    with torch.no_grad(), pytest.raises(ValueError, match="told to"):
+        model(data(0)[0])
+    FAILS.clear()
+    DELAYS.clear()
+
+
+def goes_on(runtime: Runtime) -> None:
+    """The next model trains; what was freed while a device still used it is told by now."""
+    gc.collect()
+    ours, theirs = layers(), layers()
+    model = wrap(ours, runtime, STAGED)
+    same(call(model, 1), plain(theirs, 1))
+    model.synchronize()
+    same_gradients(ours, theirs)
+
+
+def an_error_waits_for_what_tasks_have_queued() -> None:
+    """A model may be dropped when its call has failed: no device reads what the tasks before sent it."""
+    one_each = Plan([range(index, index + 1) for index in range(3)])
+    with Runtime("cpu:1") as runtime:
+        dropped_after_an_error(runtime, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Fragile()), one_each)
+        goes_on(runtime)
+
+
+@contextmanager
+def the_first_upload_takes_a_while() -> Iterator[threading.Event]:
+    """An event that is set when a porter begins to upload a block, which it is long about."""
+    begun, upload = threading.Event(), Conveyor.upload
+
+    def slow(conveyor: Conveyor, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if not begun.is_set():
+            begun.set()
+            threading.Event().wait(2 * DELAY_S)
+        upload(conveyor, destination, source)
+
+    with mock.patch.object(Conveyor, "upload", slow):
+        yield begun
+
+
+def an_error_waits_for_uploads_under_way() -> None:
+    """A model may be dropped when its call has failed: no porter is about to read its weights."""
+    with Runtime("cpu:1") as runtime:
+        with the_first_upload_takes_a_while() as begun:
+            DELAYS[:] = [begun]
+            dropped_after_an_error(runtime, nn.Sequential(Fragile(), nn.Linear(4, 2)), Plan([range(2)]))
+            # Where the error did not wait, what it left under way is queued now.
+            runtime.lanes[0].inbox.submit(int).wait()
+        goes_on(runtime)
+
+
+@contextmanager
+def memory_runs_out_once(ready: Callable[[], object]) -> Iterator[None]:
+    """The second allocation of device memory fails, once it is `ready`; the first is for a layer's first block."""
+    take, numbers = CpuDevice._take, count(1)
+
+    def limited(device: CpuDevice, nbytes: int) -> None:
+        if next(numbers) == 2:
+            ready()
+            raise torch.OutOfMemoryError("as arranged")
+        take(device, nbytes)
+
+    with mock.patch.object(CpuDevice, "_take", limited), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        yield
+    assert any("ran out of device memory" in str(one.message) for one in told)
+
+
+def a_second_run_waits_for_uploads_of_the_first() -> None:
+    """Memory runs out while buffers are on their way to a device: they have come before their place is freed."""
+    ours = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
+    theirs = copy.deepcopy(ours)
+    with Runtime("cpu:1", device_memory_bytes=1 << 30) as runtime, the_first_upload_takes_a_while() as begun:
+        model = wrap(ours, runtime, Plan(fused=range(2)))
+        with memory_runs_out_once(lambda: begun.wait(30)):
+            same(call(model, 0), plain(theirs, 0))
+            model.synchronize()
+        same_gradients(ours, theirs)
+        same_weights(ours, theirs)
+
+
+def what_a_second_run_writes_to_buffers_is_waited_for() -> None:
+    """A state dict comes after the buffers of a task that memory ran out for, which may still be on their way."""
+    ours = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    theirs = copy.deepcopy(ours)
+    with Runtime("cpu:1", device_memory_bytes=1 << 30) as runtime:
+        model = wrap(ours, runtime, Plan([range(2)]))
+        with memory_runs_out_once(lambda: None):
+            forward_only(model, theirs)
+            same_weights(model, theirs)
+
+
+def a_step_waits_for_the_gradients_of_a_second_run() -> None:
+    """A step reads the gradients of a task that memory ran out for, though they come late."""
+    ours = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    theirs, deliver = copy.deepcopy(ours), transfers.Delivery.run
+    found: list[torch.Tensor | None] = []
+
+    def late(delivery: transfers.Delivery) -> None:
+        threading.Event().wait(DELAY_S)
+        deliver(delivery)
+
+    def step() -> None:
+        found.extend(None if master.grad is None else master.grad.clone() for master in model.optim_parameters())
+        for master in model.optim_parameters():
+            master.grad = None
+
+    with (
+        Runtime("cpu:1", device_memory_bytes=1 << 30) as runtime,
+        mock.patch.object(transfers.Delivery, "run", late),
+    ):
+        model = wrap(ours, runtime, Plan(fused=range(2)))
+        with memory_runs_out_once(lambda: None):
+            same(call(model, 0), plain(theirs, 0))
+            model.step(step)
+            wanted = [parameter.grad for parameter in theirs.parameters()]
+            theirs.zero_grad()
+            same(call(model, 1), plain(theirs, 1))
+            model.synchronize()
+        for one, other in zip(found, wanted, strict=True):
+            assert one is not None
+            same(one, other)
+        same_gradients(ours, theirs)
+        same_weights(ours, theirs)
 
 
 class Slow(nn.Module):
@@ -981,6 +1108,11 @@ SCENARIOS: list[Callable[[], None]] = [
     between_calls,
     lambda: after_errors("cpu:2", 2),
     lambda: after_errors("cpu:4", 3),
+    an_error_waits_for_what_tasks_have_queued,
+    an_error_waits_for_uploads_under_way,
+    a_second_run_waits_for_uploads_of_the_first,
+    what_a_second_run_writes_to_buffers_is_waited_for,
+    a_step_waits_for_the_gradients_of_a_second_run,
     an_error_arrives_when_all_is_quiet,
     the_callers_random_numbers,
     a_step_over_nothing,
