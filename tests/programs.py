@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from types import TracebackType
@@ -26,7 +27,7 @@ ENGINE = "import roundpipe, torch._dynamo\n"
 COMMAND_LINE = "import roundpipe.cli\nfrom transformers import AutoModelForCausalLM, Qwen3ForCausalLM\n"
 # The program runs at the top of the module, where the interpreter then ends by itself.
 _TEMPLATE = """
-import json, os, signal, socket, sys, warnings
+import faulthandler, json, os, signal, socket, sys, warnings
 
 def serve(asked):
     while True:
@@ -61,6 +62,8 @@ def become(request, files):
     os.environ.update(request["environment"])
     sys.argv[1:] = request["arguments"]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Where all threads are is told on SIGABRT.
+    faulthandler.enable()
 
 exec(serve(socket.socket(fileno=int(sys.argv.pop(1)))))
 """
@@ -151,6 +154,16 @@ class Program:
         if self.returncode is None:
             self.returncode = self._template.ask({"pid": self.pid})
 
+    def _where_it_is(self) -> str:
+        """What it complains of, and the stacks of its threads: a test fails while it runs."""
+        os.set_blocking(self.stderr.fileno(), False)
+        os.kill(self.pid, signal.SIGABRT)
+        # Unless it is stopped.
+        until = time.monotonic() + 5
+        while self.is_running() and time.monotonic() < until:
+            time.sleep(0.05)
+        return f"program {self.pid} was running:\n{self.stderr.read()}"
+
     def __enter__(self) -> Program:
         return self
 
@@ -158,6 +171,8 @@ class Program:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.returncode is None:
+            if error is not None:
+                error.add_note(self._where_it_is())
             os.kill(self.pid, signal.SIGKILL)
             self._wait()
         self._out.close()

@@ -269,7 +269,7 @@ def test_the_documented_networks_are_those_that_hold_up_no_step() -> None:
 
 
 def test_cards_are_found_under_the_names_that_drivers_have() -> None:
-    assert card_named("NVIDIA GeForce RTX 4090") is card_named("rtx4090")
+    assert card_named("NVIDIA GeForce RTX 4090") is card_named("rtx4090") is card_named("4090")
     assert len({card_named(card.name) for card in CARDS}) == len(CARDS)
 
 

@@ -169,6 +169,8 @@ def test_tensors_may_be_the_betas(kind: Any) -> None:
         ({"lr": -1.0}, r"lr >= 0.0, but has -1.0"),
         ({"lr": torch.ones(2)}, r"one number for lr, but has a tensor of shape \(2,\)"),
         ({"lr": float("nan")}, r"lr >= 0.0, but has nan"),
+        ({"lr": "1e-3"}, r"Lion needs a number for lr, but has '1e-3' instead"),
+        ({"betas": (0.9, None)}, r"Lion needs a number for betas\[1\], but has None instead"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] < 1, but has 1.0"),
         ({"weight_decay": -0.5}, r"weight_decay >= 0.0, but has -0.5"),
     ],

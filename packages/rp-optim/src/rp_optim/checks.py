@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ def check_option_flags(optimizer: str, options: Mapping[str, Any]) -> None:
 
 
 def at_least(optimizer: str, least: float, **options: float | torch.Tensor) -> None:
-    """Raise `InvalidOption` for numbers below `least` and for tensors of more than one element."""
+    """Raise `InvalidOption` for numbers below `least`, tensors of more than one element, and what is no number."""
     for name, value in options.items():
+        if not isinstance(value, torch.Tensor | float | numbers.Real):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidOption(f"{optimizer} needs a number for {name}, but has {value!r} instead")
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise InvalidOption(
                 f"{optimizer} needs one number for {name}, but has a tensor of shape {tuple(value.shape)} instead"

@@ -50,6 +50,8 @@ def card_named(name: str) -> Card | None:
 
     >>> card_named("NVIDIA GeForce rtx4090").memory_bytes >> 30
     24
+    >>> card_named("4090").name
+    'RTX 4090'
     >>> card_named("TPU") is None
     True
     """
@@ -58,4 +60,4 @@ def card_named(name: str) -> Card | None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+    return re.sub(r"nvidia|geforce|rtx|[^a-z0-9]", "", name.lower())
