@@ -182,7 +182,10 @@ class Device(Protocol):
         ...
 
     def release_unused(self) -> None:
-        """Return memory that the process holds unused to the device, for others that allocate from it."""
+        """Return memory that the process holds unused to the device, for others that allocate from it.
+
+        What is allocated from then on may leave fewer holes, if the device has a way.
+        """
         ...
 
 

@@ -20,6 +20,7 @@ import torch
 from rp_transfer.api import Event, HostUse, MemoryUse, Stream
 from rp_transfer.checks import check_cast, check_copy
 from rp_transfer.cuda.pinned_pool import HostMemory
+from rp_transfer.cuda.segments import leave_no_holes
 from rp_transfer.errors import BackendUnavailable, Closed, PinningRefused
 from rp_transfer.memory.blocks import Layout
 from rp_transfer.memory.pages import MOST_PINNED_BYTES, Pinned
@@ -171,8 +172,12 @@ class CudaDevice:
             stream.native.synchronize()
 
     def release_unused(self) -> None:
-        """Empty the caches of torch's and CuPy's allocators: cuBLAS and cuDNN allocate past both."""
+        """Empty the caches of torch's and CuPy's allocators: cuBLAS and cuDNN allocate past both.
+
+        From then on torch uses expandable segments, unless the user has decided otherwise.
+        """
         torch.cuda.empty_cache()
+        leave_no_holes()
         cupy.get_default_memory_pool().free_all_blocks()
 
 
