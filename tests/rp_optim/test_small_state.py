@@ -249,6 +249,28 @@ def test_what_is_not_finite_stays_so(kind: str, value: float) -> None:
         assert bool(others.isfinite().all())
 
 
+@pytest.mark.parametrize(
+    "special", [2.0**127 * (2 - 2.0**-23), -(2.0**127) * (2 - 2.0**-8), float("inf"), float("nan")]
+)
+def test_the_largest_numbers_are_rounded_in_16_bits_alike_and_stay_what_they_are(special: float) -> None:
+    # Some blocks of 128 have one of them, others none.
+    grads = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    grads[::300] = special
+    kept = dict[str, torch.Tensor]()
+    for name in rp_optim.available_kernels():
+        rp_optim.use_kernel(name)
+        weight = torch.nn.Parameter(torch.zeros(4096))
+        weight.grad = grads.clone()
+        optimizer = rp_optim.SGD([weight], momentum=0.9, state="bf16")
+        optimizer.step()
+        kept[name] = optimizer.state[weight]["momentum_buffer"]
+        assert torch.equal(kept[name].isfinite(), grads.isfinite())
+        assert torch.equal(kept[name].isnan(), grads.isnan())
+    first, *others = kept.values()
+    assert others
+    assert all(bits([first]) == bits([other]) for other in others)
+
+
 # Loading
 
 

@@ -257,10 +257,23 @@ INLINE uint16_t round_randomly(float x, uint32_t noise) {
     return (uint16_t)(size > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
 
-INLINE void put_bfloat16(const rpo_job *job, const int array, int64_t i, int64_t n, const float *restrict from) {
+/* Whether rounding makes numbers and nothing else of all of them: none is a NaN, infinite, or near the largest. */
+INLINE int are_below_the_largest(const float *restrict values, int64_t n) {
+    int32_t top = 0;
+    for (int64_t j = 0; j < n; j++) {
+        int32_t size = (int32_t)(bits_of(values[j]) & 0x7fffffffu);
+        top = size > top ? size : top;
+    }
+    return top < 0x7f7f0000;
+}
+
+INLINE void put_bfloat16(const rpo_job *job, const int array, int64_t i, int64_t n, const float *restrict from,
+                         const uint32_t *restrict noise) {
     uint16_t *restrict to = (uint16_t *)job->state[array] + i;
-    const uint32_t start = noise_start(job, i), key = job->key[1];
-    for (int64_t j = 0; j < n; j++) to[j] = round_randomly(from[j], noise_for(noise_of(start, j, key), array));
+    if (are_below_the_largest(from, n))
+        for (int64_t j = 0; j < n; j++) to[j] = (uint16_t)((bits_of(from[j]) + noise_for(noise[j], array)) >> 16);
+    else
+        for (int64_t j = 0; j < n; j++) to[j] = round_randomly(from[j], noise_for(noise[j], array));
 }
 
 /* The scale of a group whose largest element has these bits: rounded up to bf16, a normal number, 0 or NaN. */
@@ -406,15 +419,22 @@ INLINE float *fetch_state(const rpo_job *job, const int array, int64_t i, int64_
     return fetch(job->state[array], job->packing ? RPO_BFLOAT16 : state_type(job), i, n, room);
 }
 
-INLINE void put_state(const rpo_job *job, const int array, int64_t i, int64_t n, float *values) {
-    if (job->packing == RPO_8BIT_STATE) {
-        uint32_t noise[BLOCK];
-        fill_noise(job, i, noise);
+/* `noise`: by `fill_noise`, if the state is packed. */
+INLINE void put_state(const rpo_job *job, const int array, int64_t i, int64_t n, float *values,
+                      const uint32_t *restrict noise) {
+    if (job->packing == RPO_8BIT_STATE)
         put_signed(job, array, i, n, values, noise);
-    } else if (job->packing == RPO_BF16_STATE)
-        put_bfloat16(job, array, i, n, values);
+    else if (job->packing == RPO_BF16_STATE)
+        put_bfloat16(job, array, i, n, values, noise);
     else
         put_back(job->state[array], state_type(job), i, n, values);
+}
+
+/* The state of an optimizer that keeps one array. */
+INLINE void put_only_state(const rpo_job *job, int64_t i, int64_t n, float *values) {
+    uint32_t noise[BLOCK];
+    if (job->packing) fill_noise(job, i, noise);
+    put_state(job, 0, i, n, values, noise);
 }
 
 /* Adam's 8-bit state: `v` and `most` are kept as square roots, and `m` in units of the kept root of `v`, since that is
@@ -435,9 +455,7 @@ INLINE void get_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad
 
 /* `roots`: those of `v`, with amsgrad those of the largest `v` so far, as a step takes them anyway. */
 INLINE void put_adam(const rpo_job *job, int64_t i, int64_t n, const int amsgrad, float *restrict m,
-                     float *restrict v, float *restrict roots) {
-    uint32_t noise[BLOCK];
-    fill_noise(job, i, noise);
+                     float *restrict v, float *restrict roots, const uint32_t *restrict noise) {
     if (amsgrad) {
         put_roots(job, 2, i, n, roots, noise);
         for (int j = 0; j < BLOCK; j++) v[j] = sqrtf(v[j]);
@@ -500,6 +518,7 @@ INLINE void adam_with(const rpo_job *job, int64_t n, float *restrict p, const fl
 
 static void adam(const rpo_job *job, int64_t begin, int64_t end) {
     float rooms[6][BLOCK];
+    uint32_t noise[BLOCK];
     const decay_kind decay = job->l2 != 0 ? COUPLED : (job->shrink != 1 ? DECOUPLED : NO_DECAY);
     const int amsgrad = (job->flags & RPO_AMSGRAD) != 0;
     const int near = job->gain1 < 0.5; /* torch's lerp starts from the nearer end */
@@ -523,12 +542,13 @@ static void adam(const rpo_job *job, int64_t begin, int64_t end) {
         else
             adam_with(job, n, p, g, m, v, most, NULL, options);
         put_param(job, i, n, p);
+        if (job->packing) fill_noise(job, i, noise);
         if (is_8bit) {
-            put_adam(job, i, n, amsgrad, m, v, roots);
+            put_adam(job, i, n, amsgrad, m, v, roots, noise);
         } else {
-            put_state(job, 0, i, n, m);
-            put_state(job, 1, i, n, v);
-            if (amsgrad) put_state(job, 2, i, n, most);
+            put_state(job, 0, i, n, m, noise);
+            put_state(job, 1, i, n, v, noise);
+            if (amsgrad) put_state(job, 2, i, n, most, noise);
         }
         write_weights(job, i, n, p);
     }
@@ -572,7 +592,7 @@ static void sgd(const rpo_job *job, int64_t begin, int64_t end) {
         case 4: sgd_block(job, n, p, g, buffer, 1, 1, 1); break;
         }
         put_param(job, i, n, p);
-        if (momentum) put_state(job, 0, i, n, buffer);
+        if (momentum) put_only_state(job, i, n, buffer);
         write_weights(job, i, n, p);
     }
 }
@@ -603,7 +623,7 @@ static void lion(const rpo_job *job, int64_t begin, int64_t end) {
         float *m = fetch_state(job, 0, i, n, rooms[2]);
         lion_block(job, n, p, g, m);
         put_param(job, i, n, p);
-        put_state(job, 0, i, n, m);
+        put_only_state(job, i, n, m);
         write_weights(job, i, n, p);
     }
 }

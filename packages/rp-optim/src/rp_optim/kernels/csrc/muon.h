@@ -22,7 +22,7 @@ static void momentum(const rpo_job *job, int64_t begin, int64_t end) {
         float *g = fetch_gradient(job, i, n, rooms[0]);
         float *buffer = fetch_state(job, 0, i, n, rooms[1]);
         momentum_block(job, n, g, buffer, rooms[2], nesterov);
-        put_state(job, 0, i, n, buffer);
+        put_only_state(job, i, n, buffer);
         write_weights(job, i, n, rooms[2]);
     }
 }
