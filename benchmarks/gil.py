@@ -1,7 +1,7 @@
-"""For how long a process holds Python's global lock: a thread in C looks at the lock, some million times a second.
+"""For how long a process holds the GIL: a thread in C looks at it, some million times a second.
 
-The thread neither takes the lock nor asks for it, so what is measured runs as it would alone. CPython keeps the
-lock in structures of its own, whose headers come with it: a C compiler and Python's headers are needed.
+While it looks, the thread neither takes the GIL nor asks for it, so what is measured runs as it would alone. It reads
+CPython's own structures, so a C compiler and Python's headers are needed, and a Python that has a GIL.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _library() -> ctypes.CDLL:
 
 
 def held(call: Callable[[], object]) -> tuple[float, float]:
-    """Seconds that a call takes, and for how many of them some thread held the lock."""
+    """Seconds that a call takes, and for how many of them some thread held the GIL."""
     over, share = ctypes.c_int(0), ctypes.c_double(0)
     looking = threading.Thread(target=_library().look, args=(ctypes.byref(over), ctypes.byref(share)))
     looking.start()

@@ -2,40 +2,72 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from programs import TORCH, ended
-from rp_transfer.cuda.segments import leave_no_holes, settings_without_holes
+from rp_transfer.cuda.segments import leave_no_holes, settings_of
 
 EXPANDABLE = "expandable_segments:True"
+CUDA, HIP, ANY = VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-@pytest.mark.parametrize("empty", [{}, {"PYTORCH_CUDA_ALLOC_CONF": ""}])
-def test_without_settings_segments_become_expandable(empty: dict[str, str]) -> None:
-    assert settings_without_holes(empty) == EXPANDABLE
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch is told, by a process without settings."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    told: list[str] = []
+    monkeypatch.setattr(
+        "torch._C._accelerator_getAllocatorSettings", lambda: settings_of(os.environ), raising=False
+    )
+    # Raises AttributeError if this torch has no such function.
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", told.append)
+    return told
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_other_settings_of_the_user_stay(name: str) -> None:
-    given = "garbage_collection_threshold:0.8"
-    assert settings_without_holes({name: given}) == f"{given},{EXPANDABLE}"
+@pytest.mark.parametrize(
+    ("variables", "counts"),
+    [
+        ({}, ""),
+        ({ANY: "a:1"}, "a:1"),
+        ({ANY: "a:1", HIP: "b:1"}, "b:1"),
+        ({ANY: "a:1", HIP: "b:1", CUDA: "c:1"}, "c:1"),
+        ({ANY: "a:1", CUDA: ""}, ""),
+    ],
+)
+def test_the_variable_that_counts_is_the_one_that_counts_for_torch(variables: dict[str, str], counts: str) -> None:
+    assert settings_of(variables) == counts
+
+
+def test_without_settings_segments_become_expandable(told: list[str]) -> None:
+    leave_no_holes()
+    assert told == [EXPANDABLE]
+
+
+@pytest.mark.parametrize("end", ["", ",", " , "])
+def test_other_settings_of_the_user_stay(end: str, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ANY, f"garbage_collection_threshold:0.8{end}")
+    leave_no_holes()
+    assert told == [f"garbage_collection_threshold:0.8,{EXPANDABLE}"]
 
 
 @pytest.mark.parametrize("given", [EXPANDABLE, "expandable_segments:False", "backend:cudaMallocAsync"])
-def test_what_the_user_has_decided_stays(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
-    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", pytest.fail)
+def test_what_the_user_has_decided_stays(given: str, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ANY, given)
     leave_no_holes()
+    assert told == []
 
 
-def test_torch_takes_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    # Raises AttributeError if this torch has no such function.
-    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", told.append)
+def test_what_the_program_has_decided_stays_where_torch_tells(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "torch._C._accelerator_getAllocatorSettings", lambda: "expandable_segments:False", raising=False
+    )
     leave_no_holes()
-    assert told == [EXPANDABLE]
+    assert told == []
 
 
 FITS = """
@@ -67,4 +99,6 @@ print(fits())
 def test_holes_are_used_once_unused_memory_was_released(what: str, fits: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    if settings_of(os.environ):
+        pytest.skip("the allocator has settings")
     assert ended(TORCH + FITS, what, imports=TORCH) == (0, fits + "\n", "")

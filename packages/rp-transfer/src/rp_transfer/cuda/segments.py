@@ -7,30 +7,43 @@ from collections.abc import Mapping
 
 import torch
 
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# In torch's order; the first that is set counts, even if it is empty.
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NAME = "expandable_segments"
 
 
-def settings_without_holes(environment: Mapping[str, str]) -> str | None:
-    """The allocator's settings with expandable segments; None if the user has decided about these.
+def settings_of(environment: Mapping[str, str]) -> str:
+    """The allocator's settings in environment variables.
 
-    >>> settings_without_holes({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"})
-    'max_split_size_mb:512,expandable_segments:True'
-    >>> settings_without_holes({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
-
-    An allocator other than torch's own (``backend:``) is the user's decision, too.
+    >>> settings_of({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"})
+    'max_split_size_mb:512'
     """
-    given = next((environment[name] for name in _VARIABLES if environment.get(name)), "")
+    return next((environment[name] for name in _VARIABLES if name in environment), "")
+
+
+def settings_without_holes(given: str) -> str | None:
+    """The same settings with expandable segments; None if they decide about these, or choose an allocator.
+
+    >>> settings_without_holes("max_split_size_mb:512")
+    'max_split_size_mb:512,expandable_segments:True'
+    >>> settings_without_holes("expandable_segments:False")
+    """
     if _NAME in given or "backend" in given:
         return None
-    return ",".join(filter(None, [given, f"{_NAME}:True"]))
+    return ",".join(filter(None, [given.strip(" ,"), f"{_NAME}:True"]))
 
 
 def leave_no_holes() -> None:
-    """Have torch map device memory by the page from now on, in the whole process.
+    """Have torch map device memory by the page from now on, in the whole process, unless its settings decide.
 
     As it is, a large tensor needs one free piece, and what smaller ones left between them is lost to it.
     """
-    settings = settings_without_holes(os.environ)
+    settings = settings_without_holes(_current())
     if settings is not None:
         torch._C._accelerator_setAllocatorSettings(settings)  # pyright: ignore[reportPrivateUsage] - no public function sets it
+
+
+def _current() -> str:
+    # Torch 2.11 does not tell what a program has set; newer ones do.
+    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # pyright: ignore[reportPrivateUsage] - as above
+    return settings_of(os.environ) if told is None else str(told())
