@@ -1,7 +1,7 @@
 """For how long a process holds the GIL: a thread in C looks at it, some million times a second.
 
-While it looks, the thread neither takes the GIL nor asks for it, so what is measured runs as it would alone. It reads
-CPython's own structures, so a C compiler and Python's headers are needed, and a Python that has a GIL.
+While it looks, the thread neither takes the GIL nor asks for it, so what is measured runs as it would alone. It
+reads CPython's own structures: a C compiler and Python's headers are needed, and a Python that has a GIL.
 """
 
 from __future__ import annotations
