@@ -49,19 +49,8 @@ def _library() -> ctypes.CDLL:
         source, library = Path(folder) / "gil.c", Path(folder) / "gil.so"
         source.write_text(_SOURCE)
         include = sysconfig.get_paths()["include"]
-        command = [
-            "cc",
-            "-O1",
-            "-shared",
-            "-fPIC",
-            "-o",
-            library,
-            source,
-            "-I",
-            include,
-            "-I",
-            f"{include}/internal",
-        ]
+        options = ["-O1", "-shared", "-fPIC", f"-I{include}", f"-I{include}/internal"]
+        command = ["cc", *options, "-o", library, source]
         subprocess.run(command, check=True)
         return ctypes.CDLL(str(library))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,9 +42,13 @@ def test_the_variable_that_counts_is_the_one_that_counts_for_torch(variables: di
     assert settings_of(variables) == counts
 
 
-def test_without_settings_segments_become_expandable(told: list[str]) -> None:
-    leave_no_holes()
+def test_without_settings_segments_become_expandable_and_the_log_says_so(
+    told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        leave_no_holes()
     assert told == [EXPANDABLE]
+    assert EXPANDABLE in caplog.text
 
 
 @pytest.mark.parametrize("end", ["", ",", " , "])
@@ -68,6 +73,18 @@ def test_what_the_program_has_decided_stays_where_torch_tells(
     )
     leave_no_holes()
     assert told == []
+
+
+def test_a_gpu_that_gives_unused_memory_back_leaves_no_holes_from_then_on(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = pytest.importorskip("cupy")
+    from rp_transfer.cuda.backend import CudaDevice
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(cupy, "get_default_memory_pool", Mock)
+    CudaDevice.release_unused(Mock())
+    assert told == [EXPANDABLE]
 
 
 FITS = """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 
 import torch
 
+_LOG = logging.getLogger(__name__)
 # In torch's order; the first that is set counts, even if it is empty.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NAME = "expandable_segments"
@@ -40,6 +42,7 @@ def leave_no_holes() -> None:
     """
     settings = settings_without_holes(_current())
     if settings is not None:
+        _LOG.info("device memory was short: torch's allocator now has the settings %s", settings)
         torch._C._accelerator_setAllocatorSettings(settings)  # pyright: ignore[reportPrivateUsage] - no public function sets it
 
 
