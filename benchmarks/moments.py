@@ -43,10 +43,12 @@ class Naive(AdamW):
 
 
 def _round(moment: torch.Tensor, levels: float) -> None:
-    groups = torch.nn.functional.pad(moment.view(-1), (0, -moment.numel() % GROUP)).view(-1, GROUP)
-    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-38)
-    rounded = (groups / scales * levels).round() / levels * scales
-    moment.view(-1).copy_(rounded.view(-1)[: moment.numel()])
+    flat = moment.view(-1)
+    whole = flat.numel() // GROUP * GROUP
+    for part in (flat[:whole].view(-1, GROUP), flat[None, whole:]):
+        if part.numel():
+            scales = torch.maximum(part.amax(-1, keepdim=True), -part.amin(-1, keepdim=True)).clamp_(min=1e-38)
+            part.div_(scales).mul_(levels).round_().div_(levels).mul_(scales)
 
 
 STATES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

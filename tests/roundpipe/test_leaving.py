@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class Gate(torch.autograd.Function):
-    """Its backward waits, in the second microbatch, until somebody opens."""
+    """Its backward waits, the second time, until somebody opens."""
 
     opened = threading.Event()
     count = 0
@@ -46,16 +46,20 @@ class Gated(nn.Linear):
         return Gate.apply(super().forward(x))
 
 
-def test_a_deep_layer_is_stepped_while_the_backward_of_a_shallow_one_goes_on() -> None:
+@pytest.mark.parametrize(("calls", "microbatches"), [(1, 2), (2, 1)])
+def test_a_deep_layer_is_stepped_while_the_backward_of_a_shallow_one_goes_on(
+    calls: int, microbatches: int
+) -> None:
     Gate.opened.clear()
     Gate.count, Gate.in_time = 0, True
     layers = nn.Sequential(Gated(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plans(3, 2)["all fused"])
+    config = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plans(3, 2)["all fused"])
     with Runtime("cpu:1") as runtime:
         model = RoundPipe(layers, runtime=runtime, model_run_config=config)
         deep = torch.optim.SGD(list(model.optim_parameters())[2:], lr=0.1)
         x = torch.ones(4, 6)
-        model.forward_backward((x,), None, x, square_error)
+        for _ in range(calls):
+            model.forward_backward((x,), None, x, square_error)
 
         def update() -> None:
             deep.step()
@@ -63,7 +67,33 @@ def test_a_deep_layer_is_stepped_while_the_backward_of_a_shallow_one_goes_on() -
 
         model.step(update)
         model.synchronize()
+    assert Gate.count == 2
     assert Gate.in_time
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_gradients_leave_from_the_last_layer_to_the_first(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundpipe.execution.stage._DEPARTURE_BYTES", 1)
+    sent: list[str] = []
+    send_home = Run.send_home
+
+    def noted(self: Run, delivery: Delivery, where: str) -> None:
+        sent.extend(str(block) for block, *_ in delivery.sums)
+        send_home(self, delivery, where)
+
+    monkeypatch.setattr(Run, "send_home", noted)
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    layers[3].weight = layers[0].weight
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(4, 2)["all fused"])
+    x = torch.ones(4, 6)
+    with Runtime("cpu:1") as runtime:
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        for _ in range(calls):
+            sent.clear()
+            model.forward_backward((x,), None, x, square_error)
+            model.synchronize()
+    # The optimizer waits for the last layer's first.
+    assert sent == ["layer 3", "layer 2", "layer 1", "layers 0, 3", "layer 0"]
 
 
 class Remembering(nn.Module):

@@ -46,7 +46,7 @@ def test_it_tells_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["torch"] == torch.__version__
     assert found["machine memory"] == "64.0 GiB, 60.0 GiB free"
     assert found["container memory"] == "32.0 GiB, 30.0 GiB free"
-    assert found["host copy"] == "12.3 GB/s, reading and writing"
+    assert found["memory rate"] == "12.3 GB/s, updated in place"
     assert found["locked memory"].endswith("(ulimit -l)")
     assert found["cpu:1"] == "virtual, in host memory"
     assert found["available"] == ", ".join(rp_optim.available_kernels())
@@ -56,7 +56,7 @@ def test_it_tells_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(told(capsys, "--json"))
     assert found["host"]["container_memory"] == {"total_bytes": 32 * GIB, "free_bytes": 30 * GIB}
-    assert found["host"]["host_copy"] == {"gb_s": 12.34}
+    assert found["host"]["memory_rate"] == {"gb_s": 12.34}
     assert found["kernels"]["in_use"] == rp_optim.kernel_in_use()
     assert found["devices"] == {"cpu:0": {"name": "virtual"}, "cpu:1": {"name": "virtual"}}
     assert found["variables"] == {}
@@ -148,7 +148,7 @@ def test_devices_that_cannot_be_opened_are_missing_and_the_rest_is_told(
     shown = capsys.readouterr().out
     assert "missing\n" in shown
     assert "devices cannot be opened" in shown
-    assert "host copy" not in shown
+    assert "memory rate" not in shown
     assert "machine memory" in shown
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 
 import torch
 from rp_optim.jobs import Outcome, wait_for_all
@@ -18,17 +17,6 @@ from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.layers import LayerState
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import Tracer
-
-
-@dataclass(frozen=True, slots=True)
-class _Additions:
-    """Additions to each gradient of a block, counted at the end of a microbatch.
-
-    `seen`: in all so far. `each`: by that microbatch alone.
-    """
-
-    seen: list[int]
-    each: list[int]
 
 
 class Weights:
@@ -68,7 +56,8 @@ class Weights:
         self._addresses: set[int] = set()
         self._trained: list[Block] = []
         self._delivered: list[Block] = []
-        self._additions: dict[Block, _Additions] = {}
+        # Of each gradient, at the end of the last microbatch.
+        self._seen: dict[Block, list[int]] = {}
         self._sums: dict[Block, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._written: set[Block] = set()
 
@@ -216,20 +205,25 @@ class Weights:
     # Gradients
 
     def note_microbatch(self) -> None:
-        """Count a finished microbatch's additions to each gradient; the last one is expected to add as many."""
-        for block, (_, sums) in self._sums.items():
-            seen = [gradient._version for gradient in sums]
-            before = self._additions[block].seen if block in self._additions else [0] * len(seen)
-            self._additions[block] = _Additions(seen, [a - b for a, b in zip(seen, before, strict=True)])
+        """Count a finished microbatch's additions to each gradient; the next one is expected to add as many."""
+        for block in self._sums:
+            seen, before = self._counts(block)
+            self._seen[block] = seen
+            block.additions = [a - b for a, b in zip(seen, before, strict=True)]
+
+    def _counts(self, block: Block) -> tuple[list[int], list[int]]:
+        """Additions to each gradient of a block: now, and at the end of the microbatch before."""
+        now = [gradient._version for gradient in self._sums[block][1]]
+        return now, self._seen.get(block, [0] * len(now))
 
     def complete_above(self, layer: int, layers: range) -> list[Block]:
         """The blocks whose gradients are complete once the last backward through `layers` has reached `layer`.
 
         Autograd runs nodes newest first, so the nodes of the layers above are done, except for those that an
         earlier microbatch made, such as autocast's casts of weights. So a block also counts as complete only when
-        each gradient was added to as often as by the microbatch before. A gradient that got nothing there, such as
-        an unused expert's, gives no such count: its block is left for the end of the task, and with it those that
-        wait for its memory.
+        each gradient was added to as often as by the microbatch before, which may be another call's. A gradient
+        that got nothing there, such as an unused expert's, gives no such count: its block is left for the end of
+        the task, and with it those that wait for its memory.
         """
         found: list[Block] = []
         for block in self.all_sums():
@@ -240,11 +234,11 @@ class Weights:
         return found
 
     def _has_all(self, block: Block) -> bool:
-        known = self._additions.get(block)
-        if known is None or not all(known.each):
+        each = block.additions
+        if not all(each):
             return False
-        seen = [gradient._version for gradient in self._sums[block][1]]
-        return seen == [a + b for a, b in zip(known.seen, known.each, strict=True)]
+        now, before = self._counts(block)
+        return now == [a + b for a, b in zip(before, each, strict=True)]
 
     def deliver(self, blocks: Sequence[Block]) -> Delivery:
         """Detach the gradient sums of these blocks and return the delivery that downloads them."""

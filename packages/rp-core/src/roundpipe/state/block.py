@@ -23,7 +23,8 @@ class Block:
 
     `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
-    `segments`: which machine owns which part.
+    `segments`: which machine owns which part. `additions`: how often the last microbatch of any task added to each
+    gradient; 0 if there was none.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Block:
         self.back: torch.Tensor | None = None
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
+        self.additions = [0] * len(found.tensors)
         # Of trained weights, on several machines.
         self.segments: tuple[Segment, ...] = ()
         self.rank: int | None = None
@@ -161,5 +163,8 @@ class Block:
 
 
 def in_turn(blocks: Iterable[Block]) -> list[Block]:
-    """In the order in which gradients leave a task: memory is passed on from the last layer to the first."""
-    return sorted(blocks, key=lambda block: -max(block.users) if block.passes_gradients_on else 1)
+    """In the order in which gradients leave a task: from the last layer to the first, as backward completes them.
+
+    An optimizer waits for the last layer's first (`rp_optim`). Those whose memory is passed on come before others.
+    """
+    return sorted(blocks, key=lambda block: (not block.passes_gradients_on, -min(block.users)))

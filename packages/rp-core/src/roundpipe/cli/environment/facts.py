@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A name such as ``host_copy``, a value for scripts, and the words for it, if they differ from the value."""
+    """A name such as ``memory_rate``, a value for scripts, and the words for it, if they differ from the value."""
 
     name: str
     value: object

@@ -66,7 +66,7 @@ def _host(rates: Rates | None) -> Iterator[Fact]:
     words = f"{'unlimited' if unlimited else readable_bytes(locked)} (ulimit -l)"
     yield Fact("locked_memory", {"limit_bytes": None if unlimited else locked}, words)
     if rates is not None:
-        yield Fact("host_copy", {"gb_s": rates.memory_gb_s}, f"{_rate(rates.memory_gb_s)}, reading and writing")
+        yield Fact("memory_rate", {"gb_s": rates.memory_gb_s}, f"{_rate(rates.memory_gb_s)}, updated in place")
 
 
 def _memory(limit: HostLimit) -> Fact:
