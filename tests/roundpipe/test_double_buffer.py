@@ -120,7 +120,8 @@ def test_what_a_failed_step_has_written_is_not_taken_for_a_later_steps(two: Runt
     Waiting.fails = False
     FailsLate.opened.clear()
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(2, 2)["all fused"])
-    layers = nn.Sequential(Waiting(4, 4), nn.Linear(4, 4))
+    # The last layer: its backward is the first, before any gradient leaves.
+    layers = nn.Sequential(nn.Linear(4, 4), Waiting(4, 4))
     model = RoundPipe(layers, runtime=two, model_run_config=config, double_buffer=True)
     optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.05)
     x = torch.ones(2, 4)
