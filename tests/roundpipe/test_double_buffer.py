@@ -120,10 +120,12 @@ def test_what_a_failed_step_has_written_is_not_taken_for_a_later_steps(two: Runt
     Waiting.fails = False
     FailsLate.opened.clear()
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plans(2, 2)["all fused"])
-    # The last layer: its backward is the first, before any gradient leaves.
-    layers = nn.Sequential(nn.Linear(4, 4), Waiting(4, 4))
+    layers = nn.Sequential(Waiting(4, 4), nn.Linear(4, 4))
     model = RoundPipe(layers, runtime=two, model_run_config=config, double_buffer=True)
-    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.05)
+    parameters = list(model.optim_parameters())
+    optimizer = roundpipe.optim.SGD(parameters, lr=0.05)
+    # Of the layer whose gradients are missing when the last layer's have left.
+    first = roundpipe.optim.SGD(parameters[:2], lr=0.05)
     x = torch.ones(2, 4)
 
     def fails() -> None:
@@ -136,7 +138,7 @@ def test_what_a_failed_step_has_written_is_not_taken_for_a_later_steps(two: Runt
     model.reset()
     Waiting.fails = True
     model.forward_backward((x,), None, x, square_error)
-    model.step(optimizer.step)
+    model.step(first.step)
     FailsLate.opened.set()
     with pytest.raises(KeyError):
         model.synchronize()
