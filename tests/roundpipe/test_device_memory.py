@@ -260,14 +260,16 @@ def test_the_first_call_takes_little_and_later_ones_what_was_measured() -> None:
         model = RoundPipe(blocks(), runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=4))
         x = torch.randn(256, 32)
         fused: list[int] = []
+        predicted: list[int] = []
         for _ in range(3):
             run_once(model, x)
             fused.append(fused_layers(model))
-        predicted = model.memory_report().predicted_bytes
+            predicted.append(model.memory_report().predicted_bytes or 0)
     assert fused[0] == 1
     assert fused[2] >= 4
-    assert predicted is not None
-    assert runtime.memory()[0].peak_bytes <= predicted <= 1_500_000
+    # The times that are measured decide which of these plans takes most.
+    assert runtime.memory()[0].peak_bytes <= max(predicted) <= 1_500_000
+    assert predicted[2]
 
 
 @pytest.mark.parametrize("longer", [2, 4])
