@@ -256,3 +256,59 @@ def test_wrapping_takes_the_arguments_that_it_names(two: Runtime):
         wrap_model_to_roundpipe(mlp(), optimizer_dtype=torch.float32, runtime=two)  # type: ignore[call-arg]
     model = wrap_model_to_roundpipe(mlp().bfloat16(), optim_dtype=torch.float32, pin_model="register", runtime=two)
     assert {master.dtype for master in model.optim_parameters()} == {torch.float32}
+
+
+def test_parameters_that_are_unfrozen_after_their_optimizer_was_made_are_told_of_once(two: Runtime):
+    layers = mlp()
+    layers[0].requires_grad_(False)
+    model = RoundPipe(layers, name="mine", runtime=two)
+    optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.1)
+
+    def step() -> None:
+        call(model)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        layers[0].requires_grad_(True)
+        call(model)
+        with pytest.raises(TrainingWarning, match=r"model 'mine' \(2, the first in layer 0\) were unfrozen"):
+            step()
+        model.zero_grad()
+    before = layers[0].weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        optimizer.add_param_group({"params": [p for p in model.optim_parameters() if id(p) not in kept]})
+        step()
+    model.synchronize()
+    assert not torch.equal(layers[0].weight, before)
+
+
+def test_an_optimizer_that_is_made_after_parameters_were_unfrozen_says_nothing(two: Runtime):
+    layers = mlp()
+    layers[0].requires_grad_(False)
+    model = RoundPipe(layers, runtime=two)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            optimizer = roundpipe.optim.SGD(model.optim_parameters(), lr=0.1)
+            call(model)
+            model.step(lambda stepped=optimizer: (stepped.step(), stepped.zero_grad()), is_async=False)
+            layers[0].requires_grad_(True)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_loss_without_a_graph_is_refused_in_words(two: Runtime, several: bool):
+    model = RoundPipe(mlp(), runtime=two)
+    x, y = batch(6)
+
+    def loss_fn(output: torch.Tensor, label: torch.Tensor) -> Any:
+        loss = square_error(output, label)
+        return [loss, loss.detach()] if several else loss.detach()
+
+    with pytest.raises(
+        RuntimeError, match="loss 1 of loss_fn has no graph" if several else "the loss of loss_fn has"
+    ):
+        model.forward_backward((x,), None, y, loss_fn)

@@ -23,7 +23,7 @@ from roundpipe.engine.shared_call import telling
 from roundpipe.errors import RoundPipeError, add_note
 from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.optimizer.steps import Part, run_step, say_torn
-from roundpipe.optimizer.watched import Watched, described, watch_optimizers
+from roundpipe.optimizer.watched import Watched, described, tell_thawed, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.machines import check_same
 from roundpipe.runtime.runtime import Runtime
@@ -81,6 +81,7 @@ class Joint:
     def _step(self, step_fn: Callable[[], object], *, is_async: bool) -> None:
         with in_call("step", self._name):
             self._prepare_step(is_async=is_async)
+            tell_thawed(self._name, self._states())
             with taking() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self._hosts]
                 is_idle = self._step_outcome is None or self._step_outcome.done()

@@ -16,17 +16,29 @@ Losses = torch.Tensor | list[torch.Tensor]
 def check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:
     """Return a loss function's result as a list of tensors and its tree structure.
 
-    Raises `TypeError` unless it is a tensor of one element or a sequence of such tensors.
+    Raises `TypeError` unless it is a tensor of one element or a sequence of such tensors, `RuntimeError` if one has no
+    graph.
     """
     leaves, treedef = rp_batch.flatten(found)
     if isinstance(found, torch.Tensor | list | tuple):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if tensors and len(tensors) == len(leaves) and all(tensor.numel() == 1 for tensor in tensors):
+            _check_graphs(tensors)
             return tensors, treedef
     raise TypeError(
         "loss_fn must return a tensor of one element or a sequence of such tensors, but returned "
         f"{_described(found)} instead; reduce it with .sum() or .mean()"
     )
+
+
+def _check_graphs(losses: Sequence[torch.Tensor]) -> None:
+    for number, loss in enumerate(losses):
+        if not loss.requires_grad:
+            raise RuntimeError(
+                f"{'the loss' if len(losses) == 1 else f'loss {number}'} of loss_fn has no graph, so nothing is trained "
+                "by it: compute it from the outputs without detach(), item() or no_grad(); if it is only to be "
+                "looked at, keep it elsewhere; and some trainable parameter must be used for it"
+            )
 
 
 def _described(found: Any) -> str:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from roundpipe.errors import TrainingWarning, TrainsNothing
 from roundpipe.frameworks import advice
 from roundpipe.state.master import is_from_engine, note_optimizer
+from roundpipe.state.model_state import ModelState
 from roundpipe.state.ownership import owner_of
 
 _STEP = "model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
@@ -135,6 +136,25 @@ def _differ(before: _Settings, after: _Settings) -> bool:
 
 # Whose step function runs.
 _WATCHED: ContextVar[Watched | None] = ContextVar("_WATCHED", default=None)
+
+
+def tell_thawed(name: str, states: Sequence[ModelState]) -> None:
+    """Warn, in the first step after it, of parameters that were unfrozen and that no optimizer can have.
+
+    An optimizer gets them by asking for the model's, which makes their masters.
+    """
+    known = {each for state in states for each in state.masters}
+    thawed = [
+        block for state in states for block in state.trainable for each in block.tensors if each not in known
+    ]
+    if known and thawed:
+        warnings.warn(
+            f"parameters of model {name!r} ({len(thawed)}, the first in {thawed[0]}) were unfrozen after its optimizer "
+            "was made, which does not train them: make it anew over model.optim_parameters(), or add theirs by "
+            "optimizer.add_param_group",
+            TrainingWarning,
+            stacklevel=2,
+        )
 
 
 @cache
