@@ -16,8 +16,8 @@ Losses = torch.Tensor | list[torch.Tensor]
 def check_losses(found: Any) -> tuple[list[torch.Tensor], Any]:
     """Return a loss function's result as a list of tensors and its tree structure.
 
-    Raises `TypeError` unless it is a tensor of one element or a sequence of such tensors, `RuntimeError` if one has no
-    graph.
+    Raises `TypeError` unless it is a tensor of one element or a sequence of such tensors, `RuntimeError` if
+    one has no graph.
     """
     leaves, treedef = rp_batch.flatten(found)
     if isinstance(found, torch.Tensor | list | tuple):
@@ -35,9 +35,9 @@ def _check_graphs(losses: Sequence[torch.Tensor]) -> None:
     for number, loss in enumerate(losses):
         if not loss.requires_grad:
             raise RuntimeError(
-                f"{'the loss' if len(losses) == 1 else f'loss {number}'} of loss_fn has no graph, so nothing is trained "
-                "by it: compute it from the outputs without detach(), item() or no_grad(); if it is only to be "
-                "looked at, keep it elsewhere; and some trainable parameter must be used for it"
+                f"{'the loss' if len(losses) == 1 else f'loss {number}'} of loss_fn has no graph, so nothing is "
+                "trained by it: compute it from the outputs without detach(), item() or no_grad(); if it is only "
+                "to be looked at, keep it elsewhere; and some trainable parameter must be used for it"
             )
 
 

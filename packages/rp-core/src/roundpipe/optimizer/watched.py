@@ -149,9 +149,9 @@ def tell_thawed(name: str, states: Sequence[ModelState]) -> None:
     ]
     if known and thawed:
         warnings.warn(
-            f"parameters of model {name!r} ({len(thawed)}, the first in {thawed[0]}) were unfrozen after its optimizer "
-            "was made, which does not train them: make it anew over model.optim_parameters(), or add theirs by "
-            "optimizer.add_param_group",
+            f"parameters of model {name!r} ({len(thawed)}, the first in {thawed[0]}) were unfrozen after its "
+            "optimizer was made, which does not train them: make it anew over model.optim_parameters(), or add "
+            "theirs by optimizer.add_param_group",
             TrainingWarning,
             stacklevel=2,
         )
