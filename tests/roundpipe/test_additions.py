@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from plain import assert_near, batch, plans, square_error
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.state.gradient import Gradient
+from roundpipe.telemetry.transfer_times import Moving, Way
 from rp_optim import GradientPair
 from rp_sched import Plan
 from rp_transfer import Conveyor, CpuBackend, Layout, Unordered
@@ -245,6 +247,28 @@ def test_nothing_is_added_for_two_tasks(two: Runtime, monkeypatch: pytest.Monkey
         # Sums them in fp32 blocks, which are two of 16 bits again once their gradients are dropped.
         model.synchronize()
         model.zero_grad()
+
+
+def test_what_is_added_is_measured_in_the_bytes_that_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: Counter[Way] = Counter()
+
+    end = Moving.end
+
+    def noted(moving: Moving, way: Way, nbytes: int, **how: bool) -> None:
+        measured[way] += nbytes
+        end(moving, way, nbytes, **how)
+
+    monkeypatch.setattr(Moving, "end", noted)
+    # Calls are measured where devices have a limit.
+    with Runtime("cpu:2", device_memory_bytes=1 << 30) as runtime:
+        model, count = wide(runtime, "in halves")
+        for added in (0, 2):
+            measured.clear()
+            call(model)
+            drain(model)
+            # The first call's two tasks fill a block each, the second call's are added to them, all in 16 bits.
+            assert measured["add"] == pytest.approx(added * 2 * count, rel=0.05)
+            assert measured["down"] == pytest.approx((2 - added) * 2 * count, rel=0.05)
 
 
 # Any order of events

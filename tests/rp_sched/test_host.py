@@ -135,17 +135,39 @@ def test_porters_hold_the_gil_for_each_byte():
 
 
 @pytest.mark.parametrize(
-    ("buffers", "sent", "added", "copies"), [(None, 6, 0, 2), (1, 12, 12, 2), (2, 6, 0, 2), (3, 6, 0, 2)]
+    ("buffers", "tasks", "sent", "added", "traffic", "copies"),
+    [
+        # 6 bytes for each task. One buffer: fp32 from two tasks on, and 4 times an added byte in host memory.
+        (None, 2, 12, 0, 12, 2),
+        (None, 4, 24, 0, 24, 2),
+        (1, 1, 6, 0, 6, 1),
+        (1, 2, 24, 12, 12 + 4 * 12, 2),
+        (1, 4, 48, 36, 12 + 4 * 36, 2),
+        # Two: in 16 bits, and 6 times.
+        (2, 2, 12, 0, 12, 2),
+        (2, 3, 18, 6, 12 + 6 * 6, 2),
+        (2, 4, 24, 12, 12 + 6 * 12, 2),
+        (3, 4, 24, 6, 18 + 6 * 6, 3),
+    ],
 )
-def test_gradients_widen_and_are_added_from_one_more_task_than_there_are_buffers(
-    buffers: int | None, sent: int, added: int, copies: int
+def test_gradients_are_added_from_one_more_task_than_there_are_buffers(
+    buffers: int | None, tasks: int, sent: int, added: int, traffic: int, copies: int
 ):
-    host = Host(gradient_buffers=buffers, add_gb_s=SLOW / 2, add_threads=4)
+    host = Host(memory_gb_s=1e3 * SLOW, gradient_buffers=buffers, add_gb_s=SLOW / 2, add_threads=4)
+    limits = Limits(download_gb_s=SLOW, host=replace(host, optimizer_bytes=0.0, double_buffer=True))
+    groups = tuple(range(m, m + 1) for m in range(tasks)) if tasks > 1 else ()
+    plan = Plan(fused=range(1), groups=groups, in_turn=False)
     cost = LayerCost(1.0, weight_bytes=6)
-    found = played(WHOLE, cost, Limits(download_gb_s=SLOW, host=host))
-    assert found.resource_ms["link"] == sent
-    assert found.resource_ms.get("additions", 0.0) == added / 2
-    assert host.gradient_copies(2) == copies
+    course = Course(plan, [cost], mode="fused", microbatches=tasks, limits=limits)
+    # The weights come to each device; the optimizer reads what is beyond one 16-bit gradient.
+    others = 6 * tasks + 6 * (copies - 1) * (buffers is not None)
+    order = [Task.parse(f"FB[0:1] m{m}:{m + 1} @0") for m in range(tasks)]
+    played = simulate([order], [cost], devices=1, microbatches=tasks, mode="fused", limits=limits)
+    for found in (course.loads_ms(1), played.resource_ms):
+        assert found["link"] == sent
+        assert found.get("additions", 0.0) == added / 2
+        assert found["host memory"] == pytest.approx((traffic + others) / 1e3)
+    assert host.gradient_copies(tasks) == copies
 
 
 def test_the_optimizer_reads_what_is_there():

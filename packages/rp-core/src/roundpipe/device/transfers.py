@@ -54,7 +54,7 @@ class Delivery:
         moving = None if self.times is None else self.times.transfers.begin(porter.device.name, porter.stream)
         is_added = gradient.receive(memory, written, porter.conveyor)
         if moving is not None:
-            moving.end(*("add", memory.nbytes) if is_added else ("down", nbytes))
+            moving.end("add" if is_added else "down", nbytes)
 
     def abandon(self) -> None:
         """After a failure, wait for the copies already queued, so that the sums may be freed."""

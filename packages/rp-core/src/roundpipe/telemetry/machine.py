@@ -26,7 +26,7 @@ class Rates:
     True
 
     `up_gb_s`, `down_gb_s`: each device's link. `switches`: what links share when used at once. `memory_gb_s`: host
-    memory. `gil_ms_per_gb`: processor time of a porter. `add_gb_s`: fp32 gradients that one porter adds.
+    memory. `gil_ms_per_gb`: processor time of a porter. `add_gb_s`: arriving gradients that one porter adds.
     `optimizer_gb_s`: traffic of steps.
     """
 

@@ -82,11 +82,11 @@ class Host:
     the GIL for each 10^9 bytes; twice as long for gradients that are added. `launch_gil_share`: the part of
     launching that holds the GIL, at most 1; a device's own launching takes all of its time.
 
-    Gradients that several tasks of a call send for one layer are added on the host in fp32, as they arrive.
-    `add_gb_s`: how many 10^9 bytes of fp32 gradients one of `add_threads` threads adds per second.
-    `gradient_buffers`: up to so many tasks write a buffer each, in 16 bits and with nothing added, since the
-    optimizer reads all of them; with more tasks all gradients of the layer are fp32, and all but the first are
-    added. `None`: nothing is ever widened or added.
+    Several tasks of a call may send gradients for one layer. With two `gradient_buffers` or more, that many tasks
+    write a buffer each, in 16 bits, and the optimizer reads all buffers; later tasks' gradients arrive in 16 bits
+    and are added to them. With one buffer and several tasks, all gradients are fp32, and all but the first are
+    added. `None`: nothing is widened or added. `add_gb_s`: how many 10^9 bytes of arriving gradients one of
+    `add_threads` threads adds per second.
 
     `optimizer_bytes`: host memory traffic of a step per parameter. `optimizer_gb_s`: the most traffic that the
     optimizer reaches alone. A step overlaps the next call, and the call after that reads its weights.
@@ -154,12 +154,24 @@ class Host:
         >>> [Host(gradient_buffers=2).gradient_copies(tasks) for tasks in (1, 2, 3)]
         [1, 2, 2]
         """
-        summed = tasks > 1 if self.gradient_buffers is None else self.widens(tasks)
-        return 2 if summed else tasks
+        # An fp32 block takes the bytes of two in 16 bits.
+        return min(tasks, max(self.gradient_buffers or 1, 2))
 
     def widens(self, tasks: int) -> bool:
         """Whether gradients that so many tasks of a call add to are fp32 on the host."""
-        return self.gradient_buffers is not None and tasks > self.gradient_buffers
+        return self.gradient_buffers == 1 and tasks > 1
+
+    def adds(self, nth: int) -> bool:
+        """Whether a task's gradients are added to those of `nth` tasks before it."""
+        return self.gradient_buffers is not None and nth >= self.gradient_buffers
+
+    @property
+    def added_traffic(self) -> int:
+        """Bytes that host memory moves for each byte of gradients that is added.
+
+        The byte is written and read, and a sum of as many bytes, or two buffers, are read and written.
+        """
+        return 4 if self.gradient_buffers == 1 else 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,6 @@ from rp_sched.problem.limits import Device, Limits
 Resource = Literal["device", "link", "switch", "host memory", "GIL", "additions", "optimizer"]
 """What may bound a plan. `link`: one direction of a device's link; `switch`: the same of several links."""
 
-# An added byte is written by the device, read, and added to a sum that is read and written.
-ADDED_TRAFFIC = 4
 # Resources that all devices share have these indices in `Rate.shared`; those of switches follow.
 GIL, MEMORY, ADDITIONS, OPTIMIZER = range(4)
 _NAMES: tuple[Resource, ...] = ("GIL", "host memory", "additions", "optimizer")
@@ -100,11 +98,12 @@ class Resources:
         """
         host = self._limits.host
         moved = work.up_bytes + work.down_bytes
+        in_memory = moved + host.added_traffic * work.added_bytes + work.step_bytes
         return {
             "device": work.busy_ms / sum(1 / lane.slowdown for lane in self.lanes[:used]),
             "link": self._moving_ms(work, used, behind_switches=False),
             "switch": self._moving_ms(work, used, behind_switches=True) if self._limits.switches else 0.0,
-            "host memory": (moved + ADDED_TRAFFIC * work.added_bytes + work.step_bytes) * host.memory_ms_per_byte,
+            "host memory": in_memory * host.memory_ms_per_byte,
             "GIL": work.launch_ms * host.launch_gil_share + (moved + 2 * work.added_bytes) * host.gil_ms_per_byte,
             "additions": work.added_bytes * host.add_ms_per_byte,
             "optimizer": work.step_bytes * host.optimizer_ms_per_byte,
@@ -134,7 +133,7 @@ class Resources:
             down.append((len(_NAMES) + 2 * switch + 1, _ms(shared.download_gb_s)))
         adding = [
             (GIL, 2 * host.gil_ms_per_byte),
-            (MEMORY, ADDED_TRAFFIC * host.memory_ms_per_byte),
+            (MEMORY, host.added_traffic * host.memory_ms_per_byte),
             (ADDITIONS, host.add_ms_per_byte),
             *down[2:],
         ]

@@ -198,9 +198,8 @@ class Loads:
         """Bytes that a task sends, those of them that are added, and bytes of the step if it is the last task."""
         host = self.limits.host
         trainable = self.trainable_bytes[layers.stop] - self.trainable_bytes[layers.start]
-        widened = host.widens(sums.tasks)
-        sent = trainable * (GRADIENT_PER_TRAINABLE if widened else 1)
-        added = sent if widened and sums.nth else 0
+        sent = trainable * (GRADIENT_PER_TRAINABLE if host.widens(sums.tasks) else 1)
+        added = sent if host.adds(sums.nth) else 0
         if sums.nth < sums.tasks - 1:
             return sent, added, 0.0
         # What the optimizer reads beyond one 16-bit gradient.
@@ -223,12 +222,13 @@ class Loads:
         return self._pieces[key]
 
     def _group_loads(self, kind: TaskKind, layers: range, saved: Sequence[int], count: int) -> list[Load]:
-        """The load of each of `count` tasks; those between the first and the last are alike."""
+        """The load of each of `count` tasks: first those that fill a buffer, then those that add to it."""
         first = self.of(kind, layers, saved, Sums(count, 0))
         if not kind.adds_gradients or count == 1:
             return [first] * count
-        between, last = (self.of(kind, layers, saved, Sums(count, nth)) for nth in (count - 2, count - 1))
-        return [first, *[between] * (count - 2), last]
+        adding, last = (self.of(kind, layers, saved, Sums(count, nth)) for nth in (count - 2, count - 1))
+        filling = min(count - 1, self.limits.host.gradient_buffers or count)
+        return [*[first] * filling, *[adding] * (count - 1 - filling), last]
 
     def fits(self, kind: TaskKind, layers: range) -> bool:
         """Whether a device has memory for these layers as one stage while it fetches the next one.
