@@ -25,21 +25,35 @@ BEGIN, END = "<!-- made by benchmarks/scaling.py -->", "<!-- end -->"
 GB = 10**9
 SEQUENCE = 2048
 
-# Today's cost of launching a layer for a microbatch, forward and backward, and of carrying 10^9 bytes.
-LAUNCH_MS, FORWARD_PART = 3.1, 0.45
-GIL_MS_PER_GB = 7.0
-LAUNCHING = {"today": 1.0, "a quarter": 1 / 4, "an eighth": 1 / 8}
-# Additions of fp32 gradients on the host: beside training (200 MB in 16 ms), and alone (benchmarks/transfer.py).
-ADD_TODAY_GB_S, ADD_ALONE_GB_S = 12.5, 24.5
+FORWARD_PART = 0.45
+
+
+@dataclass(frozen=True)
+class Launching:
+    """What launching a layer for a microbatch takes, forward and backward, and the part that holds the GIL.
+
+    `gil_ms_per_gb`: how long carrying 10^9 bytes holds it.
+    """
+
+    ms: float
+    gil_share: float
+    gil_ms_per_gb: float
+
+    def host(self, host: Host) -> Host:
+        """The host if launching takes this."""
+        return replace(host, launch_gil_share=self.gil_share, gil_ms_per_gb=self.gil_ms_per_gb)
+
+
+# From Python, as a processor's time, all of it under the GIL; from C++, with what was measured to hold it.
+FROM_PYTHON = Launching(3.1, 1.0, 7.0)
+NOW = Launching(1.64, 0.64 / 1.64, 7.0)
+A_QUARTER, AN_EIGHTH = (Launching(3.1 / part, 1.0, 7.0 / part) for part in (4, 8))
+LAUNCHING = {"from Python": FROM_PYTHON, "now": NOW, "a quarter": A_QUARTER, "an eighth": AN_EIGHTH}
 # Host memory as the optimizer alone uses it, and what its kernels reach: 5.4 billion parameters a second.
-HOST = Host(
-    memory_gb_s=165,
-    gil_ms_per_gb=GIL_MS_PER_GB,
-    add_gb_s=ADD_TODAY_GB_S,
-    gradient_buffers=1,
-    optimizer_gb_s=150,
-    double_buffer=True,
-)
+# Gradients of the second task used to be added in fp32: 200 MB in 16 ms.
+HOST_BEFORE = Host(memory_gb_s=165, add_gb_s=12.5, gradient_buffers=1, optimizer_gb_s=150, double_buffer=True)
+# Those of the third task are added in 16 bits, in 0.9 of that time, by a thread of each device.
+HOST = replace(HOST_BEFORE, add_gb_s=6.9, gradient_buffers=2)
 H200 = Limits(device_memory_bytes=139 * GB, upload_gb_s=55, download_gb_s=55, host=HOST)
 RTX_4090 = Limits(
     device_memory_bytes=24 * GB,
@@ -97,9 +111,9 @@ def launched(cost: LayerCost, launch_ms: float) -> LayerCost:
     )
 
 
-def cheaper(limits: Limits, part: float) -> Limits:
-    """The machine if carrying bytes takes so much of today's time under the GIL."""
-    return replace(limits, host=replace(limits.host, gil_ms_per_gb=part * GIL_MS_PER_GB))
+def machine(limits: Limits, devices: int, launching: Launching) -> Limits:
+    """A machine with so many devices, each of which has a thread that adds."""
+    return replace(limits, host=replace(launching.host(limits.host), add_threads=devices))
 
 
 # Measurements and their simulation
@@ -107,26 +121,28 @@ def cheaper(limits: Limits, part: float) -> Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run of Qwen3-1.7B, 64 x 2048 tokens, compiled. `measured`: k tokens/s; `alone`: on one GPU."""
+    """A measured run of Qwen3-1.7B, 64 x 2048 tokens, compiled. `measured`: k tokens/s; `alone`: on one GPU.
+
+    `held`: backward passes waited until the last call's gradients had left. `commit`: of an engine that launched
+    from C++ and added nothing for two tasks.
+    """
 
     gpus: int
     microbatches: int
     measured: float
     alone: float
     held: bool = True
+    commit: str = ""
 
     @property
     def simulated(self) -> float:
-        """The whole model divided between the GPUs, as all of these runs were planned.
-
-        `held`: each backward pass waited until the last call's gradients had left.
-        """
-        sequences = 64 // self.microbatches
+        """The whole model divided between the GPUs, as all of these runs were planned."""
+        launching, host = (NOW, HOST) if self.commit else (FROM_PYTHON, HOST_BEFORE)
         decoder = replace(QWEN_1_7B, tflops=QWEN_1_7B.tflops * self.alone / 45.0)
-        costs = decoder.costs(sequences, LAUNCH_MS)
+        costs = decoder.costs(64 // self.microbatches, launching.ms)
         groups = spans.divide(self.microbatches, self.gpus) if self.gpus > 1 else ()
         whole = Plan(fused=range(len(costs)), groups=groups, in_turn=False)
-        limits = replace(H200, leaving_bytes=0 if self.held else None)
+        limits = replace(H200, host=launching.host(host), leaving_bytes=0 if self.held else None)
         course = Course(whole, costs, mode="fused", microbatches=self.microbatches, limits=limits)
         return 64 * SEQUENCE / simulated_ms(course, self.gpus, calls=12)
 
@@ -138,20 +154,19 @@ MEASURED = (
     Run(2, 8, 88.1, 49.5, held=False),
     Run(4, 8, 64.5, 46.4),
     Run(4, 16, 50.4, 46.4),
+    Run(2, 8, 96.2, 47.6, held=False, commit="e4b8839"),
+    Run(2, 16, 83.9, 45.6, held=False, commit="e4b8839"),
 )
 
 
 def measured_rows() -> Iterator[Sequence[object]]:
     """Measured and simulated runs."""
-    yield "GPUs", "M", "gradients leave first", "measured", "simulated", "error"
+    yield "GPUs", "M", "launched from", "gradients leave first", "measured", "simulated", "error"
     for run in MEASURED:
         found = run.simulated
         error = f"{found / run.measured - 1:+.1%}"
-        yield run.gpus, run.microbatches, _yes(run.held), f"{run.measured:.1f} k", f"{found:.1f} k", error
-
-
-def _yes(held: bool) -> str:
-    return "yes" if held else "no"
+        cells = "C++" if run.commit else "Python", "yes" if run.held else "no"
+        yield run.gpus, run.microbatches, *cells, f"{run.measured:.1f} k", f"{found:.1f} k", error
 
 
 # By model: the published efficiency of eight RTX 4090s, as a part of eight times one.
@@ -169,7 +184,9 @@ def published_rows() -> Iterator[Sequence[object]]:
 
 def roundrobin_efficiency(model: Published, microbatches: int) -> float:
     """What eight cards are worth under the published method, over eight."""
-    limits = replace(RTX_4090, hop_ms=model.hop_ms, host=replace(RTX_4090.host, gil_ms_per_gb=0))
+    limits = replace(
+        RTX_4090, hop_ms=model.hop_ms, host=replace(HOST_BEFORE, memory_gb_s=RTX_4090.host.memory_gb_s)
+    )
     times = [_roundrobin(model, microbatches, devices, _behind_switches(limits, devices)) for devices in (1, 8)]
     return times[0] / (8 * times[1])
 
@@ -218,17 +235,24 @@ def fastest(problems: Sequence[tuple[Sequence[LayerCost], int]], devices: int, l
 
 def card_rows() -> Iterator[Sequence[object]]:
     """This engine on eight RTX 4090s."""
-    yield "model", *(f"launching {name}" for name in LAUNCHING), "bound by"
+    yield "model", *_columns(), "bound by"
     for model in CARDS:
-        yield model.name, *_cells([card_efficiency(model, part) for part in LAUNCHING.values()])
+        yield model.name, *_cells([card_efficiency(model, launching) for launching in LAUNCHING.values()])
 
 
-def card_efficiency(model: Published, part: float) -> tuple[float, str]:
+def card_efficiency(model: Published, launching: Launching) -> tuple[float, str]:
     """What eight cards are worth, over eight times one, and what bounds them."""
-    limits = cheaper(replace(RTX_4090, hop_ms=model.hop_ms), part)
-    costs = [launched(cost, part * LAUNCH_MS) for cost in model.costs]
-    one, eight = (fastest([(costs, 16)], devices, _behind_switches(limits, devices)) for devices in (1, 8))
+    costs = [launched(cost, launching.ms) for cost in model.costs]
+    cards = replace(RTX_4090, hop_ms=model.hop_ms)
+    one, eight = (
+        fastest([(costs, 16)], devices, _behind_switches(machine(cards, devices, launching), devices))
+        for devices in (1, 8)
+    )
     return one.ms / (8 * eight.ms), eight.bound(8)
+
+
+def _columns() -> list[str]:
+    return [f"launching {name}" for name in LAUNCHING]
 
 
 def _cells(found: Sequence[tuple[float, str]]) -> list[str]:
@@ -237,28 +261,25 @@ def _cells(found: Sequence[tuple[float, str]]) -> list[str]:
 
 
 def h200_rows() -> Iterator[Sequence[object]]:
-    """This engine on H200s; additions as today and as fast as alone."""
-    yield "model", "batch", "additions", "GPUs", *(f"launching {name}" for name in LAUNCHING), "bound by"
+    """This engine on H200s."""
+    yield "model", "batch", "GPUs", *_columns(), "bound by"
     for name, decoder, batch, sequences in (
         ("1.7B", QWEN_1_7B, 64, (4, 8)),
         ("8B", LLAMA_8B, 512, (2, 4)),
     ):
-        for add_gb_s in (ADD_TODAY_GB_S, ADD_ALONE_GB_S):
-            for gpus in (2, 4, 8):
-                cells = [
-                    h200_efficiency(decoder, batch, sequences, gpus, part, add_gb_s) for part in LAUNCHING.values()
-                ]
-                yield name, batch, f"{add_gb_s:g} GB/s", gpus, *_cells(cells)
+        for gpus in (2, 4, 8):
+            cells = [
+                h200_efficiency(decoder, batch, sequences, gpus, launching) for launching in LAUNCHING.values()
+            ]
+            yield name, batch, gpus, *_cells(cells)
 
 
 def h200_efficiency(
-    decoder: Decoder, batch: int, sequences: Sequence[int], gpus: int, part: float, add_gb_s: float
+    decoder: Decoder, batch: int, sequences: Sequence[int], gpus: int, launching: Launching
 ) -> tuple[float, str]:
     """What H200s are worth, over as many times one, and what bounds them, at the best size of microbatches."""
-    limits = cheaper(H200, part)
-    limits = replace(limits, host=replace(limits.host, add_gb_s=add_gb_s))
-    problems = [(decoder.costs(size, part * LAUNCH_MS), batch // size) for size in sequences]
-    one, several = (fastest(problems, devices, limits) for devices in (1, gpus))
+    problems = [(decoder.costs(size, launching.ms), batch // size) for size in sequences]
+    one, several = (fastest(problems, devices, machine(H200, devices, launching)) for devices in (1, gpus))
     return one.ms / (gpus * several.ms), several.bound(gpus)
 
 

@@ -12,7 +12,11 @@ import scaling
 LONGEST = "This engine on H200s"
 
 
-@pytest.mark.parametrize("run", scaling.MEASURED[:3], ids=lambda run: f"{run.gpus} GPUs, M={run.microbatches}")
+@pytest.mark.parametrize(
+    "run",
+    [*scaling.MEASURED[:3], scaling.MEASURED[6]],
+    ids=lambda run: f"{run.gpus} GPUs, M={run.microbatches} {run.commit}",
+)
 def test_measured_runs_are_reproduced_within_five_percent(run: scaling.Run):
     assert run.simulated == pytest.approx(run.measured, rel=0.05)
 
@@ -23,17 +27,21 @@ def test_the_published_round_robin_is_reproduced_within_five_percent(model: scal
     assert found == pytest.approx(scaling.PUBLISHED[model.name], rel=0.05)
 
 
+@pytest.mark.parametrize("model", scaling.CARDS, ids=lambda model: model.name)
+def test_eight_cards_are_worth_nearly_eight_as_layers_are_launched_now(model: scaling.Published):
+    efficiency, _ = scaling.card_efficiency(model, scaling.NOW)
+    assert efficiency >= 0.95
+
+
 @pytest.mark.parametrize("model", scaling.CARDS[1:], ids=lambda model: model.name)
 def test_eight_cards_are_worth_nearly_eight(model: scaling.Published):
-    efficiency, _ = scaling.card_efficiency(model, part=1.0)
+    efficiency, _ = scaling.card_efficiency(model, scaling.FROM_PYTHON)
     assert efficiency >= 0.95
 
 
 @pytest.mark.slow
 def test_eight_h200s_are_worth_more_than_seven_at_a_quarter_of_the_launching():
-    efficiency, bound = scaling.h200_efficiency(
-        scaling.LLAMA_8B, 512, (2, 4), gpus=8, part=1 / 4, add_gb_s=scaling.ADD_ALONE_GB_S
-    )
+    efficiency, bound = scaling.h200_efficiency(scaling.LLAMA_8B, 512, (2, 4), 8, scaling.A_QUARTER)
     assert efficiency >= 0.9
     assert bound == "device"
 
