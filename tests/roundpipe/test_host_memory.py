@@ -27,9 +27,9 @@ from roundpipe import (
     from_pretrained,
     wrap_model_to_roundpipe,
 )
-from roundpipe.engine.boundaries import Boundaries, Expected
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.foresight import Foresight
+from roundpipe.engine.memory.boundaries import Boundaries, Expected
+from roundpipe.engine.memory.foresight import Foresight
 from roundpipe.runtime import host_limit
 from roundpipe.runtime.host_limit import VARIABLE, current_limit, parse_bytes
 from rp_sched import Task

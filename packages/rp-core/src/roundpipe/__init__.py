@@ -18,8 +18,8 @@ from roundpipe.context import (
     get_recompute_data,
     save_for_recompute,
 )
-from roundpipe.engine.forecast import MemoryForecast
-from roundpipe.engine.memory_report import MemoryReport
+from roundpipe.engine.memory.forecast import MemoryForecast
+from roundpipe.engine.memory.report import MemoryReport
 from roundpipe.errors import (
     AloneOnly,
     Busy,

@@ -13,8 +13,8 @@ import torch
 from rp_transfer import GivingBack
 from torch import nn
 
-from roundpipe.engine.forecast import MemoryForecast
-from roundpipe.engine.host_bytes import HostBytes
+from roundpipe.engine.memory.forecast import MemoryForecast
+from roundpipe.engine.memory.host_bytes import HostBytes
 from roundpipe.errors import HostMemoryWarning
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.base import caller

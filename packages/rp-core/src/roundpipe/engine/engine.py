@@ -18,8 +18,8 @@ from roundpipe.device.packet import Packet
 from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.aftermath.launched import Launched
-from roundpipe.engine.boundaries import Boundaries
 from roundpipe.engine.host_parameters import HostParameters
+from roundpipe.engine.memory.boundaries import Boundaries
 from roundpipe.engine.shared_call import (
     Numbers,
     SharedCall,

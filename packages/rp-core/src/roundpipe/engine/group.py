@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from roundpipe.engine.capture import Captured, Held, held_by, run_capture
-from roundpipe.engine.forecast import MemoryForecast
-from roundpipe.engine.foresight import Foresight
 from roundpipe.engine.host_parameters import HostParameters
-from roundpipe.engine.memory_report import MemoryReport, memory_report
+from roundpipe.engine.memory.forecast import MemoryForecast
+from roundpipe.engine.memory.foresight import Foresight
+from roundpipe.engine.memory.report import MemoryReport, memory_report
 from roundpipe.engine.shared_call import telling
 from roundpipe.errors import RoundPipeError, add_note
 from roundpipe.optimizer.shared_step import SharedStep

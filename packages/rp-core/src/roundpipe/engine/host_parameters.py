@@ -22,7 +22,7 @@ from roundpipe.engine.aftermath.refusals import (
     refuse_torn,
 )
 from roundpipe.engine.capture import Capture
-from roundpipe.engine.foresight import Foresight
+from roundpipe.engine.memory.foresight import Foresight
 from roundpipe.engine.shared_call import checksum, fingerprint, telling
 from roundpipe.errors import (
     AloneOnly,

@@ -14,9 +14,9 @@ from torch import nn
 
 from roundpipe.context import doing_optimizer
 from roundpipe.device.entrance import entrance_of
-from roundpipe.engine.forecast import MemoryForecast
 from roundpipe.engine.group import Joint
-from roundpipe.engine.memory_report import MemoryReport
+from roundpipe.engine.memory.forecast import MemoryForecast
+from roundpipe.engine.memory.report import MemoryReport
 from roundpipe.errors import RoundPipeError, TrainingWarning
 from roundpipe.frameworks import advice
 from roundpipe.models.current import publish_first

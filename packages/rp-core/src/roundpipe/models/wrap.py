@@ -11,7 +11,7 @@ from rp_transfer import group
 from torch import nn
 
 from roundpipe.device.lazy_hooks import register_lazy_hooks
-from roundpipe.engine.foresight import Foresight
+from roundpipe.engine.memory.foresight import Foresight
 from roundpipe.models.adapters import PER_CALL, base_of
 from roundpipe.models.auto import AutoRoundPipe, not_a_row
 from roundpipe.models.base import caller, master_dtype, wrappers
