@@ -175,9 +175,9 @@ WAITS = [
     ),
     Wait(
         "engine/host_parameters.py",
-        "        self._settle()\n        self._drop_gradients()\n\n    def reset",
+        "        self._settle()\n        self.gradients.drop()\n\n    def reset",
         "gradients are dropped when all have come",
-        "        self._drop_gradients()\n\n    def reset",
+        "        self.gradients.drop()\n\n    def reset",
     ),
     Wait(
         "engine/host_parameters.py",

@@ -19,16 +19,9 @@ from roundpipe.device.randomness import Randomness, draw_seed
 from roundpipe.device.replica import Twins
 from roundpipe.engine.aftermath.launched import Launched
 from roundpipe.engine.host_parameters import HostParameters
+from roundpipe.engine.machines.shared_call import Numbers, SharedCall, forward_call, norm_of, training_call
+from roundpipe.engine.machines.telling import telling, telling_early
 from roundpipe.engine.memory.boundaries import Boundaries
-from roundpipe.engine.shared_call import (
-    Numbers,
-    SharedCall,
-    forward_call,
-    norm_of,
-    telling,
-    telling_early,
-    training_call,
-)
 from roundpipe.errors import AloneOnly, DeviceMemoryWarning, RoundPipeError, in_words
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
@@ -178,7 +171,7 @@ class Engine:
 
     def _with_others(self, run: Run, shared: SharedCall, outputs: Sequence[Packet]) -> list[Packet]:
         try:
-            return shared.outputs_of_all(outputs, {**self.host.facts(), "random seed": run.seed})
+            return shared.outputs_of_all(outputs, {**self.host.facts.now(), "random seed": run.seed})
         except BaseException as error:
             run.abort(error, "together with other machines")
             run.finish()
@@ -226,7 +219,7 @@ class Engine:
         self, run: Run, shared: SharedCall, norm: float, grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         try:
-            return shared.input_grads_of_all(grads, norm, self.host.facts())
+            return shared.input_grads_of_all(grads, norm, self.host.facts.now())
         except BaseException as error:
             self.host.state.note_broken(run.number, in_words(error))
             raise
@@ -273,7 +266,7 @@ class Engine:
                 losses = run.losses()
                 _warn_of_shortages(run)
             try:
-                return shared.sum_losses(losses, {**self.host.facts(), "random seed": run.seed})
+                return shared.sum_losses(losses, {**self.host.facts.now(), "random seed": run.seed})
             except BaseException as error:
                 run.abort(error, "together with other machines")
                 run.finish()
@@ -348,7 +341,7 @@ class Engine:
     ) -> Run:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes
-        self.host.keep_divided_apart(tasks)
+        self.host.gradients.keep_divided_apart(tasks)
         self._check_host_memory(mode, tasks, batch, keeps_outputs=keep)
         self.host.note_read()
         call = self._call(mode, batch, config, loss_fn, keep=keep, numbers=numbers)

@@ -16,10 +16,10 @@ from torch.optim.optimizer import Optimizer
 
 from roundpipe.engine.capture import Captured, Held, held_by, run_capture
 from roundpipe.engine.host_parameters import HostParameters
+from roundpipe.engine.machines.telling import telling
 from roundpipe.engine.memory.forecast import MemoryForecast
 from roundpipe.engine.memory.foresight import Foresight
 from roundpipe.engine.memory.report import MemoryReport, memory_report
-from roundpipe.engine.shared_call import telling
 from roundpipe.errors import RoundPipeError, add_note
 from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.optimizer.steps import Part, run_step, say_torn
@@ -155,7 +155,7 @@ class Joint:
                 host.get_ready(training=True)
             self._check_second_blocks(lambda host: host.decide_second_blocks(is_async=is_async))
         if group is not None:
-            facts = [host.facts() for host in self._hosts]
+            facts = [host.facts.now() for host in self._hosts]
             shared = {"is_async": is_async, **{key: [each[key] for each in facts] for key in facts[0]}}
             told = group.calls.say(kind, [shared, [state.double_buffer for state in self._states()]])
             check_same(kind, [each for each, _ in told])

@@ -3,63 +3,23 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import rp_batch
 import torch
 
 from roundpipe.device.packet import Packet
-from roundpipe.device.randomness import draw_seed
-from roundpipe.errors import RoundPipeError
+from roundpipe.engine.machines.facts import checksum
 from roundpipe.execution.call import Autocast
 from roundpipe.execution.losses import Losses, sum_columns
 from roundpipe.runtime.machines import MachineGroup, check_same
 from roundpipe.runtime.passing import rows_of_all
-from roundpipe.runtime.runtime import Runtime
-from roundpipe.state.model_state import ModelState
 
 _Result = TypeVar("_Result")
 # How far numbers may be apart, of their size, that machines compute alike.
 _ROUNDED = 0.01
-
-
-@contextmanager
-def telling(group: MachineGroup | None, kind: str) -> Generator[None]:
-    """Tell the other machines, which wait for this one to say this kind of thing, what is raised inside.
-
-    Unless they know: what was said inside was not the same, or failed, on all of them.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if group is not None and not group.calls.is_known(error):
-            group.calls.tell(kind, error)
-        raise
-
-
-@contextmanager
-def telling_early(runtime: Runtime, kind: str) -> Generator[None]:
-    """As `telling`, on the caller's thread, before a training call is launched."""
-
-    def tell(group: MachineGroup, error: BaseException) -> None:
-        # As the others do, whose call has begun: the generators stay the same.
-        draw_seed()
-        group.calls.tell(kind, error)
-
-    try:
-        yield
-    except BaseException as error:
-        group = runtime.group
-        if group is not None and not group.calls.is_known(error):
-            # A thread that may not call the model says nothing in its name.
-            with suppress(RoundPipeError):
-                runtime.launch(partial(tell, group, error))
-        raise
 
 
 def training_call(name: str) -> str:
@@ -201,37 +161,3 @@ def _told(leaf: Any) -> Any:
     """What must be the same of an argument. What machines have computed of it may differ in its last bits."""
     is_computed = isinstance(leaf, torch.Tensor) and leaf.requires_grad
     return f"{leaf.dtype} {tuple(leaf.shape)}" if is_computed else leaf
-
-
-def fingerprint(state: ModelState) -> dict[str, Any]:
-    """What must be the same on all machines when a model is wrapped: its weights, too."""
-    found: dict[str, Any] = {
-        "trained parameters": state.digest,
-        "pin_model": state.options.pin,
-        "optim_dtype": str(state.options.optim_dtype),
-        "double_buffer": state.double_buffer,
-        "master": state.options.master,
-        "weights": 0,
-    }
-    for block in state.blocks:
-        if state.options.pin == "alloc" or block.kind != "frozen":
-            # Frozen weights that stay in files are not read for this.
-            found["weights"] = checksum([block.kind, *block.values], found["weights"])
-    return found
-
-
-def checksum(tree: Any, found: int = 0) -> int:
-    """A number that tells tensors and plain values from others; those of devices are copied to the host."""
-    for leaf in rp_batch.flatten(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            found = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), found)
-            if leaf.layout == torch.strided and not leaf.is_nested:
-                found = zlib.crc32(_bytes(leaf), found)
-        elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
-            found = zlib.crc32(repr(leaf).encode(), found)
-    return found
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    # Any: a buffer, for which there is no type before Python 3.12.
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
