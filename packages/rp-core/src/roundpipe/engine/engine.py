@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import rp_batch
 import torch
 from rp_sched import LayerCost, Mode, Plan, Task
-from rp_transfer import Ticket
 from torch import nn
 
 from roundpipe.device.compiling import CompileOptions, Compiler
@@ -22,6 +21,7 @@ from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.machines.shared_call import Numbers, SharedCall, forward_call, norm_of, training_call
 from roundpipe.engine.machines.telling import telling, telling_early
 from roundpipe.engine.memory.boundaries import Boundaries
+from roundpipe.engine.step_during import StepDuring
 from roundpipe.errors import AloneOnly, DeviceMemoryWarning, RoundPipeError, in_words
 from roundpipe.execution.autograd import Gradients, connect
 from roundpipe.execution.batch import Batch
@@ -34,29 +34,8 @@ from roundpipe.planning.planner import Planner
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig
-from roundpipe.state.block import Block
 from roundpipe.state.model_state import HostOptions
 from roundpipe.telemetry.tracing import in_call
-
-
-class CallStep(Protocol):
-    """An optimizer's step during a training call."""
-
-    def prepare(self) -> None:
-        """Make all that the step takes, and refuse what it cannot do, before the call is launched."""
-        ...
-
-    def launch(self, turns: Mapping[Block, Ticket]) -> None:
-        """Queue the step, right after the call's tasks. `turns`: see `Run.step_turns`."""
-        ...
-
-    def finish(self) -> None:
-        """Wait for the step. Raises its error."""
-        ...
-
-    def explain(self, error: BaseException, *, is_over: bool) -> None:
-        """Say on the call's error what has become of the weights. `is_over`: the step ends by itself."""
-        ...
 
 
 class Engine:
@@ -233,7 +212,7 @@ class Engine:
         config: RoundPipeRunConfig,
         *,
         keep: bool,
-        step: CallStep | None = None,
+        step: StepDuring | None = None,
     ) -> tuple[Losses, list[Any]]:
         """Return the sums of the losses, and the outputs of all microbatches if `keep`.
 
@@ -279,7 +258,7 @@ class Engine:
         loss_fn: LossFn,
         *,
         keep: bool,
-        step: CallStep | None,
+        step: StepDuring | None,
     ) -> tuple[list[Packet], list[Packet], list[Packet]]:
         """Return the losses, the outputs if `keep`, and the gradients of the inputs that require grad."""
         with in_call("forward_backward", self._name):
@@ -305,7 +284,7 @@ class Engine:
         *,
         keep: bool,
         numbers: Numbers | None = None,
-        step: CallStep | None = None,
+        step: StepDuring | None = None,
     ) -> Run:
         """Launch a training call."""
         self.host.get_ready(training=True)
@@ -337,7 +316,7 @@ class Engine:
         *,
         keep: bool = True,
         numbers: Numbers | None = None,
-        step: CallStep | None = None,
+        step: StepDuring | None = None,
     ) -> Run:
         tasks = self._planner.tasks(config, mode, batch.parts, input_grads=bool(batch.inputs))
         self.host.predicted_bytes = self._planner.predicted_bytes

@@ -1,4 +1,4 @@
-"""One model's host state between calls: weights, gradients, master weights, steps and late errors."""
+"""One model's parameters on the host between calls and steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Observer(Protocol):
 
 
 class HostParameters:
-    """One model's parameters on the host.
+    """One model's parameters on the host, current and ready for the next call or step.
 
     Call every method but `masters` on the launcher's thread, between calls and steps. `predicted_bytes`: device
     memory predicted for the last call; None if unknown. `read_delay`: steps launched before the last call whose
@@ -142,31 +142,11 @@ class HostParameters:
         self.gradients.note_stepped()
         return self._updates.prepare(take, is_async=False, gradients=gradients)
 
-    def decide_second_blocks(self, *, is_async: bool) -> None:
-        """With masters in halves, an asynchronous step needs second blocks; a synchronous one does without.
-
-        Raises `ValueError` if it cannot have them.
-        """
-        if not is_async or not self.state.trains_halves():
-            return
-        if self.state.double_buffer is False or any(block.memory is None for block in self.state.trainable):
-            raise ValueError(
-                f'an asynchronous step of model {self.name!r} needs second weight blocks with master="split", '
-                "since calls still read the weights that it would overwrite, but "
-                + (
-                    "double_buffer is False"
-                    if self.state.double_buffer is False
-                    else f"pin_model is {self.state.options.pin!r}, which has none"
-                )
-                + '; take synchronous steps (is_async=False), change that setting, or wrap with master="whole"'
-            )
-        self.state.double_buffer = True
-
     def prepare_capture(self, take: Take) -> Capture:
         """Take a reader's turn of all blocks, after taking over what was written outside."""
         self.raise_late_errors()
         refuse_failed(self.name, self.state)
-        self._refresh()
+        self.refresh()
         blocks = {block: take(block.turns, write=False) for block in self.state.blocks}
         gathering = self._updates.gathering
         return Capture(self.state, blocks, has_gradients=bool(self.gradients.additions), gathering=gathering)
@@ -230,41 +210,9 @@ class HostParameters:
 
     def take_over(self) -> None:
         """Update the masters from weights that the caller has written."""
-        self._refresh()
+        self.refresh()
         self._forget_failed_step()
         self.state.mixed = self.state.torn = None
-
-    def replaced(self, parameters: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Give replaced parameters the masters of the old ones; call it before `take_over`.
-
-        `parameters`: the new parameter for each old one.
-        """
-        for old, new in parameters.items():
-            if new is not old and (master := self.state.masters.pop(old, None)) is not None:
-                self.state.masters[new] = master
-            if new is not old and self.state.shards is not None:
-                self.state.shards.replace(old, new)
-        self._masters_from_weights(list(parameters.values()))
-
-    def decide_restoring(self, *, is_behind: bool) -> None:
-        """Decide whether a checkpoint is loaded into second blocks. `is_behind`: see `Captured`.
-
-        Halves of masters whose result calls do not read yet go there, unless second blocks are not wanted.
-        """
-        self._refresh()
-        if is_behind and self.state.may_be_behind():
-            self.state.double_buffer = True
-
-    def begin_restoring(self, *, is_behind: bool) -> None:
-        """Make the masters and second blocks that a checkpoint is loaded into; nothing is overwritten yet."""
-        self.state.make_masters()
-        if is_behind and self.state.may_be_behind():
-            self.state.make_backs()
-
-    def refuse_until_restored(self, *, is_behind: bool) -> None:
-        """From now on the caller writes weights and masters; until `restored` the model refuses to train."""
-        self.state.failed = "a checkpoint was loaded only in part"
-        self.state.place_halves(behind=is_behind)
 
     def restored(self, *, is_behind: bool) -> None:
         """Drop gradients and go on from the values that the caller wrote. `is_behind`: see `Captured`."""
@@ -312,14 +260,14 @@ class HostParameters:
                 f"tensors of model {self.name!r} were added, replaced or frozen while a step's result is not "
                 "published yet, which all machines do together: call synchronize() on all of them first"
             )
-        self._refresh()
+        self.refresh()
         return gathering.results()
 
     def _forget_failed_step(self) -> None:
         if self.state.failed is not None:
             self.state.failed = None
             self.state.unpublished = False
-            self._masters_from_weights(self.state.trainable_tensors())
+            self.set_masters(self.state.trainable_tensors())
 
     # Before a call or a step
 
@@ -333,7 +281,7 @@ class HostParameters:
         if training:
             refuse_half_made(self.name, self.state)
         self.gradients.collect()
-        self._refresh()
+        self.refresh()
         self.state.note_flags()
         if self.state.note_attributes() and self._observer is not None:
             self._observer.note_altered()
@@ -365,7 +313,8 @@ class HostParameters:
         """Raise `Stale` if weights newer than `version` were published."""
         refuse_stale(self.name, self.state, version)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Take over changes of modules and weights made outside the engine."""
         written = self.state.written_outside()
         changed = self._has_changed()
         if changed:
@@ -373,30 +322,34 @@ class HostParameters:
             written += self.state.moved_outside()
         if written:
             self._updates.wait()
-            self._masters_from_weights(written)
+            self.set_masters(written)
             if self._runtime.group is not None:
                 self.facts.note_written(written)
         if changed:
-            # A parameter that is no longer trained would never receive the last step's result.
-            if self._runtime.group is not None and self.state.unpublished:
-                self._runtime.group.calls.same(
-                    f"rebuilding model {self.name!r}, whose tensors changed", self.facts.which
-                )
-            self._updates.publish()
-            self._updates.wait()
-            self._claim.take(self.state.modules)
-            self.state.rebuild(partial(self.foresight.check_rebuilding, self.state))
-            self.gradients.additions.clear()
-            if self._observer is not None:
-                self._observer.note_rebuilt()
+            self._rebuild()
         # An earlier forward read other weights than its backward would.
         self.state.version += changed or bool(written)
+
+    def _rebuild(self) -> None:
+        """Rebuild the blocks over the layers' current tensors; nobody may use the old ones."""
+        # A parameter that is no longer trained would never receive the last step's result.
+        if self._runtime.group is not None and self.state.unpublished:
+            kind = f"rebuilding model {self.name!r}, whose tensors changed"
+            self._runtime.group.calls.same(kind, self.facts.which)
+        self._updates.publish()
+        self._updates.wait()
+        self._claim.take(self.state.modules)
+        self.state.rebuild(partial(self.foresight.check_rebuilding, self.state))
+        self.gradients.additions.clear()
+        if self._observer is not None:
+            self._observer.note_rebuilt()
 
     def _has_changed(self) -> bool:
         self.state.modules = tuple(self._modules())
         return self.state.changed()
 
-    def _masters_from_weights(self, tensors: Sequence[torch.Tensor]) -> None:
+    def set_masters(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Set the masters of these parameters from their weights."""
         for tensor in tensors:
             self.state.set_master(tensor)
         if self._updates.gathering is not None:

@@ -346,12 +346,12 @@ class RoundPipeBase(nn.Module):
         tied. With ``pin_model="off"`` tensors of a memory-mapped file stay there.
         """
         with self.runtime.launching(), lasting():
-            self._joint.make_current()
+            self._joint.restoring.make_current()
             before = self._places()
             found = self._named.load_state_dict(renamed(state_dict, self._named), strict, assign)
             if assign:
-                self._joint.replaced(self._keep_tied(before))
-            self._joint.take_over()
+                self._joint.restoring.replaced(self._keep_tied(before))
+            self._joint.restoring.take_over()
             return found
 
     def is_behind(self) -> bool:

@@ -15,7 +15,8 @@ from roundpipe.device.compiling import options_of
 from roundpipe.device.entrance import entrance_of
 from roundpipe.device.replica import has_hooks
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.group import Joint, StepDuring
+from roundpipe.engine.group import Joint
+from roundpipe.engine.step_during import StepDuring
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
 from roundpipe.models.base import RoundPipeBase, master_dtype, wrappers
@@ -216,7 +217,7 @@ class RoundPipe(RoundPipeBase):
                 "arrive and cannot be accumulated: give forward_backward the optimizer that steps, as "
                 "forward_backward(..., optimizer=optimizer), or wrap the model without step_in_backward"
             )
-        return self._joint.step_during(optimizer)
+        return StepDuring(self._joint, optimizer)
 
     @property
     def engine(self) -> Engine:
