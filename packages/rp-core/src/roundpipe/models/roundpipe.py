@@ -19,8 +19,9 @@ from roundpipe.engine.group import Joint
 from roundpipe.engine.step_during import StepDuring
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
-from roundpipe.models.base import RoundPipeBase, master_dtype, wrappers
+from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.own_loss import call_loss, outputs_are_loss, with_loss
+from roundpipe.models.wrapped.master_dtype import master_dtype
 from roundpipe.planning.call_log import CallTime
 from roundpipe.planning.footprint import rows_of
 from roundpipe.runtime.runtime import Runtime, default_runtime
