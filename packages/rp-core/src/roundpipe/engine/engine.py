@@ -51,44 +51,48 @@ class Engine:
         self._planner = self._runs.planner
 
     def telling(self) -> AbstractContextManager[None]:
-        """Tell the other machines, which wait for this one's training call, of an error before its launch."""
+        """Return a context that tells machines waiting for this training call of an error before its launch."""
         return telling_early(self._runtime, training_call(self._name))
 
     def telling_forward(self, config: RoundPipeRunConfig, arguments: Any) -> AbstractContextManager[None]:
-        """Likewise, if this call of the model is one that machines share."""
+        """Return the same for a forward, if it is one that machines share."""
         is_shared = torch.is_grad_enabled() and config.requires_grad is not False
-        if self._runtime.group is None or not is_shared or not (self.host.has_trained() or _track(arguments)):
+        if (
+            self._runtime.group is None
+            or not is_shared
+            or not (self.host.has_trained() or _requires_grad(arguments))
+        ):
             return nullcontext()
         return telling_early(self._runtime, forward_call(self._name))
 
     def call_times(self) -> list[CallTime]:
-        """What plans promise that calls take, and what they took."""
+        """Return what plans promise that calls take, and what calls took."""
         return self._planner.log.times()
 
     def plans(self) -> dict[tuple[Mode, int], Plan]:
-        """The latest plan of each kind of call and number of microbatches."""
+        """Return the latest plan of each kind of call and number of microbatches."""
         return self._planner.log.plans()
 
     def layer_costs(self, mode: Mode) -> list[LayerCost]:
-        """The planner's cost estimate for each layer."""
+        """Return the planner's cost estimate for each layer."""
         return self._planner.costs(mode)
 
     def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
-        """The number of microbatches that is chosen for calls of this mode; see `Planner.microbatches`."""
+        """Return the number of microbatches chosen for calls of this mode; see `Planner.microbatches`."""
         machines = 1 if self._runtime.group is None or mode != "fused" else self._runtime.group.size
         if (chosen := self._planner.chosen.get(mode)) is not None:
             return min(machines * chosen, batch_size)
-        found = self._runtime.launch(partial(self._microbatches, mode, batch_size, rows, machines))
-        return min(machines * found, batch_size)
+        count = self._runtime.launch(partial(self._microbatches, mode, batch_size, rows, machines))
+        return min(machines * count, batch_size)
 
     def _microbatches(self, mode: Mode, batch_size: int, rows: int, machines: int) -> int:
-        """The number of each machine's microbatches, if all have the same."""
+        """Return the number of each machine's microbatches, the same on all of them."""
         kind, group = "choosing the number of microbatches", self._runtime.group if machines > 1 else None
         with telling(group, kind):
-            found = self._planner.microbatches(mode, max(batch_size // machines, 1), max(rows // machines, 1))
+            count = self._planner.microbatches(mode, max(batch_size // machines, 1), max(rows // machines, 1))
         if group is not None:
-            self._planner.chosen[mode] = found = max(group.calls.say(kind, found))
-        return found
+            self._planner.chosen[mode] = count = max(group.calls.say(kind, count))
+        return count
 
     # Bodies of the model's methods: the public half on the caller's thread, the private half on the launcher's
 
@@ -123,8 +127,8 @@ class Engine:
     ) -> tuple[Run, list[Packet], int, int]:
         """Return the run, its outputs, the version of the weights that it read, and the call's number.
 
-        `shared`: the call of several machines that `batch` is this one's share of; the outputs are those of all,
-        and the number tells the call from others.
+        `shared`: the call of several machines, of which `batch` is this one's share. The outputs are those of all
+        machines, and the number is the call's among those of all machines.
         """
         with in_call("forward", self._name):
             with telling(None if shared is None else shared.group, "" if shared is None else shared.kind):
@@ -201,13 +205,13 @@ class Engine:
     ) -> tuple[Losses, list[Any]]:
         """Return the sums of the losses, and the outputs of all microbatches if `keep`.
 
-        `step`: what consumes the gradients as they arrive; None: they are kept.
+        `step`: the step that takes the gradients as they arrive; None: they are kept.
         """
         if self._runtime.group is not None:
             with self.telling():
                 shared = SharedCall.of(self._runtime.group, training_call(self._name), parts, labels)
                 batch = Batch.of(shared.own_parts(parts), arrivals, shared.own(labels))
-            return self._runtime.launch(partial(self._share, shared, batch, config, loss_fn, keep=keep)), []
+            return self._runtime.launch(partial(self._run_share, shared, batch, config, loss_fn, keep=keep)), []
         batch = Batch.of(parts, arrivals, labels)
         launch = partial(self._forward_backward, batch, config, loss_fn, keep=keep, step=step)
         losses, outputs, grads = self._runtime.launch(launch)
@@ -217,7 +221,7 @@ class Engine:
         trees = [packet.tree() for packet in outputs]
         return sum_losses(losses), self._returned(trees, outputs, batch, config) if keep else []
 
-    def _share(
+    def _run_share(
         self, shared: SharedCall, batch: Batch, config: RoundPipeRunConfig, loss_fn: LossFn, *, keep: bool
     ) -> Losses:
         """Run this machine's microbatches; return the losses of the whole batch."""
@@ -226,7 +230,7 @@ class Engine:
                 # Before anything that may fail on one machine alone: the generators stay the same.
                 numbers = Numbers(shared.share.start, draw_seed())
                 _refuse_divided(batch, keep=keep)
-                run = self._begin(batch, config, loss_fn, keep=False, numbers=numbers)
+                run = self._start_training(batch, config, loss_fn, keep=False, numbers=numbers)
                 losses = run.losses()
                 warn_of_shortages(run)
             with _aborting(run):
@@ -245,9 +249,9 @@ class Engine:
         with in_call("forward_backward", self._name):
             if step is not None:
                 step.prepare()
-            run = self._begin(batch, config, loss_fn, keep=keep, step=step)
+            run = self._start_training(batch, config, loss_fn, keep=keep, step=step)
             try:
-                found = run.losses(), run.outputs(wait=config.merge_output is not False), run.input_grads()
+                results = run.losses(), run.outputs(wait=config.merge_output is not False), run.input_grads()
                 if step is not None:
                     step.finish()
             except BaseException as error:
@@ -255,9 +259,9 @@ class Engine:
                     step.explain(error, is_over=run.aborted)
                 raise
             warn_of_shortages(run)
-            return found
+            return results
 
-    def _begin(
+    def _start_training(
         self,
         batch: Batch,
         config: RoundPipeRunConfig,
@@ -267,7 +271,7 @@ class Engine:
         numbers: Numbers | None = None,
         step: StepDuring | None = None,
     ) -> Run:
-        """Launch a training call."""
+        """Start a training call. Raises `RoundPipeError` if there is nothing to train."""
         self.host.get_ready(training=True)
         if not batch.inputs and not self.host.state.trainable:
             raise RoundPipeError(
@@ -287,7 +291,7 @@ class Engine:
         return RoundPipePackedData(trees, events, sizes=batch.parts.sizes, backend=self._runtime.backend)
 
 
-def _track(arguments: Any) -> bool:
+def _requires_grad(arguments: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in rp_batch.flatten(arguments)[0])
 
 

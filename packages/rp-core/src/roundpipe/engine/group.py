@@ -60,12 +60,12 @@ class Joint:
         self._divided: WeakSet[Optimizer] = WeakSet()
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
-        """The master weight of each trainable parameter."""
+        """Return the master weight of each trainable parameter."""
         self.foresight.check_training(self.states())
         return {parameter: master for host in self.hosts for parameter, master in host.masters().items()}
 
     def states(self) -> list[ModelState]:
-        """The state of each part."""
+        """Return the state of each part."""
         return [host.state for host in self.hosts]
 
     @property
@@ -90,7 +90,7 @@ class Joint:
             with taking() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self.hosts]
                 is_idle = self._step_outcome is None or self._step_outcome.done()
-                watched = self._watched.launch(self._counted(step_fn), is_async=is_async, is_idle=is_idle)
+                watched = self._watched.launch(self._counting(step_fn), is_async=is_async, is_idle=is_idle)
                 self._step_outcome = outcome = self.hosts[0].submit_step(
                     partial(run_step, self.name, parts, watched, shared=self._shared(parts))
                 )
@@ -137,7 +137,7 @@ class Joint:
             return None
         return SharedStep(group, [each for part in parts for each in part.reduced()], self._take_stepped)
 
-    def _counted(self, step_fn: Callable[[], object]) -> Callable[[], object]:
+    def _counting(self, step_fn: Callable[[], object]) -> Callable[[], object]:
         if self._runtime.group is None:
             return step_fn
 
@@ -216,7 +216,7 @@ class Joint:
         self._runtime.visit(self._for_each(lambda host: host.settle_weights()))
 
     def results(self) -> Mapping[torch.Tensor, torch.Tensor]:
-        """On several machines, what the parameters lack of the last step; call it after `settle_weights`."""
+        """Return what the parameters lack of the last step, on several machines; call `settle_weights` first."""
         if self._runtime.group is None or not self.is_behind():
             return {}
         return self._runtime.visit(lambda: dict(item for host in self.hosts for item in host.results().items()))
@@ -234,13 +234,13 @@ class Joint:
             return self.hosts[0].submit_step(partial(run_capture, self.name, captures, read))
 
     def is_behind(self) -> bool:
-        """Whether a step's result is not published yet; inside a step function there is nothing to publish."""
+        """Return whether a step's result is not published yet; False inside a step function."""
         if self._runtime.optimizer.is_current():
             return False
         return any(host.state.unpublished for host in self.hosts)
 
     def weights_delay(self) -> int:
-        """Steps launched before the last call whose results it does not read."""
+        """Return how many steps launched before the last call it does not read the results of."""
         return self.hosts[0].read_delay
 
     def memory_report(self, optimizers: Sequence[object]) -> MemoryReport:

@@ -1,4 +1,4 @@
-"""One model's gradients on the host between calls: shown as ``.grad``, collected from there, and dropped."""
+"""One model's gradients on the host between calls, as users see them in ``.grad``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostGradients:
         return {block for block in blocks if block.kind == "trainable"}
 
     def keep_divided_apart(self, tasks: Sequence[Task]) -> None:
-        """Where the optimizer steps in this call: what several of its tasks add to needs memory of its own."""
+        """If the optimizer steps in this call, give gradients that several tasks add to memory of their own."""
         if self._state.options.steps_in_backward:
             self._state.keep_apart(block for block, count in self.added_by(tasks).items() if count > 1)
 

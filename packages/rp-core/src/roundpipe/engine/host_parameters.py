@@ -111,7 +111,7 @@ class HostParameters:
         self.gradients.additions = additions
 
     def masters(self) -> Mapping[torch.Tensor, nn.Parameter]:
-        """The master weight of each trainable parameter."""
+        """Return the master weight of each trainable parameter."""
         # A step function sees the parameters that existed at its launch.
         if not self._runtime.optimizer.is_current() and self._has_changed():
             self._runtime.launch(partial(self.get_ready, training=False))
@@ -119,7 +119,7 @@ class HostParameters:
         return self.state.masters
 
     def has_trained(self) -> bool:
-        """Whether any parameter of the layers requires grad now."""
+        """Return whether any parameter of the layers requires grad now."""
         return any(parameter.requires_grad for module in self._modules() for parameter in module.parameters())
 
     # One model's share of the methods of `Joint`
@@ -243,7 +243,7 @@ class HostParameters:
         refuse_mixed(self.name, self.state)
 
     def results(self) -> dict[torch.Tensor, torch.Tensor]:
-        """On several machines, the last step's result of each parameter if calls do not read it yet.
+        """Return, on several machines, the last step's result of each parameter if calls do not read it yet.
 
         Other machines need not ask. Raises `AloneOnly` if this machine does not have it before all publish it.
         """
@@ -291,7 +291,7 @@ class HostParameters:
         self.read_delay = int(self.state.unpublished)
 
     def raise_late_errors(self) -> None:
-        """Raise the errors of work that has ended since the last call of this."""
+        """Raise the first error of work that has ended since this was last called; the others are notes on it."""
         errors = self._late_errors()
         for another in errors[1:]:
             add_note(errors[0], f"RoundPipe: another error was {in_words(another)}")

@@ -168,7 +168,7 @@ class RoundPipeBase(StandIn):
     # Parameters
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The master weights, which optimizers update: one for each trainable parameter, in `optim_dtype`.
+        """Yield the master weights, which optimizers update: one for each trainable parameter, in `optim_dtype`.
 
         Those of frozen parameters are not among them: after parameters were unfrozen, make the optimizer anew, or
         add theirs by its ``add_param_group``.
@@ -200,7 +200,7 @@ class RoundPipeBase(StandIn):
             warnings.warn(words, TrainingWarning, stacklevel=3)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The optimizer's parameters inside a step function; elsewhere the model's own, with a warning."""
+        """Yield the optimizer's parameters inside a step function; elsewhere the model's own, with a warning."""
         for _, parameter in self.named_parameters(recurse=recurse):
             yield parameter
 
@@ -256,11 +256,11 @@ class RoundPipeBase(StandIn):
         self._joint.settle_weights()
 
     def results_apart(self) -> Mapping[torch.Tensor, torch.Tensor]:
-        """What the parameters lack of the last step after `settle`, by parameter: on several machines."""
+        """Return what the parameters still lack of the last step after `settle`, on several machines."""
         return self._joint.results()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of the user's own model: weights and buffers of one step, with all results so far.
+        """Return the state dict of the user's own model: weights and buffers of one step, with all results so far.
 
         It waits for the calls and steps under way, on any thread. Its tensors are no copies: they are valid until
         the next call of `step` on this model (with a second weight block they then hold older values), so clone
@@ -281,15 +281,15 @@ class RoundPipeBase(StandIn):
         """
         with self.runtime.launching(), lasting():
             self._joint.restoring.make_current()
-            before = self._places()
-            found = self._named.load_state_dict(renamed(state_dict, self._named), strict, assign)
+            before = self._named_tensors()
+            incompatible = self._named.load_state_dict(renamed(state_dict, self._named), strict, assign)
             if assign:
                 self._joint.restoring.replaced(self._keep_tied(before))
             self._joint.restoring.take_over()
-            return found
+            return incompatible
 
     def is_behind(self) -> bool:
-        """Whether the model's parameters lack the result of a step; `synchronize` and `state_dict` publish it."""
+        """Return whether the parameters lack the result of a step; `synchronize` and `state_dict` publish it."""
         return self._joint.is_behind()
 
     def _keep_current(self, module: nn.Module) -> None:
@@ -312,7 +312,7 @@ class RoundPipeBase(StandIn):
         return self._settled(found) if name in _READ_WEIGHTS else found
 
     def _settled(self, method: Any) -> Any:
-        """A method of the user's model that first waits for what is under way."""
+        """Return the method of the user's model, changed to wait first for what is under way."""
         if not inspect.ismethod(method):
             return method
 
@@ -328,7 +328,7 @@ class RoundPipeBase(StandIn):
 
 
 def wrappers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, RoundPipeBase]]:
-    """The wrapped models in a module, itself included, by name: submodules, and models that run submodules."""
+    """Yield the wrapped models in a module, itself included, by name, and those that run its submodules."""
     entrance = entrance_of(module)
     if isinstance(module, RoundPipeBase):
         yield prefix, module

@@ -179,10 +179,10 @@ class RoundPipe(RoundPipeBase):
         ``master="split"`` the weights are then torn, and calls are refused until a state is loaded; otherwise
         `reset` goes back to the weights before the call, though not to the optimizer's state.
 
-        Raises `ValueError` for a `label` without a `loss_fn`, and for an `optimizer` without ``step_in_backward``,
-        that without the other, and an optimizer that leaves trained parameters out; `TypeError` for another kind
-        of optimizer; `RuntimeError` while torch's grad mode is off; what
-        a layer or `loss_fn` raises, with a note that names the layer and the microbatch.
+        Raises `ValueError` for a `label` without a `loss_fn`, for an `optimizer` without ``step_in_backward``, for
+        ``step_in_backward`` without an `optimizer`, and for an optimizer that leaves trained parameters out;
+        `TypeError` for another kind of optimizer; `RuntimeError` while torch's grad mode is off; what a layer or
+        `loss_fn` raises, with a note that names the layer and the microbatch.
         """
         with self._engine.telling():
             _check_arguments(input_args, input_kwargs, loss_fn)
@@ -202,6 +202,10 @@ class RoundPipe(RoundPipeBase):
         return losses, with_loss(merged, losses) if chosen.is_own else merged
 
     def _step_during(self, optimizer: torch.optim.Optimizer | None) -> StepDuring | None:
+        """Return the step of this optimizer in the next call; None if gradients are kept, or are of inputs alone.
+
+        Raises `ValueError` if there is an optimizer but gradients are kept, or the other way round.
+        """
         if not self._engine.host.state.options.steps_in_backward:
             if optimizer is not None:
                 raise ValueError(
@@ -211,7 +215,6 @@ class RoundPipe(RoundPipeBase):
             return None
         if optimizer is None:
             if not self._engine.host.has_trained():
-                # There are gradients of inputs alone.
                 return None
             raise ValueError(
                 f"model {self.name!r} was wrapped with step_in_backward=True, so gradients are consumed as they "
@@ -232,11 +235,11 @@ class RoundPipe(RoundPipeBase):
         return None if count == "auto" else count
 
     def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
-        """The planner's cost of each layer: measured in calls of this type, otherwise guessed from sizes."""
+        """Return the planner's cost of each layer: measured in calls of this type, else guessed from sizes."""
         return self._engine.layer_costs(run_type)
 
     def call_times(self) -> list[CallTime]:
-        """What the latest plan of each kind of call promises that a call takes, and what calls took.
+        """Return what the latest plan of each kind of call promises that a call takes, and what calls took.
 
         >>> with Runtime("cpu:1") as runtime:
         ...     RoundPipe(nn.Linear(4, 4), runtime=runtime).call_times()

@@ -75,8 +75,8 @@ class Facts:
 
 
 def fingerprint(state: ModelState) -> dict[str, Any]:
-    """What must be the same on all machines when a model is wrapped: its weights, too."""
-    found: dict[str, Any] = {
+    """Return what must be the same on all machines when a model is wrapped: its weights, too."""
+    facts: dict[str, Any] = {
         "trained parameters": state.digest,
         "pin_model": state.options.pin,
         "optim_dtype": str(state.options.optim_dtype),
@@ -87,20 +87,24 @@ def fingerprint(state: ModelState) -> dict[str, Any]:
     for block in state.blocks:
         if state.options.pin == "alloc" or block.kind != "frozen":
             # Frozen weights that stay in files are not read for this.
-            found["weights"] = checksum([block.kind, *block.values], found["weights"])
-    return found
+            facts["weights"] = checksum([block.kind, *block.values], facts["weights"])
+    return facts
 
 
-def checksum(tree: Any, found: int = 0) -> int:
-    """A number that tells tensors and plain values from others; those of devices are copied to the host."""
+def checksum(tree: Any, start: int = 0) -> int:
+    """Return a number that tells tensors and plain values from others, going on from `start`.
+
+    Tensors on devices are copied to the host.
+    """
+    crc = start
     for leaf in rp_batch.flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
-            found = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), found)
+            crc = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), crc)
             if leaf.layout == torch.strided and not leaf.is_nested:
-                found = zlib.crc32(_bytes(leaf), found)
+                crc = zlib.crc32(_bytes(leaf), crc)
         elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
-            found = zlib.crc32(repr(leaf).encode(), found)
-    return found
+            crc = zlib.crc32(repr(leaf).encode(), crc)
+    return crc
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

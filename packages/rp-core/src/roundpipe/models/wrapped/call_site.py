@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def caller() -> str:
-    """The ``file:line`` of the nearest caller outside this package; ``"unnamed"`` if there is none."""
+    """Return the ``file:line`` of the nearest caller outside this package; ``"unnamed"`` if there is none."""
     here = Path(__file__).parents[2]
     frame = inspect.currentframe()
     while frame is not None and Path(frame.f_code.co_filename).is_relative_to(here):

@@ -8,7 +8,7 @@ import torch
 
 
 def master_dtype(master: object, optim_dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of masters of this kind: fp32 if they are in halves.
+    """Return the dtype of masters of this kind: fp32 if they are in halves.
 
     >>> master_dtype("split", None)
     torch.float32

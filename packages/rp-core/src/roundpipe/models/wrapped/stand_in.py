@@ -57,34 +57,34 @@ class StandIn(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module]]:
-        """The modules of the user's own model; this wrapper is not among them."""
+        """Yield the modules of the user's own model; this one is not among them."""
         yield from self._named.named_modules(memo, prefix, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The submodule of the user's own model with this name; the wrapper for the empty name."""
+        """Return the submodule of the user's own model with this name; this one for the empty name."""
         return self._named.get_submodule(target) if target else self
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """The parameter of the user's own model with this name."""
+        """Return the parameter of the user's own model with this name."""
         return self._named.get_parameter(target)
 
     def get_buffer(self, target: str) -> torch.Tensor:
-        """The buffer of the user's own model with this name."""
+        """Return the buffer of the user's own model with this name."""
         return self._named.get_buffer(target)
 
     def names_in_model(self) -> dict[str, list[str]]:
-        """The names in `model` of each tensor, by its name in the user's own model; empty if they are the same."""
+        """Return each tensor's names in `model`, by its name in the user's own model; empty if that is `model`."""
         if self._named is self.model:
             return {}
         return names_in(self.model, self._named)
 
-    def _places(self) -> dict[str, torch.Tensor]:
+    def _named_tensors(self) -> dict[str, torch.Tensor]:
         return dict(tensors(self._named))
 
     def _keep_tied(self, before: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Map each old parameter and buffer to its replacement; tie again what was tied, also in `model`."""
         modules = {*self._named.modules(), *self.model.modules()}
-        replaced, latest = keep_tied(before, self._places(), modules)
+        replaced, latest = keep_tied(before, self._named_tensors(), modules)
         self._own("_outside", {id(new): new for old in self._outside.values() for new in [latest.get(old, old)]})
         return replaced
 
@@ -113,7 +113,7 @@ class StandIn(nn.Module):
         return self
 
     def _follow_mode(self) -> None:
-        """If the user's own model has changed its mode, let what a row copies of it follow."""
+        """If the user's own model has changed its mode, set it on modules of `model` that are not in it, too."""
         if self._named.training == self._mode:
             return
         self._own("_mode", self._named.training)
@@ -238,7 +238,7 @@ class StandIn(nn.Module):
 
 
 def _places_in(arguments: Iterable[object]) -> Iterator[torch.device | torch.dtype]:
-    """The devices and dtypes among the arguments of `nn.Module.to`."""
+    """Yield the devices and dtypes among the arguments of `nn.Module.to`."""
     for one in arguments:
         if isinstance(one, torch.Tensor):
             yield from (one.device, one.dtype)
