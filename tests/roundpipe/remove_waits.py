@@ -163,9 +163,9 @@ WAITS = [
     Wait("engine/group.py", "wait_until(outcome.wait)", "a synchronous step waits for its end"),
     Wait(
         "engine/host_parameters.py",
-        "            self._updates.wait()\n            self._masters_from_weights(written)",
+        "            self._updates.wait()\n            self.set_masters(written)",
         "weights written outside count after the step that is under way",
-        "            self._masters_from_weights(written)",
+        "            self.set_masters(written)",
     ),
     Wait(
         "engine/host_parameters.py",
@@ -175,9 +175,9 @@ WAITS = [
     ),
     Wait(
         "engine/host_parameters.py",
-        "        self._settle()\n        self._drop_gradients()\n\n    def reset",
+        "        self._settle()\n        self.gradients.drop()\n\n    def reset",
         "gradients are dropped when all have come",
-        "        self._drop_gradients()\n\n    def reset",
+        "        self.gradients.drop()\n\n    def reset",
     ),
     Wait(
         "engine/host_parameters.py",

@@ -27,9 +27,9 @@ from roundpipe import (
     from_pretrained,
     wrap_model_to_roundpipe,
 )
-from roundpipe.engine.boundaries import Boundaries, Expected
-from roundpipe.engine.engine import Engine
-from roundpipe.engine.foresight import Foresight
+from roundpipe.engine.memory.boundaries import Boundaries, Expected
+from roundpipe.engine.memory.foresight import Foresight
+from roundpipe.engine.runs import Runs
 from roundpipe.runtime import host_limit
 from roundpipe.runtime.host_limit import VARIABLE, current_limit, parse_bytes
 from rp_sched import Task
@@ -549,7 +549,7 @@ def test_activations_that_are_known_not_to_fit_are_refused(
     one: Runtime, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on devices with a pool of pinned buffers, which keeps what a call had at once.
-    monkeypatch.setattr(Engine, "_has_pool", True)
+    monkeypatch.setattr(Runs, "_has_pool", True)
     pool = [0]
     monkeypatch.setattr(Foresight, "pool_bytes", lambda _: pool[0])
     model = wrapped(one, config=RoundPipeRunConfig(num_microbatch=2, execute_plan=STAGES))

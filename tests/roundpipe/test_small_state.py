@@ -12,8 +12,8 @@ import torch
 from checkpointing import equal, job, with_dropout
 from plain import mlp
 from roundpipe import CheckpointMismatch, CheckpointWarning, RoundPipe, Runtime, load_checkpoint, save_checkpoint
-from roundpipe.engine.forecast import MemoryForecast
-from roundpipe.engine.host_bytes import HostBytes
+from roundpipe.engine.memory.forecast import MemoryForecast
+from roundpipe.engine.memory.host_bytes import HostBytes
 from rp_transfer import HostLimit
 
 KINDS = ("bf16", "8bit")

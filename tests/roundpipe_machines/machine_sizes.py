@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from machine_trainings import adamw, square_error, wrapped
 from roundpipe import Runtime
-from roundpipe.engine.host_bytes import needed_by
+from roundpipe.engine.memory.host_bytes import needed_by
 from roundpipe.errors import HostMemoryShort, HostMemoryWarning
 from roundpipe.state.model_state import HostOptions
 from roundpipe.state.shards import Shards

@@ -18,8 +18,8 @@ from roundpipe.context import (
     get_recompute_data,
     save_for_recompute,
 )
-from roundpipe.engine.forecast import MemoryForecast
-from roundpipe.engine.memory_report import MemoryReport
+from roundpipe.engine.memory.forecast import MemoryForecast
+from roundpipe.engine.memory.report import MemoryReport
 from roundpipe.errors import (
     AloneOnly,
     Busy,
@@ -42,9 +42,9 @@ from roundpipe.errors import (
 from roundpipe.execution.packed_data import RoundPipePackedData
 from roundpipe.loading import from_pretrained
 from roundpipe.models.auto import AutoRoundPipe
-from roundpipe.models.own_loss import OwnLoss
+from roundpipe.models.calls.own_loss import OwnLoss
+from roundpipe.models.calls.token_mean import TokenMean, token_mean
 from roundpipe.models.roundpipe import RoundPipe
-from roundpipe.models.token_mean import TokenMean, token_mean
 from roundpipe.models.wrap import wrap_model_to_roundpipe
 from roundpipe.optimizer.scaler import GradScaler
 from roundpipe.packing.frozen import pack_frozen, unpack_frozen

@@ -13,13 +13,13 @@ import torch
 from rp_transfer import GivingBack
 from torch import nn
 
-from roundpipe.engine.forecast import MemoryForecast
-from roundpipe.engine.host_bytes import HostBytes
+from roundpipe.engine.memory.forecast import MemoryForecast
+from roundpipe.engine.memory.host_bytes import HostBytes
 from roundpipe.errors import HostMemoryWarning
 from roundpipe.models.auto import AutoRoundPipe
-from roundpipe.models.base import caller
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.wrap import wrap_model_to_roundpipe
+from roundpipe.models.wrapped.call_site import caller
 from roundpipe.packing.formats import FORMATS, format_of
 from roundpipe.packing.frozen import pack_frozen
 from roundpipe.packing.weight import PackedWeight, as_parameter

@@ -97,16 +97,16 @@ def load_checkpoint(
         Path(os.path.abspath(path)), model.runtime, _Wanted(layout, optimizers, several, scaler)
     )
     with model.runtime.launching(), lasting(), torch.no_grad():
-        is_behind = bool(opened.description["is_behind"])
-        held = {id(one.tensor): one for one in model.joint.begin_restoring(is_behind=is_behind)}
+        restoring, is_behind = model.joint.restoring, bool(opened.description["is_behind"])
+        held = {id(one.tensor): one for one in restoring.begin(is_behind=is_behind)}
         masters = {name: _master(held.get(id(tensor))) for name, tensor in layout.tensors.items()}
         states = [Matched(opened, *both, masters) for both in zip(optimizers, _saved(opened), strict=False)]
-        model.joint.refuse_until_restored(is_behind=is_behind)
+        restoring.refuse_training(is_behind=is_behind)
         for name, tensor in layout.tensors.items():
             _load_tensor(opened, name, tensor, held.get(id(tensor)), notes, is_behind=is_behind)
         for matched in states:
             matched.load(notes)
-        model.joint.restored(is_behind=is_behind)
+        restoring.end(is_behind=is_behind)
     _load_computed(opened, layout)
     _load_rest(opened, scaler, several)
     if random:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from roundpipe.engine.host_parameters import HostParameters
-from roundpipe.engine.shared_call import checksum, telling, telling_early
+from roundpipe.engine.machines.facts import checksum
+from roundpipe.engine.machines.telling import telling, telling_early
 from roundpipe.optimizer.steps import Part
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
@@ -73,7 +74,7 @@ class Resident(HostParameters):
         with telling(group, self._calling):
             self.get_ready(training=training)
         if group is not None:
-            group.calls.same(self._calling, {**self.facts(), "batch": checksum(arguments)})
+            group.calls.same(self._calling, {**self.facts.now(), "batch": checksum(arguments)})
         self.note_read()
         for block in [*self.state.trainable, *self._shared_blocks()]:
             with own_turn(block.turns, write=False):

@@ -18,6 +18,7 @@ from roundpipe.device.recompute import prepares
 from roundpipe.errors import add_note
 from roundpipe.execution.effects.written import unwritten
 from roundpipe.execution.packed_data import Arrivals
+from roundpipe.models.calls.outputs import placed
 from roundpipe.models.roundpipe import RoundPipe
 from roundpipe.models.side_outputs import Wanted, collecting, deliver, refuse_hooked, wanted
 from roundpipe.settings.run_config import RoundPipeRunConfig
@@ -174,7 +175,7 @@ class Part(RoundPipe):
     def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
         if config.merge_output is not None:
             return super()._merge(outputs, parts, config)
-        return self._placed(_merged(outputs, parts.sizes), config)
+        return placed(_merged(outputs, parts.sizes), config)
 
 
 def _model_of(modules: Mapping[str, nn.Module]) -> nn.Module:

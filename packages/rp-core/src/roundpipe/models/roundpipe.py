@@ -12,16 +12,18 @@ from rp_sched import LayerCost, Mode
 from torch import nn
 
 from roundpipe.device.compiling import options_of
-from roundpipe.device.entrance import entrance_of
-from roundpipe.device.replica import has_hooks
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.group import Joint, StepDuring
+from roundpipe.engine.group import Joint
+from roundpipe.engine.step_during import StepDuring
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
-from roundpipe.models.base import RoundPipeBase, master_dtype, wrappers
-from roundpipe.models.own_loss import call_loss, outputs_are_loss, with_loss
+from roundpipe.models.base import RoundPipeBase, wrappers
+from roundpipe.models.calls.microbatching import declared_spec, num_microbatches
+from roundpipe.models.calls.outputs import check_outputs, placed
+from roundpipe.models.calls.own_loss import call_loss, outputs_are_loss, with_loss
+from roundpipe.models.wrapped.master_dtype import master_dtype
+from roundpipe.models.wrapped.row import row_of
 from roundpipe.planning.call_log import CallTime
-from roundpipe.planning.footprint import rows_of
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given
 from roundpipe.state.layers import PinMode
@@ -108,7 +110,7 @@ class RoundPipe(RoundPipeBase):
         self._own("_refused", {})
         self._own("model_run_config", given("model_run_config", model_run_config))
         self._own("runtime", runtime or default_runtime())
-        engine = Engine(self.name, partial(_row, model), self.runtime, options, compile_options)
+        engine = Engine(self.name, partial(row_of, model), self.runtime, options, compile_options)
         self._own("_engine", engine)
         self._own("_joint", Joint(self.name, [engine.host], self.runtime))
         self._keep_current(model)
@@ -137,7 +139,7 @@ class RoundPipe(RoundPipeBase):
         outputs = self._run(parts, arrivals, config)
         if chosen is None:
             return outputs
-        loss = self._placed(chosen.loss_of(parts, outputs), config)
+        loss = placed(chosen.loss_of(parts, outputs), config)
         return with_loss(self._merge(outputs, parts, config), loss)
 
     def forward_backward(
@@ -177,10 +179,10 @@ class RoundPipe(RoundPipeBase):
         ``master="split"`` the weights are then torn, and calls are refused until a state is loaded; otherwise
         `reset` goes back to the weights before the call, though not to the optimizer's state.
 
-        Raises `ValueError` for a `label` without a `loss_fn`, and for an `optimizer` without ``step_in_backward``,
-        that without the other, and an optimizer that leaves trained parameters out; `TypeError` for another kind
-        of optimizer; `RuntimeError` while torch's grad mode is off; what
-        a layer or `loss_fn` raises, with a note that names the layer and the microbatch.
+        Raises `ValueError` for a `label` without a `loss_fn`, for an `optimizer` without ``step_in_backward``, for
+        ``step_in_backward`` without an `optimizer`, and for an optimizer that leaves trained parameters out;
+        `TypeError` for another kind of optimizer; `RuntimeError` while torch's grad mode is off; what a layer or
+        `loss_fn` raises, with a note that names the layer and the microbatch.
         """
         with self._engine.telling():
             _check_arguments(input_args, input_kwargs, loss_fn)
@@ -200,6 +202,10 @@ class RoundPipe(RoundPipeBase):
         return losses, with_loss(merged, losses) if chosen.is_own else merged
 
     def _step_during(self, optimizer: torch.optim.Optimizer | None) -> StepDuring | None:
+        """Return the step of this optimizer in the next call; None if gradients are kept, or are of inputs alone.
+
+        Raises `ValueError` if there is an optimizer but gradients are kept, or the other way round.
+        """
         if not self._engine.host.state.options.steps_in_backward:
             if optimizer is not None:
                 raise ValueError(
@@ -209,14 +215,13 @@ class RoundPipe(RoundPipeBase):
             return None
         if optimizer is None:
             if not self._engine.host.has_trained():
-                # There are gradients of inputs alone.
                 return None
             raise ValueError(
                 f"model {self.name!r} was wrapped with step_in_backward=True, so gradients are consumed as they "
                 "arrive and cannot be accumulated: give forward_backward the optimizer that steps, as "
                 "forward_backward(..., optimizer=optimizer), or wrap the model without step_in_backward"
             )
-        return self._joint.step_during(optimizer)
+        return StepDuring(self._joint, optimizer)
 
     @property
     def engine(self) -> Engine:
@@ -230,11 +235,11 @@ class RoundPipe(RoundPipeBase):
         return None if count == "auto" else count
 
     def layer_costs(self, run_type: Mode = "fused") -> list[LayerCost]:
-        """The planner's cost of each layer: measured in calls of this type, otherwise guessed from sizes."""
+        """Return the planner's cost of each layer: measured in calls of this type, else guessed from sizes."""
         return self._engine.layer_costs(run_type)
 
     def call_times(self) -> list[CallTime]:
-        """What the latest plan of each kind of call promises that a call takes, and what calls took.
+        """Return what the latest plan of each kind of call promises that a call takes, and what calls took.
 
         >>> with Runtime("cpu:1") as runtime:
         ...     RoundPipe(nn.Linear(4, 4), runtime=runtime).call_times()
@@ -261,7 +266,7 @@ class RoundPipe(RoundPipeBase):
             raise RuntimeError(
                 "requires_grad is True, but torch's grad mode is off; call under torch.enable_grad()"
             )
-        _check_outputs(config)
+        check_outputs(config)
         return self._engine.forward(parts, arrivals, config, wants_grad=wants_grad)
 
     def _split(
@@ -272,87 +277,22 @@ class RoundPipe(RoundPipeBase):
         config: RoundPipeRunConfig,
         mode: Mode = "train",
     ) -> rp_batch.Parts[Any]:
-        spec = _declared(self.model, kwargs) if config.split_input is None else config.split_input
-        count = self._count(args, kwargs, spec, config, mode)
+        spec = declared_spec(self.model, kwargs) if config.split_input is None else config.split_input
+        count = num_microbatches(self._engine, self.runtime, (args, kwargs), spec, config, mode)
         parts = rp_batch.split((args, kwargs), count, spec)
         arrivals.check(count, parts)
         return parts
 
-    def _count(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any, config: RoundPipeRunConfig, mode: Mode
-    ) -> int:
-        """The number of microbatches: as given, chosen at the first call, or one more than there are devices."""
-        if self.runtime.group is not None and torch.is_grad_enabled() and config.requires_grad is not False:
-            # Machines divide all calls that train.
-            mode = "fused"
-        machines = 1 if self.runtime.group is None or mode != "fused" else self.runtime.group.size
-        given, more = config.num_microbatch, machines * (len(self.runtime.lanes) + 1)
-        on_host = self.runtime.lanes[0].device.torch_device.type == "cpu"
-        if isinstance(given, int):
-            return given
-        if config.execute_plan is not None or (given is None and on_host):
-            return more
-        # A split into one tells the size of the batch. A function of the caller's runs once, so it is not asked.
-        whole = None if callable(spec) else rp_batch.split((args, kwargs), 1, spec)
-        if whole is not None and len(whole) > 1:
-            # Outputs that another model left in microbatches.
-            return len(whole)
-        if whole is None or not whole.sizes or whole.sizes[0] < 1:
-            return more
-        return self._engine.microbatches(mode, whole.sizes[0], rows_of(whole))
-
     def _merge(self, outputs: Sequence[Any], parts: rp_batch.Parts[Any], config: RoundPipeRunConfig) -> Any:
         if config.merge_output is False:
             return outputs
-        return self._placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)
-
-    def _placed(self, merged: Any, config: RoundPipeRunConfig) -> Any:
-        if config.output_device is None:
-            return merged
-        return rp_batch.map_leaves(
-            lambda leaf: leaf.to(config.output_device) if isinstance(leaf, torch.Tensor) else leaf, merged
-        )
+        return placed(rp_batch.merge(outputs, config.merge_output, sizes=parts.sizes), config)
 
 
 def _checked_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, but is {value!r} instead")
     return value
-
-
-def _declared(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
-    """The spec of the arguments that a row of rp_presets knows; None without any.
-
-    Its main input says how many rows the batch has: in a batch without padding, which is one row, most tensors are
-    lists of lengths.
-    """
-    whole = getattr(model, "whole_arguments", frozenset[str]()) & kwargs.keys()
-    main = [name for name in getattr(model, "main_arguments", ()) if _is_batch(kwargs.get(name))]
-    found = {**dict.fromkeys(whole, rp_batch.Replicate()), **dict.fromkeys(main, rp_batch.Split())}
-    return (None, found) if found else None
-
-
-def _is_batch(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_nested and value.ndim > 0
-
-
-def _row(model: nn.Module) -> list[nn.Module]:
-    """The layers: the children of an ``nn.Sequential`` without its own forward; otherwise the model itself."""
-    if not isinstance(model, nn.Sequential) or not _is_plain(model):
-        return [model]
-    if len(model) == 0:
-        raise ValueError("the nn.Sequential has no layers; give it at least one")
-    if has_hooks(model) and entrance_of(model) is None:
-        raise ValueError(
-            "the nn.Sequential itself has hooks, which would not run, since its layers are called one by one; "
-            "register them on layers"
-        )
-    return list(model)
-
-
-def _is_plain(row: nn.Sequential) -> bool:
-    own = type(row).forward is not nn.Sequential.forward  # pyright: ignore[reportUnknownMemberType]
-    return not own and ("forward" not in vars(row) or entrance_of(row) is not None)
 
 
 def _check_model(model: nn.Module, pin_model: object, runtime: object, double_buffer: object) -> None:
@@ -375,24 +315,8 @@ def _training_config(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
         raise RuntimeError("forward_backward computes gradients, but torch's grad mode is off")
     if config.requires_grad is False:
         raise ValueError("forward_backward computes gradients, but requires_grad is False; call forward instead")
-    _check_outputs(config)
+    check_outputs(config)
     return config
-
-
-def _check_outputs(config: RoundPipeRunConfig) -> None:
-    """Check, before any work is launched, that outputs can be put on the requested device."""
-    there = config.output_device
-    if there is None:
-        return
-    if config.merge_output is False and there.type != "cpu":
-        raise ValueError(
-            f"merge_output=False leaves outputs in microbatches on the host, but output_device is {there}; leave "
-            "one of them None, or move the outputs yourself"
-        )
-    try:
-        torch.empty(0, device=there)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"output_device is {there}, but torch cannot create a tensor there: {error}") from error
 
 
 def _check_arguments(input_args: object, input_kwargs: object, loss_fn: object) -> None:

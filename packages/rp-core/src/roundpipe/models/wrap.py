@@ -11,12 +11,14 @@ from rp_transfer import group
 from torch import nn
 
 from roundpipe.device.lazy_hooks import register_lazy_hooks
-from roundpipe.engine.foresight import Foresight
+from roundpipe.engine.memory.foresight import Foresight
 from roundpipe.models.adapters import PER_CALL, base_of
 from roundpipe.models.auto import AutoRoundPipe, not_a_row
-from roundpipe.models.base import caller, master_dtype, wrappers
+from roundpipe.models.base import wrappers
 from roundpipe.models.partition import Options, Rules, Splitter, config_for, flat_row, module_bytes
 from roundpipe.models.roundpipe import RoundPipe
+from roundpipe.models.wrapped.call_site import caller
+from roundpipe.models.wrapped.master_dtype import master_dtype
 from roundpipe.packing.foreign import check_not_packed_by_others
 from roundpipe.runtime.runtime import Runtime, default_runtime
 from roundpipe.settings.run_config import RoundPipeRunConfig, given

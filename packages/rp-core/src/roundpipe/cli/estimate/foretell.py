@@ -12,7 +12,7 @@ from rp_sched import Course, Dealer, LayerCost, Limits, Resource, Search, Task, 
 from roundpipe.cli.estimate.hardware import Machine
 from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.workload import Workload, size_of
-from roundpipe.engine.forecast import MemoryForecast
+from roundpipe.engine.memory.forecast import MemoryForecast
 from roundpipe.planning.microbatches import counts_of, fastest
 from roundpipe.planning.pricing import in_place
 

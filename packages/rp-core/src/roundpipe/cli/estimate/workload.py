@@ -18,10 +18,10 @@ from roundpipe.cli.estimate.hardware import Machine
 from roundpipe.cli.estimate.meta.meta_model import Packing
 from roundpipe.cli.estimate.meta.observe import Observed, observe
 from roundpipe.cli.estimate.optimizers import muon_state_of, state_of
-from roundpipe.engine.boundaries import held_at_once
-from roundpipe.engine.forecast import MemoryForecast
-from roundpipe.engine.foresight import SECOND_BLOCKS_SHARE
-from roundpipe.engine.host_bytes import HostBytes, needed_by
+from roundpipe.engine.memory.boundaries import held_at_once
+from roundpipe.engine.memory.forecast import MemoryForecast
+from roundpipe.engine.memory.foresight import SECOND_BLOCKS_SHARE
+from roundpipe.engine.memory.host_bytes import HostBytes, needed_by
 from roundpipe.packing.weight import expansion_bytes, packed_weights
 from roundpipe.planning.pricing import FORWARD_PART, LAUNCH_MS, gradient_itemsize
 from roundpipe.state.model_state import HostOptions, MasterKind

@@ -14,8 +14,8 @@ from rp_optim.host import HostOptimizer
 from rp_transfer import Group, MappedFiles, give_back_freed
 from torch.optim import Optimizer
 
-from roundpipe.engine.forecast import MemoryForecast, likely
-from roundpipe.engine.host_bytes import (
+from roundpipe.engine.memory.forecast import MemoryForecast, likely
+from roundpipe.engine.memory.host_bytes import (
     HostBytes,
     adam_bytes,
     added,
@@ -24,7 +24,7 @@ from roundpipe.engine.host_bytes import (
     held_by,
     needed_by,
 )
-from roundpipe.engine.memory_report import state_bytes_now
+from roundpipe.engine.memory.report import state_bytes_now
 from roundpipe.errors import HostMemoryWarning
 from roundpipe.runtime.launcher import warn_user
 from roundpipe.runtime.runtime import Runtime

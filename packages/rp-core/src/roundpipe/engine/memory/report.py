@@ -10,7 +10,7 @@ import torch
 from rp_transfer import MemoryUse
 from torch.optim import Optimizer
 
-from roundpipe.engine.host_bytes import HostBytes, given_to, held_by
+from roundpipe.engine.memory.host_bytes import HostBytes, given_to, held_by
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tables import readable_bytes, table

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roundpipe.execution.call import LossFn
-from roundpipe.models.token_mean import TokenMean
+from roundpipe.models.calls.token_mean import TokenMean
 
 _WHAT_TO_DO = (
     "give a loss_fn that uses the outputs, such as roundpipe.token_mean(...), without labels in input_kwargs, or "

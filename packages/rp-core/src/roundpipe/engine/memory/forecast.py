@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rp_transfer import HostLimit
 
-from roundpipe.engine.host_bytes import HostBytes
+from roundpipe.engine.memory.host_bytes import HostBytes
 from roundpipe.errors import HostMemoryShort
 from roundpipe.telemetry.tables import readable_bytes, table
 

@@ -3,72 +3,32 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import rp_batch
 import torch
 
 from roundpipe.device.packet import Packet
-from roundpipe.device.randomness import draw_seed
-from roundpipe.errors import RoundPipeError
+from roundpipe.engine.machines.facts import checksum
 from roundpipe.execution.call import Autocast
 from roundpipe.execution.losses import Losses, sum_columns
 from roundpipe.runtime.machines import MachineGroup, check_same
 from roundpipe.runtime.passing import rows_of_all
-from roundpipe.runtime.runtime import Runtime
-from roundpipe.state.model_state import ModelState
 
 _Result = TypeVar("_Result")
 # How far numbers may be apart, of their size, that machines compute alike.
 _ROUNDED = 0.01
 
 
-@contextmanager
-def telling(group: MachineGroup | None, kind: str) -> Generator[None]:
-    """Tell the other machines, which wait for this one to say this kind of thing, what is raised inside.
-
-    Unless they know: what was said inside was not the same, or failed, on all of them.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if group is not None and not group.calls.is_known(error):
-            group.calls.tell(kind, error)
-        raise
-
-
-@contextmanager
-def telling_early(runtime: Runtime, kind: str) -> Generator[None]:
-    """As `telling`, on the caller's thread, before a training call is launched."""
-
-    def tell(group: MachineGroup, error: BaseException) -> None:
-        # As the others do, whose call has begun: the generators stay the same.
-        draw_seed()
-        group.calls.tell(kind, error)
-
-    try:
-        yield
-    except BaseException as error:
-        group = runtime.group
-        if group is not None and not group.calls.is_known(error):
-            # A thread that may not call the model says nothing in its name.
-            with suppress(RoundPipeError):
-                runtime.launch(partial(tell, group, error))
-        raise
-
-
 def training_call(name: str) -> str:
-    """What machines say that they do in a training call of this model."""
+    """Return what machines say that they do in a training call of this model."""
     return f"forward_backward of model {name!r}"
 
 
 def forward_call(name: str) -> str:
-    """What machines say that they do in a forward of this model whose backward is to come."""
+    """Return what machines say that they do in a forward of this model whose backward is to come."""
     return f"forward of model {name!r}"
 
 
@@ -109,15 +69,15 @@ class SharedCall:
         return cls(group, kind, group.share(count), count, batch)
 
     def own(self, items: Sequence[_Result]) -> list[_Result]:
-        """This machine's of all microbatches' items."""
+        """Return this machine's share of all microbatches' items."""
         return [items[microbatch] for microbatch in self.share]
 
     def own_parts(self, parts: rp_batch.Parts[Any]) -> rp_batch.Parts[Any]:
-        """This machine's microbatches."""
+        """Return this machine's microbatches."""
         return rp_batch.Parts(self.own(parts), sizes=None if parts.sizes is None else self.own(parts.sizes))
 
     def sum_losses(self, losses: Sequence[Packet], facts: dict[str, Any]) -> Losses:
-        """The sum of all machines' losses, in the order of the microbatches; the same bits on all machines.
+        """Return the sum of all machines' losses, in the order of the microbatches; the same bits on all machines.
 
         Args:
             losses: of this machine's microbatches.
@@ -138,20 +98,20 @@ class SharedCall:
         return sum_columns(columns, like.treedef)
 
     def outputs_of_all(self, outputs: Sequence[Packet], facts: dict[str, Any]) -> list[Packet]:
-        """The outputs of all microbatches, from this machine's; arguments and errors are those of `sum_losses`."""
+        """Return the outputs of all microbatches, given this machine's; otherwise like `sum_losses`."""
         like = outputs[0]
         facts = {**facts, **self._facts(), "tree of the outputs": str(like.treedef)}
         rows = [[*packet.leaves, *packet.grads] for packet in outputs]
-        found = rows_of_all(self.group, self.kind, rows, facts)
+        all_rows = rows_of_all(self.group, self.kind, rows, facts)
         count = len(like.leaves)
         own = dict(zip(self.share, outputs, strict=True))
         return [
             own.get(microbatch) or Packet(like.treedef, tuple(row[:count]), tuple(row[count:]))
-            for microbatch, row in enumerate(found)
+            for microbatch, row in enumerate(all_rows)
         ]
 
     def own_grads(self, outputs: Sequence[Packet], grads: Sequence[_Result]) -> list[_Result]:
-        """The gradients of this machine's outputs, of those of all outputs that require grad."""
+        """Return the gradients of this machine's outputs. `grads`: those of all outputs that require grad."""
         counts = [sum(packet.grads) for packet in outputs]
         begin = sum(counts[: self.share.start])
         return list(grads[begin : begin + sum(self.own(counts))])
@@ -159,7 +119,7 @@ class SharedCall:
     def input_grads_of_all(
         self, grads: Sequence[torch.Tensor | None], norm: float, facts: dict[str, Any]
     ) -> list[torch.Tensor | None]:
-        """The gradients of all microbatches' inputs, from those of this machine's.
+        """Return the gradients of all microbatches' inputs, given those of this machine's.
 
         `norm`: of the gradients of all outputs, which each machine has computed; they may differ in last bits.
         """
@@ -192,46 +152,12 @@ def check_near(kind: str, name: str, values: Sequence[float]) -> None:
 
 
 def norm_of(tensors: Sequence[torch.Tensor | None]) -> float:
-    """The norm of all of these on the host together, roughly."""
+    """Return the norm of all of these together, computed on the host, roughly."""
     squares = [float(one.detach().float().square().sum()) for one in tensors if one is not None]
     return math.sqrt(sum(squares))
 
 
 def _told(leaf: Any) -> Any:
-    """What must be the same of an argument. What machines have computed of it may differ in its last bits."""
+    """Return what must be the same of an argument: not the last bits of values that machines have computed."""
     is_computed = isinstance(leaf, torch.Tensor) and leaf.requires_grad
     return f"{leaf.dtype} {tuple(leaf.shape)}" if is_computed else leaf
-
-
-def fingerprint(state: ModelState) -> dict[str, Any]:
-    """What must be the same on all machines when a model is wrapped: its weights, too."""
-    found: dict[str, Any] = {
-        "trained parameters": state.digest,
-        "pin_model": state.options.pin,
-        "optim_dtype": str(state.options.optim_dtype),
-        "double_buffer": state.double_buffer,
-        "master": state.options.master,
-        "weights": 0,
-    }
-    for block in state.blocks:
-        if state.options.pin == "alloc" or block.kind != "frozen":
-            # Frozen weights that stay in files are not read for this.
-            found["weights"] = checksum([block.kind, *block.values], found["weights"])
-    return found
-
-
-def checksum(tree: Any, found: int = 0) -> int:
-    """A number that tells tensors and plain values from others; those of devices are copied to the host."""
-    for leaf in rp_batch.flatten(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            found = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), found)
-            if leaf.layout == torch.strided and not leaf.is_nested:
-                found = zlib.crc32(_bytes(leaf), found)
-        elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
-            found = zlib.crc32(repr(leaf).encode(), found)
-    return found
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    # Any: a buffer, for which there is no type before Python 3.12.
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,1 @@
+"""What several machines do together in the calls of a model."""

@@ -1,0 +1,1 @@
+"""What models take of host memory, before and after it is allocated."""

@@ -1,0 +1,89 @@
+"""An optimizer's step during a training call, which takes the gradients as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rp_optim.host import HostOptimizer
+from rp_optim.jobs import Outcome
+from rp_transfer import Ticket
+
+from roundpipe.engine.group import Joint
+from roundpipe.errors import add_note
+from roundpipe.runtime.launcher import wait_until
+from roundpipe.state.block import Block
+from roundpipe.state.model_state import ModelState
+
+
+class StepDuring:
+    """The step of an optimizer during the next training call of a model.
+
+    Raises `TypeError` for an optimizer that cannot.
+    """
+
+    def __init__(self, joint: Joint, optimizer: object) -> None:
+        if not isinstance(optimizer, HostOptimizer):
+            raise TypeError(
+                "an optimizer that steps during backward must be one of roundpipe.optim, which update parameters "
+                f"as gradients arrive, but is a {type(optimizer).__name__} instead"
+            )
+        self._joint = joint
+        self._optimizer = optimizer
+        self._outcome: Outcome[None] | None = None
+
+    def prepare(self) -> None:
+        """Make all that the step takes, and refuse what it cannot do; calls then read the latest weights."""
+        joint = self._joint
+        for host in joint.hosts:
+            host.begin_consuming()
+        joint.prepare_step(is_async=False)
+        for host in joint.hosts:
+            # A step that published the last result would wait for tasks that wait for this step.
+            if host.state.unpublished:
+                host.publish()
+            host.state.make_masters()
+            host.state.make_backs()
+        _refuse_left_out(joint.name, joint.states(), self._optimizer)
+        joint.foresight.check_step(joint.states(), self._optimizer)
+
+    def launch(self, turns: Mapping[Block, Ticket]) -> None:
+        """Queue the step, right after the call's tasks. `turns`: see `Run.step_turns`."""
+        try:
+            self._outcome = self._joint.submit_consuming(self._optimizer, turns)
+        except BaseException:
+            for ticket in turns.values():
+                ticket.leave()
+            raise
+
+    def finish(self) -> None:
+        """Wait for the step. Raises its error."""
+        if self._outcome is not None:
+            wait_until(self._outcome.wait)
+        self._joint.raise_late_errors()
+
+    def explain(self, error: BaseException, *, is_over: bool) -> None:
+        """Say on the call's error what has become of the weights. `is_over`: the step ends by itself."""
+        if self._outcome is not None and (is_over or self._outcome.done()):
+            self._outcome.wait()
+            self._explain_ended(error)
+
+    def _explain_ended(self, error: BaseException) -> None:
+        self._joint.say_torn(error)
+        for host in self._joint.hosts:
+            if host.state.failed is not None and host.state.torn is None:
+                add_note(
+                    error,
+                    f"RoundPipe: the step of this call has ended half-way; the weights of model {host.name!r} are "
+                    "those before it: go back to them with reset(), or load a state",
+                )
+
+
+def _refuse_left_out(name: str, states: Sequence[ModelState], optimizer: HostOptimizer) -> None:
+    stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    masters = {id(state.masters[tensor]) for state in states for tensor in state.trainable_tensors()}
+    if left_out := len(masters - stepped):
+        raise ValueError(
+            f"{left_out} of the {len(masters)} trained parameters of model {name!r} are not the optimizer's, and "
+            "with step_in_backward=True their gradients would be lost: freeze them, or make the optimizer over "
+            "all of model.optim_parameters()"
+        )

@@ -1,0 +1,35 @@
+"""The place of a call's outputs: the host, or the device that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import rp_batch
+import torch
+
+from roundpipe.settings.run_config import RoundPipeRunConfig
+
+
+def check_outputs(config: RoundPipeRunConfig) -> None:
+    """Check, before any work is launched, that outputs can be put on the requested device."""
+    there = config.output_device
+    if there is None:
+        return
+    if config.merge_output is False and there.type != "cpu":
+        raise ValueError(
+            f"merge_output=False leaves outputs in microbatches on the host, but output_device is {there}; leave "
+            "one of them None, or move the outputs yourself"
+        )
+    try:
+        torch.empty(0, device=there)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"output_device is {there}, but torch cannot create a tensor there: {error}") from error
+
+
+def placed(merged: Any, config: RoundPipeRunConfig) -> Any:
+    """Return the merged outputs, copied to the requested device if there is one."""
+    if config.output_device is None:
+        return merged
+    return rp_batch.map_leaves(
+        lambda leaf: leaf.to(config.output_device) if isinstance(leaf, torch.Tensor) else leaf, merged
+    )
