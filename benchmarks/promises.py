@@ -45,7 +45,9 @@ def rows(args: argparse.Namespace, devices: str) -> Iterator[Sequence[str]]:
     size = SIZES[args.model]
     with Runtime(devices, strict=False) as runtime:
         options = {"compile_layers": True} if args.compile else {}
-        model = RoundPipe(decoder(size), torch.float32, "bench", runtime=runtime, **options)
+        model = RoundPipe(
+            decoder(size, with_loss=args.chunked_head), torch.float32, "bench", runtime=runtime, **options
+        )
         optimizer = roundpipe.optim.AdamW(model.optim_parameters(), lr=1e-5)
         batch, count = batches(size, args.batch, args.sequence), len(runtime.lanes)
         loss_fn = loss_of(_workload(args))
@@ -90,7 +92,7 @@ def _workload(args: argparse.Namespace) -> Workload:
         microbatches=0,
         checkpoint=False,
         compile=args.compile,
-        chunked_head=False,
+        chunked_head=args.chunked_head,
         sync=False,
         devices=None,
         profile=None,
@@ -105,6 +107,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--chunked-head", action="store_true", help="the last layer computes the loss, in chunks")
     parser.add_argument("--warmup", type=int, default=15, help="calls of each kind before those that count")
     parser.add_argument("--calls", type=int, default=12, help="calls under each plan, at least 9")
     parser.add_argument("--verbose", action="store_true", help="log what the engine plans and measures")
