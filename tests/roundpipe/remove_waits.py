@@ -111,12 +111,12 @@ WAITS = [
         "",
     ),
     Wait(
-        "runtime/runtime.py",
+        "runtime/lane.py",
         "        self.device.synchronize()\n",
         "a part of a task begins when the one before is over",
         "",
     ),
-    Wait("runtime/runtime.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
+    Wait("runtime/lane.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait(
         "execution/run.py",
         "self.step_turns[block] = take(block.gradient.turns, write=True)",

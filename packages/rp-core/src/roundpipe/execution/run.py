@@ -32,8 +32,9 @@ from roundpipe.execution.shortage.ran_out import clear_frames
 from roundpipe.execution.shortage.slots import TaskSlots
 from roundpipe.execution.stage import Workplace
 from roundpipe.execution.task_job import TaskJob
+from roundpipe.runtime.lane import Lane
 from roundpipe.runtime.launcher import wait_until
-from roundpipe.runtime.runtime import Lane, Runtime
+from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
 from roundpipe.state.block import Block, in_turn
 from roundpipe.telemetry import tracing

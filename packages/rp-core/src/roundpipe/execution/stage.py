@@ -24,7 +24,7 @@ from roundpipe.execution.effects.buffers import LayerBuffers
 from roundpipe.execution.lazy import computed, is_lazy, value_of
 from roundpipe.execution.losses import check_losses
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.runtime.runtime import Lane
+from roundpipe.runtime.lane import Lane
 from roundpipe.state.block import Block
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import NOTHING, Tracer

@@ -36,7 +36,7 @@ class Owner(Protocol):
 
 
 class TaskJob:
-    """A task in its lane's queue; its errors abort the run. See `roundpipe.runtime.runtime.Job`."""
+    """A task in its lane's queue; its errors abort the run. See `roundpipe.runtime.lane.Job`."""
 
     def __init__(
         self,
