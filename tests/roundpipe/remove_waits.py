@@ -148,8 +148,8 @@ WAITS = [
     ),
     Wait("optimizer/gradient_loan.py", "self._ticket.enter()", "a step waits for the gradients"),
     Wait("optimizer/gradient_loan.py", "self._weights.enter()", "a step in place waits for readers"),
-    Wait("optimizer/steps.py", "ticket.enter()", "publishing waits for those who read the old weights"),
-    Wait("optimizer/steps.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
+    Wait("optimizer/publication.py", "ticket.enter()", "publishing waits for those who read the old weights"),
+    Wait("optimizer/updates.py", "wait_until(outcome.wait)", "what is asked between calls waits for steps"),
     Wait(
         "device/randomness.py",
         "self._changed.wait_for(lambda: not self._alone and not self._sharers)",

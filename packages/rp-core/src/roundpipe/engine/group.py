@@ -22,7 +22,8 @@ from roundpipe.engine.memory_report import MemoryReport, memory_report
 from roundpipe.engine.shared_call import telling
 from roundpipe.errors import RoundPipeError, add_note
 from roundpipe.optimizer.shared_step import SharedStep
-from roundpipe.optimizer.steps import Part, run_step, say_torn
+from roundpipe.optimizer.step_part import Part
+from roundpipe.optimizer.steps import run_step, say_torn
 from roundpipe.optimizer.watched import Watched, described, tell_thawed, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.machines import check_same

@@ -30,7 +30,8 @@ from roundpipe.errors import (
     add_note,
     in_words,
 )
-from roundpipe.optimizer.steps import Part, Updates
+from roundpipe.optimizer.step_part import Part
+from roundpipe.optimizer.updates import Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.block import Block

@@ -12,7 +12,7 @@ from torch import nn
 
 from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.shared_call import checksum, telling, telling_early
-from roundpipe.optimizer.steps import Part
+from roundpipe.optimizer.step_part import Part
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.block import Block
