@@ -30,7 +30,7 @@ from roundpipe.execution.packed_data import Arrivals
 from roundpipe.execution.shortage.advice import remedies
 from roundpipe.execution.shortage.ran_out import clear_frames
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.execution.stage import Workplace
+from roundpipe.execution.stage.workplace import Workplace
 from roundpipe.execution.task_job import TaskJob
 from roundpipe.runtime.lane import Lane
 from roundpipe.runtime.launcher import wait_until
