@@ -19,8 +19,8 @@ from roundpipe.execution.losses import check_losses
 from roundpipe.execution.shortage.slots import TaskSlots
 from roundpipe.execution.stage.activity import Activity
 from roundpipe.execution.stage.backpropagation import Backpropagation
-from roundpipe.execution.stage.boundaries import Boundaries
 from roundpipe.execution.stage.layer_runs import LayerRuns
+from roundpipe.execution.stage.task_packets import TaskPackets
 from roundpipe.execution.stage.workplace import Workplace
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import NOTHING
@@ -62,7 +62,7 @@ class Stage:
         self._is_returning = False
         self._activity = activity = Activity(place.call, task, self._device.name)
         self._courier = courier = Courier(place.backend, place.lane, weights.holds, place.tracer)
-        self._boundaries = Boundaries(place, task, slots, courier, activity)
+        self._packets = TaskPackets(place, task, slots, courier, activity)
         self._layers = LayerRuns(place, task, weights, slots, courier, times, activity)
         self._graph = Backpropagation(place, task, weights, self._layers, times, activity, is_part=is_part)
 
@@ -156,12 +156,12 @@ class Stage:
     # Forward: each layer's graph is dropped at once; it only shows which results require grad.
 
     def _forward(self, microbatch: int) -> None:
-        arrived, origins = self._boundaries.inputs(self._task.layers.start, microbatch)
+        arrived, origins = self._packets.inputs(self._task.layers.start, microbatch)
         for layer in self._task.layers:
             self._weights.bind(self._call.state.layers[layer], training=False)
             # No name for the output: it would keep the graph while the next layer runs.
             arrived = _cut(self._layers.run(layer, microbatch, arrived.tree(), again=self._again), origins)
-            self._boundaries.put_activations(layer + 1, microbatch, arrived, origins)
+            self._packets.put_activations(layer + 1, microbatch, arrived, origins)
             if layer + 1 < self._task.layers.stop and self._courier.carried_bytes >= _LARGE_BYTES:
                 # No release of the stage's inputs: a layer may pass them through to the next one.
                 self._pace(self._device.compute.record())
@@ -170,26 +170,26 @@ class Stage:
 
     def _fused(self, microbatch: int) -> None:
         layers = self._task.layers
-        arrived, _ = self._boundaries.inputs(layers.start, microbatch)
+        arrived, _ = self._packets.inputs(layers.start, microbatch)
         output = self._graph.forward(layers, microbatch, arrived.tree(), again=False)
-        self._boundaries.put_output(layers.stop, microbatch, output)
+        self._packets.put_output(layers.stop, microbatch, output)
         if self._times is not None:
             self._times.enter_backward(layers[-1], self._device.compute)
         losses = self._loss(output, microbatch)
         del output
         self._graph.backward(losses, None)
         grads = [None if door is None else door.grad for door in arrived.doors]
-        self._boundaries.put_grads(layers.start, microbatch, grads)
+        self._packets.put_grads(layers.start, microbatch, grads)
 
     def _loss(self, output: Any, microbatch: int) -> list[torch.Tensor]:
-        label = self._boundaries.label(microbatch)
+        label = self._packets.label(microbatch)
         self._activity.current = ("in the loss function, forward, microbatch {1}", -1, microbatch)
         loss_fn = self._call.loss_fn
         assert loss_fn is not None
         with self._place.span("loss function"):
             found = self._layers.seeded(Drawer("loss"), microbatch, lambda: loss_fn(output, label), again=False)
         losses, treedef = check_losses(found)
-        self._boundaries.put_losses(microbatch, treedef, losses)
+        self._packets.put_losses(microbatch, treedef, losses)
         self._activity.current = ("in the loss function, backward, microbatch {1}", -1, microbatch)
         return losses
 
@@ -197,17 +197,17 @@ class Stage:
 
     def _backward(self, microbatch: int) -> None:
         layers = self._task.layers
-        grads = self._boundaries.grads(layers.stop, microbatch)
+        grads = self._packets.grads(layers.stop, microbatch)
         whole = self._call.grain == "stage"
         for part in [layers] if whole else [range(layer, layer + 1) for layer in reversed(layers)]:
             grads = self._backward_through(part, microbatch, grads)
             if part.start > layers.start and self._courier.carried_bytes >= _LARGE_BYTES:
                 # `grads` stay: they may be views of the gradients that arrived.
                 self._end_of_part(still=grads)
-        self._boundaries.put_grads(layers.start, microbatch, grads)
+        self._packets.put_grads(layers.start, microbatch, grads)
 
     def _backward_through(self, layers: range, microbatch: int, grads: Sequence[Any]) -> Sequence[Any]:
-        arrived, _ = self._boundaries.inputs(layers.start, microbatch)
+        arrived, _ = self._packets.inputs(layers.start, microbatch)
         output = self._graph.forward(layers, microbatch, arrived.tree(), again=True)
         leaves = rp_batch.flatten(output)[0]
         pairs = [

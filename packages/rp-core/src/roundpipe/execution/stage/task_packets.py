@@ -1,4 +1,4 @@
-"""The boundaries of a task: what comes to its device from the exchange, and what goes back to it."""
+"""The packets of a task: what it takes from the exchange to its device, and what it puts there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from roundpipe.execution.stage.activity import Activity
 from roundpipe.execution.stage.workplace import Workplace
 
 
-class Boundaries:
-    """Takes a task's activations, gradients and labels, and puts what it makes of them."""
+class TaskPackets:
+    """Takes activations, gradients and labels for a task, and puts what the task makes of them."""
 
     def __init__(
         self, place: Workplace, task: Task, slots: TaskSlots, courier: Courier, activity: Activity
@@ -31,7 +31,7 @@ class Boundaries:
         self._courier = courier
         self._activity = activity
 
-    # What comes
+    # Taken
 
     def inputs(self, boundary: int, microbatch: int) -> tuple[Arrived, Origins]:
         """Take the activations before a layer, with their host copies."""
@@ -60,7 +60,7 @@ class Boundaries:
         packet = self._exchange.take(Slot("label", self._call.num_layers, microbatch))
         return rp_batch.unflatten(packet.treedef, self._courier.bring(packet))
 
-    # What goes
+    # Put
 
     def put_activations(self, boundary: int, microbatch: int, arrived: Arrived, origins: Origins) -> None:
         """Put a layer's output, if anything takes it, and add the host copies to `origins`."""
