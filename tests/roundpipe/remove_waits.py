@@ -118,8 +118,8 @@ WAITS = [
     ),
     Wait("runtime/lane.py", "self._ahead.popleft().synchronize()", "a worker does not run ahead of its device"),
     Wait(
-        "execution/run.py",
-        "self.step_turns[block] = take(block.gradient.turns, write=True)",
+        "execution/turns.py",
+        "self.of_step[block] = take(block.gradient.turns, write=True)",
         "gradients wait until a step has read those whose memory they take",
     ),
     Wait("execution/run.py", "event.synchronize()", "the caller reads results when they have come"),
