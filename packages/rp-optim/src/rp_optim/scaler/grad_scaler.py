@@ -11,8 +11,8 @@ import torch
 from rp_optim.errors import ScalerMisuse, WrongThread
 from rp_optim.jobs import Outcome
 from rp_optim.scaler.loop_view import LoopView
-from rp_optim.scaler.numbers import Numbers, Setting, fp32, one_number
-from rp_optim.scaler.steps import Steps
+from rp_optim.scaler.numbers import ScaleNumbers, Setting, fp32, one_number
+from rp_optim.scaler.steps import ScaledSteps
 from rp_optim.worker import OptimizerThread, on_any_optimizer_thread
 
 _Outputs = TypeVar("_Outputs")
@@ -55,10 +55,10 @@ class GradScaler:
         self.enabled: Final = enabled
         self._thread = thread
         # State of the thread that steps.
-        self._own = Numbers(0, fp32(init_scale), growth_factor, backoff_factor, growth_interval)
+        self._own = ScaleNumbers(0, fp32(init_scale), growth_factor, backoff_factor, growth_interval)
         self._own.check()
         self._unscale_with = self._own.scale
-        self._steps = Steps()
+        self._steps = ScaledSteps()
         self._failed_before = 0
         # State of the training loop.
         self._loop = LoopView(self._own)
@@ -154,7 +154,7 @@ class GradScaler:
         if not is_async:
             self._thread.synchronize_optim()
 
-    def _update_kernel(self, given: float | None, done: Outcome[Numbers], *, is_async: bool) -> None:
+    def _update_kernel(self, given: float | None, done: Outcome[ScaleNumbers], *, is_async: bool) -> None:
         old = self._own
         try:
             self._own = self._moved(given)
@@ -166,7 +166,7 @@ class GradScaler:
             self._unscale_with = given if given is not None else (old if is_async else self._own).scale
             done.carry_out()
 
-    def _moved(self, given: float | None) -> Numbers:
+    def _moved(self, given: float | None) -> ScaleNumbers:
         own = self._own
         if given is not None:
             return replace(own, scale=given)
@@ -181,7 +181,7 @@ class GradScaler:
         return self._thread is not None and self._thread.num_failed > self._failed_before
 
     def _forget_steps(self) -> None:
-        self._steps = Steps()
+        self._steps = ScaledSteps()
         self._failed_before = 0 if self._thread is None else self._thread.num_failed
 
     # Settings, on any thread
@@ -259,7 +259,7 @@ class GradScaler:
         if not state_dict:
             raise ScalerMisuse("the state is empty, as that of a scaler that is not enabled; load another one")
         self._settle()
-        loaded = Numbers.loaded(self._own.updates, state_dict)
+        loaded = ScaleNumbers.loaded(self._own.updates, state_dict)
         self._forget_steps()
         self._own = loaded
         self._unscale_with = loaded.scale
@@ -296,7 +296,7 @@ class GradScaler:
         if not state:
             raise ScalerMisuse("the state is empty, as that of a scaler that is not enabled; load another one")
         self._settle()
-        latest, used = Numbers(**state["latest"]), Numbers(**state["used"])
+        latest, used = ScaleNumbers(**state["latest"]), ScaleNumbers(**state["used"])
         for numbers in (latest, used):
             numbers.check()
         self._forget_steps()

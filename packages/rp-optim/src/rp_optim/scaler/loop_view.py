@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from rp_optim.jobs import Outcome
-from rp_optim.scaler.numbers import Numbers, Setting
+from rp_optim.scaler.numbers import ScaleNumbers, Setting
 
 
 class LoopView:
     """What the training loop uses while updates run on the thread that steps."""
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: ScaleNumbers) -> None:
         self._used = self._last = _settled(numbers)
         self._launched = 0
         self._scale_given: float | None = None
@@ -34,12 +34,12 @@ class LoopView:
         """The loop has set a value."""
         self._set_here[name] = (self._launched, value)
 
-    def use(self, update: Outcome[Numbers]) -> None:
+    def use(self, update: Outcome[ScaleNumbers]) -> None:
         """Use the result of an update that ran at once; keep the earlier one if it was interrupted."""
         # Waiting for an outcome that Ctrl-C has kept from being settled would never end.
         self._used = update if update.done() else self._used
 
-    def note_launched(self, update: Outcome[Numbers], given: float | None, *, is_async: bool) -> None:
+    def note_launched(self, update: Outcome[ScaleNumbers], given: float | None, *, is_async: bool) -> None:
         """An update was queued. `given`: the scale that the user gave. Use the update before it if `is_async`."""
         self._used, self._last = (self._last if is_async else update), update
         self._launched += 1
@@ -47,7 +47,7 @@ class LoopView:
 
     # Saving
 
-    def load(self, numbers: Numbers) -> None:
+    def load(self, numbers: ScaleNumbers) -> None:
         """Use loaded numbers."""
         self._used = self._last = _settled(numbers)
         self._scale_given = None
@@ -61,7 +61,7 @@ class LoopView:
             "set_here": {name: [at, value] for name, (at, value) in self._set_here.items()},
         }
 
-    def load_exact_state(self, used: Numbers, latest: Numbers, state: Mapping[str, Any]) -> None:
+    def load_exact_state(self, used: ScaleNumbers, latest: ScaleNumbers, state: Mapping[str, Any]) -> None:
         """Load what `exact_state` returned. `used`: its checked numbers. `latest`: those of the last update."""
         self._used, self._last = _settled(used), _settled(latest)
         self._launched = latest.updates
@@ -69,7 +69,7 @@ class LoopView:
         self._set_here = {name: (at, value) for name, (at, value) in state["set_here"].items()}
 
 
-def _settled(numbers: Numbers) -> Outcome[Numbers]:
+def _settled(numbers: ScaleNumbers) -> Outcome[ScaleNumbers]:
     settled = Outcome(lambda: numbers)
     settled.carry_out()
     return settled

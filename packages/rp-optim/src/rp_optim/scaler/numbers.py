@@ -15,7 +15,7 @@ Setting = Literal["growth_factor", "backoff_factor", "growth_interval"]
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class ScaleNumbers:
     """The state after `updates` updates. `tracker`: finite steps since the scale last changed."""
 
     updates: int
@@ -26,7 +26,7 @@ class Numbers:
     tracker: int = 0
 
     @classmethod
-    def loaded(cls, updates: int, state: Mapping[str, Any]) -> Numbers:
+    def loaded(cls, updates: int, state: Mapping[str, Any]) -> ScaleNumbers:
         """What a state dict holds. Raise `InvalidOption` if factors or interval are out of range."""
         loaded = cls(
             updates,
@@ -58,11 +58,11 @@ class Numbers:
         if not self.growth_interval >= 1:
             raise InvalidOption(f"GradScaler needs growth_interval >= 1, but has {self.growth_interval} instead")
 
-    def lowered(self) -> Numbers:
+    def lowered(self) -> ScaleNumbers:
         """After a skipped step."""
         return replace(self, scale=fp32(self.scale * self.backoff_factor), tracker=0)
 
-    def advanced(self) -> Numbers:
+    def advanced(self) -> ScaleNumbers:
         """After a finite step: the scale grows if it was the last of `growth_interval` such steps."""
         if self.tracker + 1 < self.growth_interval:
             return replace(self, tracker=self.tracker + 1)

@@ -20,7 +20,7 @@ class _Stage(Enum):
     STEPPED = "stepped"
 
 
-class Steps:
+class ScaledSteps:
     """The steps since the last update; used on the thread that steps."""
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rp_presets.losses.elementwise import Cast, Step, apply
-from rp_presets.losses.gradient_sums import Sums
-from rp_presets.losses.row_chunks import Options, Work, chunk_rows, chunks, wide
+from rp_presets.losses.gradient_sums import GradientSums
+from rp_presets.losses.row_chunks import LossWork, Options, chunk_rows, chunks, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def _run(
     class_weight: Tensor | None,
     options: Options,
 ) -> Tensor:
-    work = Work(_needed(head), targets, class_weight, options, torch.is_grad_enabled())
+    work = LossWork(_needed(head), targets, class_weight, options, torch.is_grad_enabled())
     with torch.autocast(head.hidden.device.type, enabled=False):
         # `apply` is untyped in torch.
         return cast(Tensor, cast(Any, function).apply(*head.tensors(), work))
@@ -141,7 +141,7 @@ def _by_torch(head: Head, targets: Tensor, options: Options) -> Tensor:
 class _Context(Protocol):
     """The autograd context of the functions below."""
 
-    work: Work
+    work: LossWork
     dtypes: tuple[torch.dtype, ...]
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor | None, ...]
@@ -153,9 +153,9 @@ class _Reduced(torch.autograd.Function):
     """The sum or mean over the rows, with the gradients computed in forward."""
 
     @staticmethod
-    def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work) -> Tensor:
+    def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: LossWork) -> Tensor:
         needs = [work.with_grad and needed for needed in ctx.needs_input_grad[:3]]
-        sums = Sums.of(hidden, weight, bias, needs)
+        sums = GradientSums.of(hidden, weight, bias, needs)
         dtype = wide(hidden.dtype)
         counts, weights = work.factors(dtype)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
@@ -190,7 +190,7 @@ class _PerRow(torch.autograd.Function):
     """The loss of each row; backward computes the chunks' logits again, since each row has its own gradient."""
 
     @staticmethod
-    def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work) -> Tensor:
+    def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: LossWork) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
         ctx.work = work
         losses = hidden.new_empty(len(hidden), dtype=work.options.dtype)
@@ -206,7 +206,7 @@ class _PerRow(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         assert hidden is not None
         assert weight is not None
-        sums = Sums.of(hidden, weight, bias, ctx.needs_input_grad[:3])
+        sums = GradientSums.of(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
             counts, weights = (factor * grad for factor in ctx.work.factors(wide(hidden.dtype)))
             for chunk in chunks(hidden, weight, bias, ctx.work, counts, weights):

@@ -37,7 +37,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LossWork:
     """What to compute over the logits. `with_grad`: whether gradients may be asked for."""
 
     steps: tuple[Step, ...]
@@ -62,11 +62,11 @@ class Work:
 class Chunk:
     """Some rows. `trace`: their logits as projected, and after each step.
 
-    `counts` and `weights`: `Work.factors`, times the gradient of each row's loss where that is not one.
+    `counts` and `weights`: `LossWork.factors`, times the gradient of each row's loss where that is not one.
     """
 
     rows: slice
-    work: Work
+    work: LossWork
     hidden: Tensor
     weight: Tensor
     trace: Sequence[Tensor]
@@ -123,7 +123,7 @@ class Chunk:
         return losses, grad
 
 
-def _has_kernel(logits: Tensor, work: Work) -> bool:
+def _has_kernel(logits: Tensor, work: LossWork) -> bool:
     """Whether `softmax_kernel` can do it: on a GPU, of up to 32 bits, where Triton is installed."""
     fits = logits.is_cuda and logits.element_size() <= 4 and not work.options.label_smoothing
     return fits and _has_triton()
@@ -141,7 +141,7 @@ def chunk_rows(features: int) -> int:
 
 
 def chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, work: Work, counts: Tensor, weights: Tensor
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, work: LossWork, counts: Tensor, weights: Tensor
 ) -> Iterator[Chunk]:
     """Project the rows, a chunk at a time. `counts` and `weights`: see `Chunk`."""
     size = chunk_rows(hidden.shape[-1]) * (2 if _has_kernel(hidden, work) else 1)

@@ -7,7 +7,7 @@ from rp_sched import Task
 from roundpipe.execution.call import Call
 
 
-class Activity:
+class TaskActivity:
     """The latest activity of a task.
 
     `current`: words, layer and microbatch; in the words ``{0}`` is the layer's name, ``{1}`` the microbatch.

@@ -11,7 +11,7 @@ from rp_sched import Task
 
 from roundpipe.device.weights import Weights
 from roundpipe.execution.lazy import is_lazy
-from roundpipe.execution.stage.activity import Activity
+from roundpipe.execution.stage.activity import TaskActivity
 from roundpipe.execution.stage.layer_runs import LayerRuns
 from roundpipe.execution.stage.workplace import Workplace
 from roundpipe.state.block import Block
@@ -35,7 +35,7 @@ class Backpropagation:
         weights: Weights,
         layers: LayerRuns,
         times: LayerTimes | None,
-        activity: Activity,
+        activity: TaskActivity,
         *,
         is_part: bool,
     ) -> None:

@@ -16,7 +16,7 @@ from roundpipe.device.weights import Weights
 from roundpipe.execution.effects.buffers import LayerBuffers
 from roundpipe.execution.lazy import computed
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.execution.stage.activity import Activity
+from roundpipe.execution.stage.activity import TaskActivity
 from roundpipe.execution.stage.workplace import Workplace
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import NOTHING
@@ -37,7 +37,7 @@ class LayerRuns:
         slots: TaskSlots,
         courier: Courier,
         times: LayerTimes | None,
-        activity: Activity,
+        activity: TaskActivity,
     ) -> None:
         self._place = place
         self._call = place.call

@@ -17,7 +17,7 @@ from roundpipe.device.randomness import Drawer
 from roundpipe.device.weights import Weights
 from roundpipe.execution.losses import check_losses
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.execution.stage.activity import Activity
+from roundpipe.execution.stage.activity import TaskActivity
 from roundpipe.execution.stage.backpropagation import Backpropagation
 from roundpipe.execution.stage.layer_runs import LayerRuns
 from roundpipe.execution.stage.task_packets import TaskPackets
@@ -60,7 +60,7 @@ class Stage:
         self.next_microbatch = task.microbatches.start
         # Once buffers are on their way, the host no longer has those that a second run would start from.
         self._is_returning = False
-        self._activity = activity = Activity(place.call, task, self._device.name)
+        self._activity = activity = TaskActivity(place.call, task, self._device.name)
         self._courier = courier = Courier(place.backend, place.lane, weights.holds, place.tracer)
         self._packets = TaskPackets(place, task, slots, courier, activity)
         self._layers = LayerRuns(place, task, weights, slots, courier, times, activity)

@@ -13,7 +13,7 @@ from roundpipe.device.activations import Arrived, Courier, Origins, enter
 from roundpipe.device.packet import Slot
 from roundpipe.execution.lazy import value_of
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.execution.stage.activity import Activity
+from roundpipe.execution.stage.activity import TaskActivity
 from roundpipe.execution.stage.workplace import Workplace
 
 
@@ -21,7 +21,7 @@ class TaskPackets:
     """Takes activations, gradients and labels for a task, and puts what the task makes of them."""
 
     def __init__(
-        self, place: Workplace, task: Task, slots: TaskSlots, courier: Courier, activity: Activity
+        self, place: Workplace, task: Task, slots: TaskSlots, courier: Courier, activity: TaskActivity
     ) -> None:
         self._call = place.call
         self._device = place.lane.device
