@@ -38,7 +38,7 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def small_departures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of small layers leave one by one while backward goes on, as those of large ones do."""
-    monkeypatch.setattr("roundpipe.execution.stage._DEPARTURE_BYTES", 1)
+    monkeypatch.setattr("roundpipe.execution.stage.backpropagation._DEPARTURE_BYTES", 1)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_a_deep_layer_is_stepped_while_the_backward_of_a_shallow_one_goes_on(
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_gradients_leave_from_the_last_layer_to_the_first(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundpipe.execution.stage._DEPARTURE_BYTES", 1)
+    monkeypatch.setattr("roundpipe.execution.stage.backpropagation._DEPARTURE_BYTES", 1)
     sent: list[str] = []
     send_home = Run.send_home
 
@@ -158,7 +158,7 @@ def test_a_gradient_that_comes_after_its_layer_has_left_is_an_error_not_a_wrong_
 def test_gradients_wait_for_each_other_up_to_a_size(
     nbytes: int, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roundpipe.execution.stage._DEPARTURE_BYTES", nbytes)
+    monkeypatch.setattr("roundpipe.execution.stage.backpropagation._DEPARTURE_BYTES", nbytes)
     sent: list[int] = []
     send_home = Run.send_home
 

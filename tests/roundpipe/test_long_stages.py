@@ -9,8 +9,8 @@ import pytest
 import torch
 from plain import assert_near, batch, gradients, single_layers, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, doing_recompute, save_for_recompute
-from roundpipe.execution import stage
-from roundpipe.runtime.runtime import Lane
+from roundpipe.execution.stage import stage
+from roundpipe.runtime.lane import Lane
 from roundpipe.settings.run_config import Grain
 from rp_sched import Plan
 from rp_transfer import Event

@@ -24,7 +24,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.device import transfers
 from roundpipe.device.randomness import Drawer, Randomness
 from roundpipe.engine.capture import Captured
-from roundpipe.execution import stage
+from roundpipe.execution.stage import backpropagation
 from roundpipe.optim import SGD
 from rp_sched import Plan
 from rp_transfer import Conveyor
@@ -1145,7 +1145,7 @@ SCENARIOS: list[Callable[[], None]] = [
 def main() -> None:
     """All of them, in fp64: what remains of a difference is a mistake. Small gradients leave as large ones do."""
     torch.set_default_dtype(torch.float64)
-    stage._DEPARTURE_BYTES = 1
+    backpropagation._DEPARTURE_BYTES = 1
     for scenario in SCENARIOS:
         scenario()
 

@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rp_presets import LazyLogits, causal_lm_loss, lazy_logits
-from rp_presets.losses import cross_entropy as chunked
+from rp_presets.losses import row_chunks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,6 +62,11 @@ def gradients(loss: Tensor, linear: nn.Linear, hidden: Tensor, incoming: Tensor 
     return list(torch.autograd.grad(loss, [hidden, *linear.parameters()], incoming))
 
 
+def in_chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(row_chunks, "_FEWEST_ROWS", rows)
+    patch.setattr(row_chunks, "_MOST_ROWS", rows)
+
+
 @settings(max_examples=examples(120), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -87,7 +92,7 @@ def test_loss_and_gradients_are_those_of_the_logits(
 
     assert type(lazy) is LazyLogits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "chunk_rows", lambda _: rows)
+        in_chunks_of(rows, patch)
         loss = functional.cross_entropy(lazy, targets, **options)
     wanted = functional.cross_entropy(real, targets, **options)
 
@@ -106,7 +111,7 @@ def test_loss_and_gradients_are_those_of_the_logits(
 def test_in_16_bits_it_is_as_good_as_the_logits(device, dtype, reduction, recipe, monkeypatch):
     linear, hidden = make(3, (4, 40), 64, 300, bias=True, dtype=dtype)
     linear, hidden = linear.to(device), hidden.detach().to(device).requires_grad_()
-    monkeypatch.setattr(chunked, "chunk_rows", lambda _: 24)
+    in_chunks_of(24, monkeypatch)
 
     def measured(logits: Callable[[], Tensor], linear: nn.Linear, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         rows, targets = rows_and_targets(logits(), RECIPES[recipe], 5)
@@ -175,7 +180,7 @@ def largest(positions: int, *, reduction: str = "sum", dtype: torch.dtype = torc
     ids=str,
 )
 def test_memory_does_not_grow_with_tokens_times_vocabulary(dtype, options, monkeypatch):
-    monkeypatch.setattr(chunked, "chunk_rows", lambda _: 8)
+    in_chunks_of(8, monkeypatch)
     few, many = largest(40, dtype=dtype, **options), largest(240, dtype=dtype, **options)
     weight = 500 * 16
     assert few == many == weight
@@ -190,7 +195,7 @@ def test_the_largest_tensor_of_ordinary_logits_is_seen():
 
 
 def test_the_chunks_are_bounded():
-    assert [chunked.chunk_rows(features) for features in (1, 1024, 2048, 1 << 20)] == [256, 512, 1024, 2048]
+    assert [row_chunks.chunk_rows(features) for features in (1, 1024, 2048, 1 << 20)] == [256, 512, 1024, 2048]
 
 
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {

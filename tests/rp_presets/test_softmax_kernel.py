@@ -39,7 +39,7 @@ assert differentiate_in_place(torch.empty(0, 3), targets[:0], counts[:0], weight
 WHOLE = """
 import itertools
 import torch
-from rp_presets.losses import cross_entropy as module
+from rp_presets.losses import cross_entropy as module, row_chunks
 from rp_presets.losses.elementwise import Cast, Over, Tanh, Times
 from torch.nn import functional
 
@@ -48,8 +48,8 @@ class NoSoftmax(torch.overrides.TorchFunctionMode):
         assert "softmax" not in func.__name__, "the kernel computes the softmax"
         return func(*args, **(kwargs or {}))
 
-module._FEWEST_ROWS = 4
-module._has_kernel = lambda logits, work: not work.options.label_smoothing
+row_chunks._FEWEST_ROWS = 4
+row_chunks._has_kernel = lambda logits, work: not work.options.label_smoothing
 torch.manual_seed(0)
 targets = torch.randint(40, (20,))
 targets[::7] = -100
@@ -61,7 +61,7 @@ for steps, weight, reduction, with_grad in itertools.product(
 ):
     tensors = [torch.randn(shape, requires_grad=True) for shape in ((20, 8), (40, 8), (40,))]
     truth = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    options = module.Options(reduction, -100, 0.0, torch.float32)
+    options = row_chunks.Options(reduction, -100, 0.0, torch.float32)
     module._torch_has_it = lambda head, options: False
     with NoSoftmax(), torch.set_grad_enabled(with_grad):
         found = module.cross_entropy(module.Head(*tensors, steps), targets, weight, options)

@@ -14,7 +14,7 @@ import torch
 from rp_transfer import Backend, Event
 
 from roundpipe.device.packet import Packet, is_dense
-from roundpipe.runtime.runtime import Lane
+from roundpipe.runtime.lane import Lane
 from roundpipe.telemetry.tracing import Tracer
 
 

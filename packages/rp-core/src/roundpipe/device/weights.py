@@ -11,7 +11,7 @@ from rp_transfer import Event, Ticket
 
 from roundpipe.device.replica import Twins
 from roundpipe.device.transfers import Delivery, bring, save
-from roundpipe.runtime.runtime import Lane
+from roundpipe.runtime.lane import Lane
 from roundpipe.state.block import Block, in_turn
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.layers import LayerState

@@ -24,7 +24,8 @@ from roundpipe.engine.memory.second_blocks import agree, decide, decided, want_f
 from roundpipe.engine.restoring import Restoring
 from roundpipe.errors import RoundPipeError
 from roundpipe.optimizer.shared_step import SharedStep
-from roundpipe.optimizer.steps import Part, run_step, say_torn
+from roundpipe.optimizer.step_part import Part
+from roundpipe.optimizer.steps import run_step, say_torn
 from roundpipe.optimizer.watched import Watched, described, tell_thawed, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.machines import check_same

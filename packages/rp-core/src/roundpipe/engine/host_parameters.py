@@ -26,7 +26,8 @@ from roundpipe.engine.machines.facts import Facts, fingerprint
 from roundpipe.engine.machines.telling import telling
 from roundpipe.engine.memory.foresight import Foresight
 from roundpipe.errors import AloneOnly, add_note, in_words
-from roundpipe.optimizer.steps import Part, Updates
+from roundpipe.optimizer.step_part import Part
+from roundpipe.optimizer.updates import Updates
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.block import Block

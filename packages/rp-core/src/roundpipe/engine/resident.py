@@ -13,7 +13,7 @@ from torch import nn
 from roundpipe.engine.host_parameters import HostParameters
 from roundpipe.engine.machines.facts import checksum
 from roundpipe.engine.machines.telling import telling, telling_early
-from roundpipe.optimizer.steps import Part
+from roundpipe.optimizer.step_part import Part
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, own_turn
 from roundpipe.state.block import Block

@@ -1,4 +1,4 @@
-"""Execution of one call: launches its tasks on their lanes, collects results, and reports the first error.
+"""A run: one call under way, with its tasks on their lanes, its results and its first error.
 
 The launcher takes every ticket and creates every slot before any task runs; workers only fill and take slots.
 After the first error, every thread that waits for a slot wakes up, and the tasks that have not run release what
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rp_optim.jobs import Outcome, wait_for_all, wait_for_any
@@ -25,30 +24,23 @@ from roundpipe.device.weights import Weights
 from roundpipe.errors import add_note, class_name, in_words
 from roundpipe.execution.batch import Batch
 from roundpipe.execution.call import Call, Streams
+from roundpipe.execution.caller_slots import CallerSlots
 from roundpipe.execution.exchange import Aborted, Exchange
-from roundpipe.execution.packed_data import Arrivals
-from roundpipe.execution.shortage.advice import remedies
+from roundpipe.execution.shortage.advice import Shortage, explanation, remedies
 from roundpipe.execution.shortage.ran_out import clear_frames
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.execution.stage import Workplace
+from roundpipe.execution.stage.workplace import Workplace
 from roundpipe.execution.task_job import TaskJob
+from roundpipe.execution.turns import CallTurns
+from roundpipe.runtime.lane import Lane
 from roundpipe.runtime.launcher import wait_until
-from roundpipe.runtime.runtime import Lane, Runtime
-from roundpipe.runtime.tickets import Take, taking
-from roundpipe.state.block import Block, in_turn
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.runtime.tickets import taking
+from roundpipe.state.block import Block
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.call_span import CallSpan
 from roundpipe.telemetry.late_errors import Late
 from roundpipe.telemetry.layer_times import LayerTimes
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """A task that ran out of device memory: where, and the error, in words."""
-
-    task: Task
-    where: str
-    error: str
 
 
 class Run:
@@ -57,9 +49,6 @@ class Run:
     The constructor decides every slot, its writer and its readers. With a loss function, `start` launches all
     tasks. Without one, it launches the forward tasks, and `backward` launches the others if the caller ever runs a
     backward pass.
-
-    `step_turns`: where an optimizer steps during backward, the step's turn on each block's gradients, in the order
-    in which these are complete.
     """
 
     def __init__(
@@ -83,7 +72,7 @@ class Run:
         self._late = Late()
         self._outcomes: list[Outcome[None]] = []
         self._deliveries: list[Outcome[None]] = []
-        self.step_turns: dict[Block, Ticket] = {}
+        self._turns = CallTurns(call.state)
         # Time and memory of the layers: one entry for each measured launch.
         self._times: list[LayerTimes] = []
         self._tracer = tracing.SILENT
@@ -92,60 +81,32 @@ class Run:
         self._has_delivered = False
         self._exchange = Exchange()
         self._exchange.expect_tasks(self.tasks, by_layer=call.grain == "layer")
-        self._exchange.expect([*self._loss_slots(), *self._output_slots(), *self._grad_slots()])
-        self._put_batch()
-
-    def _put_batch(self) -> None:
-        arrivals, with_grads = self._batch.arrivals, self.call.with_grad
-        with self._batch.streams.current_here():
-            for m, part in enumerate(self._batch.parts):
-                packet = self._copied(tuple(part), f"inputs, microbatch {m}", arrivals, with_grads=with_grads)
-                self._exchange.put(Slot("input", 0, m), packet)
-            for m, label in enumerate(self._batch.labels):
-                packet = self._copied(label, f"labels, microbatch {m}", arrivals)
-                self._exchange.put(Slot("label", self.call.num_layers, m), packet)
-
-    def _copied(
-        self, tree: Any, what: str, arrivals: Arrivals | None = None, *, with_grads: bool = False
-    ) -> Packet:
-        backend = self._runtime.backend
-        found = Arrivals(backend, ()) if arrivals is None else arrivals
-        try:
-            return Packet.of(backend, tree, with_grads=with_grads, arrival=found.of)
-        except BaseException as error:
-            add_note(error, f"RoundPipe: in model {self.call.name!r}, copying {what}")
-            raise
+        self._caller = CallerSlots(call, batch, runtime.backend, self._exchange)
+        self._caller.put_batch()
 
     # Results for the caller
 
-    def _slots(self, what: Literal["loss", "input", "grad"], at: int) -> list[Slot]:
-        return [Slot(what, at, m) for m in range(self.call.num_microbatches)]
-
-    def _loss_slots(self) -> list[Slot]:
-        return self._slots("loss", self.call.num_layers) if self.call.loss_fn is not None else []
-
-    def _output_slots(self) -> list[Slot]:
-        return self._slots("input", self.call.num_layers) if self.call.keep_outputs else []
-
-    def _grad_slots(self) -> list[Slot]:
-        return self._slots("grad", 0) if self._batch.inputs else []
-
     def losses(self) -> list[Packet]:
         """The losses of each microbatch."""
-        return self._collect(self._loss_slots())
+        return self._collect(self._caller.losses)
 
     def outputs(self, *, wait: bool) -> list[Packet]:
         """The outputs of each microbatch, if the call keeps them. `wait`: block until they are on the host."""
-        return self._collect(self._output_slots(), wait=wait)
+        return self._collect(self._caller.outputs, wait=wait)
 
     def input_grads(self) -> list[Packet]:
         """The gradients of each microbatch's inputs, if any input requires grad."""
-        return self._collect(self._grad_slots())
+        return self._collect(self._caller.grads)
 
     @property
     def seed(self) -> int | None:
         """What the call drew from the caller's generator; None if it draws no random numbers."""
         return None if self.call.randomness is None else self.call.randomness.seed
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The arguments of each microbatch."""
+        return self._batch.parts
 
     # Launch, on the launcher's thread
 
@@ -161,6 +122,11 @@ class Run:
 
     def _tasks_that_add(self, adds_gradients: bool) -> tuple[Task, ...]:
         return tuple(task for task in self.tasks if task.adds_gradients == adds_gradients)
+
+    @property
+    def step_turns(self) -> dict[Block, Ticket]:
+        """Of a step during backward, its turns on gradients; see `CallTurns`."""
+        return self._turns.of_step
 
     def start(self, times: LayerTimes | None) -> None:
         """Launch the first tasks; never blocks. `times` records the time and memory of their layers."""
@@ -180,16 +146,8 @@ class Run:
         `grads`: the gradients of the outputs that require grad, microbatch by microbatch, computed on `streams`.
         """
         self._begin_adding()
-        with streams.current_here():
-            self._put_grads(outputs, iter(grads))
+        self._caller.put_grads(outputs, iter(grads), streams)
         self._launch(self.later_tasks, times)
-
-    def _put_grads(self, outputs: Sequence[Packet], grads: Iterator[torch.Tensor | None]) -> None:
-        for m, packet in enumerate(outputs):
-            found = [next(grads) if requires_grad else None for requires_grad in packet.grads]
-            slot = Slot("grad", self.call.num_layers, m)
-            if self._exchange.is_expected(slot):
-                self._exchange.put(slot, self._copied(found, f"gradients of outputs, microbatch {m}"))
 
     def _begin_adding(self) -> None:
         # Once a run: backward tasks consume what forward saved. If they fail before any gradient leaves its
@@ -215,8 +173,8 @@ class Run:
         jobs: deque[tuple[Lane, TaskJob]] = deque()
         try:
             jobs.extend(self._prepare(task, times) for task in tasks)
-            if self.call.state.options.steps_in_backward:
-                self._take_step_turns(tasks)
+            if self._adds_gradients and self.call.state.options.steps_in_backward:
+                self._turns.take_step(tasks)
             while jobs:
                 lane, job = jobs[0]
                 self._outcomes.append(self._followed(lane.submit(job)))
@@ -228,8 +186,7 @@ class Run:
             self._late.tell()
             for _, job in jobs:
                 job.leave()
-            for ticket in self.step_turns.values():
-                ticket.leave()
+            self._turns.leave_step()
             raise
 
     def _followed(self, outcome: Outcome[None]) -> Outcome[None]:
@@ -238,12 +195,8 @@ class Run:
 
     def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, TaskJob]:
         lane, twins = self._runtime.lanes[task.device], self._twins[task.device]
-        blocks = self._blocks_of(task)
         with taking() as take:
-            turns = {
-                block: take(block.turns, write=block.kind == "buffer" and task.runs_forward) for block in blocks
-            }
-            gradient_turns = self._gradient_turns(task, blocks, take)
+            turns, gradient_turns = self._turns.of_task(task, take)
             weights = Weights(
                 lane,
                 twins,
@@ -257,35 +210,6 @@ class Run:
             place = Workplace(self.call, lane, self._runtime.backend, twins, self, self._tracer)
             slots = TaskSlots(self._exchange, by_layer=self.call.grain == "layer")
             return lane, TaskJob(self, place, task, weights, slots, times)
-
-    def _blocks_of(self, task: Task) -> list[Block]:
-        layers = self.call.state.layers
-        return list(dict.fromkeys(block for layer in task.layers for block in layers[layer].blocks))
-
-    def _gradient_turns(self, task: Task, blocks: Sequence[Block], take: Take) -> dict[Block, Ticket]:
-        turns: dict[Block, Ticket] = {}
-        for block in in_turn(blocks) if task.adds_gradients else ():
-            if block.gradient is not None:
-                turns[block] = take(block.gradient.turns, write=True)
-                if block.passes_gradients_on:
-                    # Before the turn of the next block that uses the memory.
-                    self.step_turns[block] = take(block.gradient.turns, write=True)
-        return turns
-
-    def _take_step_turns(self, tasks: Sequence[Task]) -> None:
-        """Take the step's other turns: a block that several tasks add to is complete at the end of the last."""
-        order: dict[Block, None] = {}
-        for task in tasks if self._adds_gradients else ():
-            for block in in_turn(self._blocks_of(task)) if task.adds_gradients else ():
-                if block.gradient is not None:
-                    order.pop(block, None)
-                    order[block] = None
-        order.update(dict.fromkeys(self.call.state.trainable) if self._adds_gradients else {})
-        with taking() as take:
-            for block in order:
-                if block.gradient is not None and block not in self.step_turns:
-                    self.step_turns[block] = take(block.gradient.turns, write=True)
-        self.step_turns = {block: self.step_turns[block] for block in order}
 
     # Gradients on their way to the host
 
@@ -322,26 +246,7 @@ class Run:
         if self._is_told or not self.shortages:
             return None
         self._is_told = True
-        first, count = self.shortages[0], len(self.shortages)
-        times = "once" if count == 1 else f"{count} times, first"
-        return (
-            f"model {self.call.name!r} ran out of device memory in a call, {times} {first.where}: {first.error}. "
-            "What was unfinished ran again in smaller parts: layers, hooks and the loss function may have run "
-            f"twice, with the same results. {self._how_to_avoid_shortages()}"
-        )
-
-    def _how_to_avoid_shortages(self) -> str:
-        if all(len(shortage.task.layers) == 1 for shortage in self.shortages):
-            more = f"num_microbatch={2 * self.call.num_microbatches} instead of {self.call.num_microbatches}"
-            return f"These were tasks of one layer each, and later calls will have them, too: take {more}."
-        if self.call.is_planned:
-            return "Later calls are planned to take less."
-        return "Stages of fewer layers in your execute_plan avoid that."
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        """The arguments of each microbatch."""
-        return self._batch.parts
+        return explanation(self.call, self.shortages)
 
     # The end
 

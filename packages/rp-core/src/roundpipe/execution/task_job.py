@@ -13,7 +13,8 @@ from roundpipe.execution.exchange import Aborted
 from roundpipe.execution.shortage.ran_out import shortage_of
 from roundpipe.execution.shortage.retreat import Retreat
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.execution.stage import Stage, Workplace
+from roundpipe.execution.stage.stage import Stage
+from roundpipe.execution.stage.workplace import Workplace
 from roundpipe.telemetry.layer_times import LayerTimes
 
 
@@ -36,7 +37,7 @@ class Owner(Protocol):
 
 
 class TaskJob:
-    """A task in its lane's queue; its errors abort the run. See `roundpipe.runtime.runtime.Job`."""
+    """A task in its lane's queue; its errors abort the run. See `roundpipe.runtime.lane.Job`."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class TaskJob:
         self._task = task
         self._weights = weights
         self._slots = slots
-        self._stage = place.stage(task, weights, slots, times)
+        self._stage = Stage(place, task, weights, slots, times)
         self._retreat: Retreat | None = None
 
     def prefetch(self) -> None:

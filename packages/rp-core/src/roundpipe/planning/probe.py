@@ -12,8 +12,9 @@ import torch
 from rp_sched import Switch
 from rp_transfer import Backend
 
+from roundpipe.runtime.lane import Lane
 from roundpipe.runtime.porter import Porter
-from roundpipe.runtime.runtime import Lane, Runtime
+from roundpipe.runtime.runtime import Runtime
 from roundpipe.telemetry.machine import Rates
 
 _LOG = logging.getLogger(__name__)

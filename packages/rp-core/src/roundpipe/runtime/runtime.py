@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from contextvars import copy_context
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from rp_optim import OptimizerThread
-from rp_optim.jobs import Outcome, Worker, finish_all
 from rp_sched import Dealer
-from rp_transfer import Backend, Closed, Device, Event, HostLimit, HostUse, MemoryUse, Retainer, open_backend
+from rp_transfer import Backend, Closed, HostLimit, HostUse, MemoryUse, open_backend
 
 from roundpipe.errors import Busy, RoundPipeError
+from roundpipe.runtime.at_exit import AT_EXIT
 from roundpipe.runtime.host_limit import current_limit
-from roundpipe.runtime.launcher import Launcher, wait_until
+from roundpipe.runtime.lane import Lane
+from roundpipe.runtime.launcher import Launcher
 from roundpipe.runtime.machines import open_group
-from roundpipe.runtime.porter import Porter
 from roundpipe.runtime.switch_interval import quick_switching
 from roundpipe.telemetry import tracing
-from roundpipe.telemetry.late_errors import tell_the_rest
 from roundpipe.telemetry.machine import Machine
 
 if TYPE_CHECKING:
@@ -37,123 +32,7 @@ if TYPE_CHECKING:
     from roundpipe.state.model_state import ModelState
 
 
-# Slot sizes of the porters' staging rings. Unpinned weights are copied to a slot, then read by the device: faster
-# while slots fit into the CPU caches. Gradients are added from slots: larger slots take the GIL less often.
-_FILLED_BYTES = 16 << 20
-_ADDED_BYTES = 32 << 20
-# How many microbatches, or large parts of one, a worker queues on its device before it waits for the oldest.
-_AHEAD = 2
-
 _Result = TypeVar("_Result")
-
-
-class Job(Protocol):
-    """Work for a lane. Neither method raises: the job reports its errors where it puts its results."""
-
-    def prefetch(self) -> None:
-        """Start transfers that need no wait; called while the job before is still running."""
-        ...
-
-    def withdraw(self) -> None:
-        """Free the device memory that `prefetch` has taken; called while the job before is still running."""
-        ...
-
-    def run(self) -> None:
-        """Do the work; it may wait."""
-        ...
-
-
-class Lane:
-    """One device and the worker thread that runs its jobs in the order of launch.
-
-    Its porters copy blocks: `inbox` uploads weights, `outbox` downloads gradients.
-    """
-
-    def __init__(self, backend: Backend, device: Device, num_threads: int) -> None:
-        self.device = device
-        self.retainer = Retainer()
-        self.inbox = Porter(backend, device, device.weights_in, num_threads, _FILLED_BYTES)
-        self.outbox = Porter(backend, device, device.gradients_out, num_threads, _ADDED_BYTES)
-        self._waiting: deque[Job] = deque()
-        self._ahead: deque[Event] = deque()
-        self._worker = Worker(f"roundpipe-{device.name}", device.attach_thread)
-        self._worker.submit(_nothing).result()
-
-    def is_current(self) -> bool:
-        """Whether the calling thread is this lane's."""
-        return self._worker.is_current()
-
-    def submit(self, job: Job) -> Outcome[None]:
-        """Queue a job; it runs in the caller's context variables, where newer torch keeps settings."""
-        self._waiting.append(job)
-        try:
-            return self._worker.submit(copy_context().run, self._run, job)
-        except BaseException:
-            self._forget(job)
-            raise
-
-    def _run(self, job: Job) -> None:
-        self._forget(job)
-        job.run()
-
-    def _forget(self, job: Job) -> None:
-        with suppress(ValueError):
-            self._waiting.remove(job)
-
-    def settle(self) -> None:
-        """Wait for all jobs and release the memory retained for them."""
-        # Tickets are not enough: a delivery leaves its tickets before it releases its gradient sums.
-        jobs = [
-            self.inbox.submit(_nothing),
-            self.outbox.submit(_nothing),
-            self._worker.submit(self.retainer.drain),
-        ]
-        for job in jobs:
-            wait_until(job.wait)
-            job.result()
-
-    def pace(self, done: Event) -> None:
-        """Wait for the device if too much is queued on it, and release memory of finished work.
-
-        `done`: the event after the work queued last. A transfer takes device memory from the moment it is queued,
-        so queueing without a limit would fill the device.
-        """
-        self._ahead.append(done)
-        if len(self._ahead) > _AHEAD:
-            self._ahead.popleft().synchronize()
-        self.retainer.flush()
-
-    def prefetch_next(self) -> None:
-        """Let the next queued job, if there is one, start its transfers."""
-        if (job := self._next()) is not None:
-            job.prefetch()
-
-    def make_room(self) -> None:
-        """Free all device memory but that of the running job, once what uses it is over; it takes its time."""
-        if (job := self._next()) is not None:
-            job.withdraw()
-        self.outbox.wait_for_room(0)
-        self.settle_device()
-        self.device.release_unused()
-
-    def settle_device(self) -> None:
-        """Wait for all that is queued on the device, and release the memory retained for it."""
-        self.device.synchronize()
-        self._ahead.clear()
-        self.retainer.drain()
-
-    def _next(self) -> Job | None:
-        try:
-            return self._waiting[0]
-        except IndexError:
-            return None
-
-    def close(self) -> None:
-        """Finish the jobs and end the threads."""
-        self._worker.close()
-        self.inbox.close()
-        self.outbox.close()
-        self.retainer.drain()
 
 
 class Runtime:
@@ -195,7 +74,7 @@ class Runtime:
         self._host_memory_bytes = host_memory_bytes
         # A variable that cannot be read is refused here.
         self.host_limit()
-        if _AT_EXIT.has_begun:
+        if AT_EXIT.has_begun:
             raise Closed("the process is ending: no runtime can be opened any more")
         threads = torch.get_num_threads()
         self.backend: Backend = open_backend(devices, strict=strict, memory_bytes=device_memory_bytes)
@@ -227,7 +106,7 @@ class Runtime:
         quick_switching.hold()
         self.group = self._open_group(machines)
         # After the machines' own hook: this one runs before it.
-        _AT_EXIT.close(self)
+        AT_EXIT.close(self)
 
     def _open_group(self, machines: Machines | bool | None) -> MachineGroup | None:
         try:
@@ -262,7 +141,7 @@ class Runtime:
         if self.closed:
             raise Closed(
                 "the process is ending and has closed its runtimes; join the training threads in the main thread"
-                if _AT_EXIT.has_begun
+                if AT_EXIT.has_begun
                 else "the runtime was closed; open another one and wrap the model again"
             )
 
@@ -362,10 +241,6 @@ class Runtime:
             self.group.fail(error)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _check_size(name: str, nbytes: object) -> None:
     if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0):
         raise ValueError(f"{name} must be a number of bytes or None, but is {nbytes!r} instead")
@@ -405,36 +280,3 @@ def default_runtime() -> Runtime:
         if not _default or _default[-1].closed:
             _default.append(Runtime())
         return _default[-1]
-
-
-class _AtExit:
-    """Closes open runtimes when the process exits, and reports errors that no call raised."""
-
-    def __init__(self) -> None:
-        self.has_begun = False
-        self._open: weakref.WeakSet[Runtime] = weakref.WeakSet()
-        self._hook = partial(self._run)
-
-    def close(self, runtime: Runtime) -> None:
-        """Close this runtime at exit."""
-        self._open.add(runtime)
-        # Register again for each runtime: exit hooks run last first, and this one must run before those of the
-        # devices' libraries.
-        before, self._hook = self._hook, partial(self._run)
-        atexit.register(self._hook)
-        atexit.unregister(before)
-
-    def _run(self) -> None:
-        self.has_begun = True
-        with ExitStack() as stack:
-            stack.callback(tell_the_rest)
-            stack.callback(finish_all)
-            # What has ended the process, if it was an error.
-            error: BaseException | None = getattr(sys, "last_value", None)
-            for runtime in list(self._open):
-                stack.callback(runtime.close)
-                if error is not None:
-                    stack.callback(runtime.fail, error)
-
-
-_AT_EXIT = _AtExit()

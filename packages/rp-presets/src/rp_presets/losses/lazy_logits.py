@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from rp_presets.losses.cross_entropy import Head, Options, cross_entropy
+from rp_presets.losses.cross_entropy import Head, cross_entropy
 from rp_presets.losses.recording import RECORDED
+from rp_presets.losses.row_chunks import Options
 
 # Any: arguments and results of torch's functions, of which there are many.
 Function = Callable[..., Any]

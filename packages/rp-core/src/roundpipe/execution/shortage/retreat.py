@@ -13,7 +13,8 @@ from roundpipe.device.weights import Weights
 from roundpipe.execution.shortage.parts import Part, smaller
 from roundpipe.execution.shortage.ran_out import drop_frames, shortage_of
 from roundpipe.execution.shortage.slots import TaskSlots
-from roundpipe.execution.stage import Stage, Workplace
+from roundpipe.execution.stage.stage import Stage
+from roundpipe.execution.stage.workplace import Workplace
 from roundpipe.state.block import Block
 
 # How often a part that cannot be cut is run again, with the device to itself: what else took memory, such as
@@ -52,7 +53,9 @@ class Retreat:
             part, owed = pending.popleft()
             self._place.lane.make_room()
             weights = self._weights(part, owed)
-            stage = self.stage = self._place.stage(part.task, weights, self._slots, again=part.again, is_part=True)
+            stage = self.stage = Stage(
+                self._place, part.task, weights, self._slots, again=part.again, is_part=True
+            )
             if (found := shortage_of(stage.run)) is None:
                 continue
             if not stage.may_run_again:

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from typing import Any, Final, Literal, TypeVar, cast
+from dataclasses import asdict, replace
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
-from rp_optim.errors import InvalidOption, InvalidParameter, ScalerMisuse, WrongThread
-from rp_optim.gradients import gradient_of, is_finite, scale, squares_of
+from rp_optim.errors import ScalerMisuse, WrongThread
 from rp_optim.jobs import Outcome
-from rp_optim.masters import by_arrival, known_to_all, own_grad
+from rp_optim.scaler.loop_view import LoopView
+from rp_optim.scaler.numbers import ScaleNumbers, Setting, fp32, one_number
+from rp_optim.scaler.steps import ScaledSteps
 from rp_optim.worker import OptimizerThread, on_any_optimizer_thread
 
 _Outputs = TypeVar("_Outputs")
-_Setting = Literal["growth_factor", "backoff_factor", "growth_interval"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """The scaler's state after `updates` updates. `tracker`: finite steps since the scale last changed."""
-
-    updates: int
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    tracker: int = 0
-
-
-class _Stage(Enum):
-    UNSCALED = "unscaled"
-    STEPPED = "stepped"
 
 
 class GradScaler:
@@ -74,17 +55,13 @@ class GradScaler:
         self.enabled: Final = enabled
         self._thread = thread
         # State of the thread that steps.
-        self._own = _Numbers(0, _fp32(init_scale), growth_factor, backoff_factor, growth_interval)
-        _check(self._own)
+        self._own = ScaleNumbers(0, fp32(init_scale), growth_factor, backoff_factor, growth_interval)
+        self._own.check()
         self._unscale_with = self._own.scale
-        self._stages: dict[torch.optim.Optimizer, _Stage] = {}
-        self._found: dict[torch.optim.Optimizer, bool] = {}
+        self._steps = ScaledSteps()
         self._failed_before = 0
-        # State of the training loop: the update whose result it uses, the last one launched, and what it set.
-        self._seen = self._last = _done(self._own)
-        self._launched = 0
-        self._scale_given: float | None = None
-        self._set_here: dict[_Setting, tuple[int, Any]] = {}
+        # State of the training loop.
+        self._loop = LoopView(self._own)
 
     # Scaling the loss, on any thread
 
@@ -107,7 +84,7 @@ class GradScaler:
             return 1.0
         if self._on_thread():
             return self._unscale_with
-        return self._seen.result().scale if self._scale_given is None else self._scale_given
+        return self._loop.scale()
 
     # The step, on the thread that steps
 
@@ -121,27 +98,7 @@ class GradScaler:
         since the last `update`; `InvalidParameter` for fp16 gradients, which would underflow when unscaled.
         """
         if self.enabled:
-            self._on_optimizer_thread(lambda: self._unscale(optimizer))
-
-    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self._stages:
-            raise ScalerMisuse(
-                f"unscale_ came after this optimizer was {self._stages[optimizer].value}; call update before it"
-            )
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        _refuse_fp16(parameters)
-        # Infinite for a scale that has shrunk to zero, as in torch.
-        inverse = _fp32(1 / self._unscale_with) if self._unscale_with else math.inf
-        found: dict[int, float | None] = {}
-        with torch.no_grad():
-            for here in by_arrival(list(enumerate(parameters)), lambda item: item[1]):
-                squares_of([one for _, one in here])  # In one kernel call; links cache the results.
-                found.update((place, _unscale_one(parameter, inverse)) for place, parameter in here)
-        purpose = f"a check of gradients of a loss that was scaled by {self._unscale_with}"
-        everywhere = known_to_all(parameters, purpose, [found[place] for place in range(len(parameters))])
-        if any(infinite is not None for infinite in everywhere):
-            self._found[optimizer] = any(everywhere)
-        self._stages[optimizer] = _Stage.UNSCALED
+            self._on_optimizer_thread(lambda: self._steps.unscale(optimizer, self._unscale_with))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, unless done, and call ``optimizer.step(*args, **kwargs)`` if all gradients are finite.
@@ -159,19 +116,7 @@ class GradScaler:
             raise ScalerMisuse(
                 "a closure recomputes gradients, which would not be unscaled; call step without a closure"
             )
-        return self._on_optimizer_thread(lambda: self._step(optimizer, args, kwargs))
-
-    def _step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stages.get(optimizer) is _Stage.STEPPED:
-            raise ScalerMisuse("step was called for this optimizer already; call update before the next one")
-        if optimizer not in self._stages:
-            self._unscale(optimizer)
-        if optimizer not in self._found:
-            raise ScalerMisuse("no parameter of this optimizer has a gradient; step after a backward")
-        self._stages[optimizer] = _Stage.STEPPED
-        # The type of a step's result depends on the optimizer.
-        step: Callable[..., Any] = optimizer.step
-        return None if self._found[optimizer] else step(*args, **kwargs)
+        return self._on_optimizer_thread(lambda: self._steps.step(optimizer, self._unscale_with, args, kwargs))
 
     # The update, on the calling thread
 
@@ -192,27 +137,24 @@ class GradScaler:
             raise WrongThread(
                 "update was called in a step function; call it from the training loop, after the step"
             )
-        given = None if new_scale is None else _one_number(new_scale)
+        given = None if new_scale is None else one_number(new_scale)
         done = Outcome(lambda: self._own)
         if self._thread is None:
             try:
                 self._update_kernel(given, done, is_async=False)
             finally:
-                # Ctrl-C may have come before `done` was settled; waiting for it would then never end.
-                self._seen = done if done.done() else self._seen
+                self._loop.use(done)
             return
         # Queued even if a step has failed: the next step needs the update of the failed one.
         failure = self._thread.take_failure()
         self._thread.queue(self._update_kernel, given, done, is_async=is_async)
-        self._seen, self._last = (self._last if is_async else done), done
-        self._launched += 1
-        self._scale_given = given
+        self._loop.note_launched(done, given, is_async=is_async)
         if failure is not None:
             raise failure
         if not is_async:
             self._thread.synchronize_optim()
 
-    def _update_kernel(self, given: float | None, done: Outcome[_Numbers], *, is_async: bool) -> None:
+    def _update_kernel(self, given: float | None, done: Outcome[ScaleNumbers], *, is_async: bool) -> None:
         old = self._own
         try:
             self._own = self._moved(given)
@@ -224,27 +166,22 @@ class GradScaler:
             self._unscale_with = given if given is not None else (old if is_async else self._own).scale
             done.carry_out()
 
-    def _moved(self, given: float | None) -> _Numbers:
+    def _moved(self, given: float | None) -> ScaleNumbers:
         own = self._own
         if given is not None:
             return replace(own, scale=given)
-        if not self._found and self._has_failed():
-            return own
-        if not self._found:
+        if self._steps.has_any():
+            return own.lowered() if self._steps.has_skipped() else own.advanced()
+        if not self._has_failed():
             raise ScalerMisuse("update found no step since the last update; call it after step")
-        if True in self._found.values():
-            return replace(own, scale=_fp32(own.scale * own.backoff_factor), tracker=0)
-        if own.tracker + 1 < own.growth_interval:
-            return replace(own, tracker=own.tracker + 1)
-        grown = _fp32(own.scale * own.growth_factor)
-        return replace(own, scale=grown if math.isfinite(grown) else own.scale, tracker=0)
+        return own
 
     def _has_failed(self) -> bool:
         """Whether a job of the thread has failed since the last update, so that its step may be missing."""
         return self._thread is not None and self._thread.num_failed > self._failed_before
 
     def _forget_steps(self) -> None:
-        self._stages, self._found = {}, {}
+        self._steps = ScaledSteps()
         self._failed_before = 0 if self._thread is None else self._thread.num_failed
 
     # Settings, on any thread
@@ -265,15 +202,13 @@ class GradScaler:
         """The number of finite steps after which the scale grows; see `get_growth_factor`."""
         return int(self._get("growth_interval", up_to_date))
 
-    def _get(self, name: _Setting, up_to_date: bool) -> Any:
+    def _get(self, name: Setting, up_to_date: bool) -> Any:
         if self._thread is None or self._on_thread():
             return getattr(self._own, name)
         if up_to_date:
             self._thread.synchronize_optim()
             return getattr(self._own, name)
-        seen = self._seen.result()
-        set_at, value = self._set_here.get(name, (-1, None))
-        return value if set_at >= seen.updates else getattr(seen, name)
+        return self._loop.setting(name)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, in order with the steps: those launched before keep the old one."""
@@ -287,15 +222,15 @@ class GradScaler:
         """Set the growth interval, in order with the steps: those launched before keep the old one."""
         self._set("growth_interval", new_interval)
 
-    def _set(self, name: _Setting, value: Any) -> None:
-        _check(replace(self._own, **{name: value}))
+    def _set(self, name: Setting, value: Any) -> None:
+        replace(self._own, **{name: value}).check()
         if self._thread is None or self._on_thread():
             self._assign(name, value)
             return
         self._thread.launch_optim_kernel(self._assign, name, value)
-        self._set_here[name] = (self._launched, value)
+        self._loop.note_set(name, value)
 
-    def _assign(self, name: _Setting, value: Any) -> None:
+    def _assign(self, name: Setting, value: Any) -> None:
         self._own = replace(self._own, **{name: value})
 
     def is_enabled(self) -> bool:
@@ -312,14 +247,7 @@ class GradScaler:
         if not self.enabled:
             return {}
         self._settle()
-        own = self._own
-        return {
-            "scale": own.scale,
-            "growth_factor": own.growth_factor,
-            "backoff_factor": own.backoff_factor,
-            "growth_interval": own.growth_interval,
-            "_growth_tracker": own.tracker,
-        }
+        return self._own.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a saved state, after waiting for all launched steps. Does nothing if not enabled.
@@ -331,21 +259,11 @@ class GradScaler:
         if not state_dict:
             raise ScalerMisuse("the state is empty, as that of a scaler that is not enabled; load another one")
         self._settle()
-        loaded = _Numbers(
-            self._own.updates,
-            _fp32(state_dict["scale"]),
-            float(state_dict["growth_factor"]),
-            float(state_dict["backoff_factor"]),
-            int(state_dict["growth_interval"]),
-            int(state_dict["_growth_tracker"]),
-        )
-        _check(loaded)
+        loaded = ScaleNumbers.loaded(self._own.updates, state_dict)
         self._forget_steps()
         self._own = loaded
         self._unscale_with = loaded.scale
-        self._seen = self._last = _done(loaded)
-        self._scale_given = None
-        self._set_here = {}
+        self._loop.load(loaded)
 
     def exact_state(self) -> dict[str, Any]:
         """The state, and what an asynchronous `update` has left to do: plain numbers, for `load_exact_state`.
@@ -364,10 +282,8 @@ class GradScaler:
         self._settle()
         return {
             "latest": asdict(self._own),
-            "used": asdict(self._seen.result()),
             "unscale_with": self._unscale_with,
-            "scale_given": self._scale_given,
-            "set_here": {name: [at, value] for name, (at, value) in self._set_here.items()},
+            **self._loop.exact_state(),
         }
 
     def load_exact_state(self, state: Mapping[str, Any]) -> None:
@@ -380,15 +296,12 @@ class GradScaler:
         if not state:
             raise ScalerMisuse("the state is empty, as that of a scaler that is not enabled; load another one")
         self._settle()
-        latest, used = _Numbers(**state["latest"]), _Numbers(**state["used"])
+        latest, used = ScaleNumbers(**state["latest"]), ScaleNumbers(**state["used"])
         for numbers in (latest, used):
-            _check(numbers)
+            numbers.check()
         self._forget_steps()
         self._own, self._unscale_with = latest, state["unscale_with"]
-        self._seen, self._last = _done(used), _done(latest)
-        self._launched = latest.updates
-        self._scale_given = state["scale_given"]
-        self._set_here = {name: (at, value) for name, (at, value) in state["set_here"].items()}
+        self._loop.load_exact_state(used, latest, state)
 
     def _settle(self) -> None:
         if self._thread is not None and not self._on_thread():
@@ -421,34 +334,6 @@ class GradScaler:
             raise
 
 
-def _done(numbers: _Numbers) -> Outcome[_Numbers]:
-    done = Outcome(lambda: numbers)
-    done.carry_out()
-    return done
-
-
-def _fp32(value: float) -> float:
-    return torch.tensor(float(value), dtype=torch.float64, device="cpu").to(torch.float32).item()
-
-
-def _check(numbers: _Numbers) -> None:
-    if not numbers.growth_factor > 1:
-        raise InvalidOption(f"GradScaler needs growth_factor > 1, but has {numbers.growth_factor} instead")
-    if not numbers.backoff_factor < 1:
-        raise InvalidOption(f"GradScaler needs backoff_factor < 1, but has {numbers.backoff_factor} instead")
-    if not numbers.growth_interval >= 1:
-        raise InvalidOption(f"GradScaler needs growth_interval >= 1, but has {numbers.growth_interval} instead")
-
-
-def _one_number(value: float | torch.Tensor) -> float:
-    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.requires_grad):
-        raise InvalidOption(
-            "new_scale must be a number or a tensor of one that requires no grad, but is a tensor of shape "
-            f"{tuple(value.shape)} with requires_grad={value.requires_grad} instead"
-        )
-    return _fp32(float(value))
-
-
 def _scaled(outputs: Any, factor: torch.Tensor) -> Any:
     if isinstance(outputs, torch.Tensor):
         return outputs * factor
@@ -458,22 +343,3 @@ def _scaled(outputs: Any, factor: torch.Tensor) -> Any:
     if isinstance(outputs, Iterable):
         return (_scaled(value, factor) for value in cast(Iterable[Any], outputs))
     raise TypeError(f"only tensors and iterables of them can be scaled, but this is a {type(outputs).__name__}")
-
-
-def _refuse_fp16(parameters: Iterable[torch.Tensor]) -> None:
-    for parameter in parameters:
-        grad = own_grad(parameter)
-        if grad is not None and grad.dtype == torch.float16:
-            raise InvalidParameter(
-                "an fp16 gradient would lose its small values when unscaled; train fp32 masters (optim_dtype), or "
-                "keep fp32 weights under autocast"
-            )
-
-
-def _unscale_one(parameter: torch.Tensor, inverse: float) -> bool | None:
-    """Unscale the gradient; returns whether it has an infinity or NaN, None if there is no gradient."""
-    if gradient_of(parameter) is None:
-        return None
-    found = not is_finite(parameter)
-    scale(parameter, inverse)
-    return found

@@ -1,0 +1,1 @@
+"""A stage: one task on its device."""

@@ -1,0 +1,63 @@
+"""The turns of a call on the blocks of its model, taken at launch in the order of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rp_sched import Task
+from rp_transfer import Ticket
+
+from roundpipe.runtime.tickets import Take, taking
+from roundpipe.state.block import Block, in_turn
+from roundpipe.state.model_state import ModelState
+
+
+class CallTurns:
+    """Takes the turns of tasks and, where an optimizer steps during backward, of its step.
+
+    `of_step`: the step's turn on each block's gradients, in the order in which these are complete.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self.of_step: dict[Block, Ticket] = {}
+
+    def of_task(self, task: Task, take: Take) -> tuple[dict[Block, Ticket], dict[Block, Ticket]]:
+        """Take a task's turns on weights and buffers, and on gradients."""
+        blocks = self._blocks_of(task)
+        turns = {block: take(block.turns, write=block.kind == "buffer" and task.runs_forward) for block in blocks}
+        return turns, self._of_gradients(task, blocks, take)
+
+    def _of_gradients(self, task: Task, blocks: Sequence[Block], take: Take) -> dict[Block, Ticket]:
+        turns: dict[Block, Ticket] = {}
+        for block in in_turn(blocks) if task.adds_gradients else ():
+            if block.gradient is not None:
+                turns[block] = take(block.gradient.turns, write=True)
+                if block.passes_gradients_on:
+                    # Before the turn of the next block that uses the memory.
+                    self.of_step[block] = take(block.gradient.turns, write=True)
+        return turns
+
+    def take_step(self, tasks: Sequence[Task]) -> None:
+        """Take the step's other turns: a block that several tasks add to is complete at the end of the last."""
+        order: dict[Block, None] = {}
+        for task in tasks:
+            for block in in_turn(self._blocks_of(task)) if task.adds_gradients else ():
+                if block.gradient is not None:
+                    order.pop(block, None)
+                    order[block] = None
+        order.update(dict.fromkeys(self._state.trainable))
+        with taking() as take:
+            for block in order:
+                if block.gradient is not None and block not in self.of_step:
+                    self.of_step[block] = take(block.gradient.turns, write=True)
+        self.of_step = {block: self.of_step[block] for block in order}
+
+    def leave_step(self) -> None:
+        """Leave the step's turns: there will be no step."""
+        for ticket in self.of_step.values():
+            ticket.leave()
+
+    def _blocks_of(self, task: Task) -> list[Block]:
+        layers = self._state.layers
+        return list(dict.fromkeys(block for layer in task.layers for block in layers[layer].blocks))

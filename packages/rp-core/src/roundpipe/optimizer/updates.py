@@ -1,0 +1,115 @@
+"""The queue of one model's steps and publications on the optimizer's thread.
+
+A synchronous step publishes its result at its end. The result of an asynchronous one is published by `synchronize`
+or at the start of the next step, so after an asynchronous step calls read the result of the step before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
+
+from rp_optim.jobs import Outcome
+from rp_transfer import Ticket
+
+from roundpipe.optimizer.gathering import Gathering
+from roundpipe.optimizer.publication import Publication
+from roundpipe.optimizer.step_part import Part
+from roundpipe.runtime.launcher import wait_until
+from roundpipe.runtime.runtime import Runtime
+from roundpipe.runtime.tickets import Take, taking
+from roundpipe.state.block import Block
+from roundpipe.state.model_state import ModelState
+from roundpipe.telemetry import tracing
+from roundpipe.telemetry.late_errors import Late
+from roundpipe.telemetry.tracing import Tracer
+
+
+class Updates:
+    """The steps and publications of one model; used on the launcher's thread."""
+
+    def __init__(self, name: str, state: ModelState, runtime: Runtime) -> None:
+        self._name = name
+        self._state = state
+        self._runtime = runtime
+        self._pending: list[tuple[Outcome[None], Late]] = []
+        self.gathering = None if runtime.group is None else Gathering(runtime.group, state)
+        self._no_publication = Publication(name, state, self.gathering, {})
+
+    def prepare(self, take: Take, *, is_async: bool, gradients: Mapping[Block, Ticket] | None = None) -> Part:
+        """Take a step's turns: to publish the last result, on gradients and, unless async, to publish its own.
+
+        `gradients`: of a step during backward, its turns on gradients, in their order, which its call has taken.
+        """
+        state = self._state
+        state.make_masters()
+        state.make_backs()
+        state.stepped_runs = state.num_runs
+        before = self._publication(take) if state.unpublished else self._no_publication
+        is_consuming = gradients is not None
+        if gradients is None:
+            gradients = {
+                block: take(block.gradient.turns, write=True) for block in state.trainable if block.gradient
+            }
+        after = self._no_publication if is_async else self._publication(take)
+        # Until `note_launched` knows better: publishing once too often changes nothing.
+        state.unpublished = True
+        return Part(
+            self._name,
+            state,
+            self._runtime.machine,
+            before,
+            dict(gradients),
+            after,
+            is_async=is_async,
+            is_consuming=is_consuming,
+            gathering=self.gathering,
+        )
+
+    def publish(self) -> None:
+        """Queue the publication of the last result; calls launched from now on read it."""
+        if self._state.unpublished:
+            with taking() as take:
+                self.submit(self._publication(take).run_alone)
+            self._state.unpublished = False
+
+    def _publication(self, take: Take) -> Publication:
+        self._state.version += 1
+        turns = {block: take(block.turns, write=True) for block in self._state.trainable}
+        return Publication(self._name, self._state, self.gathering, turns)
+
+    def submit(self, job: Callable[[Tracer], None]) -> Outcome[None]:
+        """Queue a job on the optimizer's thread; `errors` returns what it raises."""
+        tracer = tracing.current()
+        late = Late()
+        # With the caller's context variables, where newer torch keeps settings.
+        outcome = self._runtime.optimizer.submit(copy_context().run, _noted, late, job, tracer)
+        tracer.follow(outcome)
+        self._pending.append((outcome, late))
+        return outcome
+
+    def share(self, other: Updates) -> None:
+        """Share one list of pending steps with the other model: from now on both are stepped together."""
+        other._pending.extend(self._pending)
+        self._pending = other._pending
+
+    def errors(self) -> list[BaseException]:
+        """The errors of jobs that have ended since the last call of this."""
+        over = [pending for pending in self._pending if pending[0].done()]
+        self._pending[:] = [pending for pending in self._pending if pending not in over]
+        for _, late in over:
+            late.tell()
+        return [error for outcome, _ in over if (error := outcome.exception()) is not None]
+
+    def wait(self) -> None:
+        """Block until all queued jobs have ended; then `errors` returns what they raised."""
+        for outcome, _ in self._pending:
+            wait_until(outcome.wait)
+
+
+def _noted(late: Late, job: Callable[[Tracer], None], tracer: Tracer) -> None:
+    try:
+        job(tracer)
+    except BaseException as error:
+        late.note(error)
+        raise
