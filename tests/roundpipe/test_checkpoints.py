@@ -494,7 +494,7 @@ def test_a_damaged_one_is_told_and_the_one_before_it_is_loaded(tmp_path: Path, t
     if not file.exists():
         file = tmp_path / "step-00000001/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(CheckpointWarning, match=r"the one before it is tried: .*safetensors must have"):
+    with pytest.warns(CheckpointWarning, match=r"the previous one is tried: .*safetensors must have"):
         found = manager.load_latest(own.model, own.optimizer)
     assert found is not None
     assert found.step == 0

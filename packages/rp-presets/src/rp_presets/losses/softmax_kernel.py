@@ -1,9 +1,9 @@
 """Cross entropy of rows of logits and its gradient, in one Triton kernel. Importing this needs Triton."""
 
-# Triton compiles the kernel's source, to which Python's types do not apply, and has no type stubs. pyright:
-# reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false pyright:
-# reportUnknownVariableType=false, reportUnknownParameterType=false, reportMissingParameterType=false pyright:
-# reportUnknownArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false, reportCallIssue=false
+# Triton compiles the kernel's source, to which Python's types do not apply; it has no type stubs.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUnknownArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false, reportCallIssue=false
 
 from __future__ import annotations
 
