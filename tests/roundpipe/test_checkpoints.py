@@ -316,7 +316,7 @@ def test_arguments_are_checked_at_the_call(tmp_path: Path, two: Runtime) -> None
     with pytest.raises(ValueError, match="step must be a whole number"):
         save_checkpoint(tmp_path / "c", own.model, step=-1)
     with pytest.raises(
-        CheckpointError, match=r"^data\.f must be made of numbers, .* but its type is function; leave"
+        CheckpointError, match=r"^data\.f must be made of numbers, .* but its type is function; omit"
     ):
         save_checkpoint(tmp_path / "c", own.model, data={"f": print and (lambda: 1)})
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)

@@ -449,7 +449,7 @@ def test_a_loss_function_that_would_wait_for_its_own_call_is_refused(two: Runtim
 
     # Masters have gradients to wait for from then on.
     handle = optimizer.register_step_pre_hook(lambda *_: lent.set())
-    with pytest.raises(RoundPipeError, match=r"asked for while forward_backward\(optimizer=\.\.\.\) steps"):
+    with pytest.raises(RoundPipeError, match=r"requested while forward_backward\(optimizer=\.\.\.\) steps"):
         model.forward_backward((x,), None, y, loss_fn, optimizer=optimizer)
     handle.remove()
     assert all(torch.equal(value, before[name]) for name, value in weights(model.model).items())
@@ -506,7 +506,7 @@ def test_clipping_in_a_hook_of_the_optimizer_is_refused(two: Runtime) -> None:
         lambda *_: optim.clip_grad_norm_(list(model.optim_parameters()), 1.0) and None
     )
     with pytest.raises(
-        RoundPipeError, match=r"were asked for before those above were consumed.*cannot be clipped"
+        RoundPipeError, match=r"were requested before those of later layers were consumed.*cannot be clipped"
     ):
         call(model, optimizer)
     handle.remove()

@@ -34,7 +34,7 @@ class _Kept:
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run in one folder, ``step-00000100`` and so on, and finds the newest whole one.
+    """Saves one run's checkpoints in one folder, as ``step-00000100``, and finds the newest intact one.
 
     Args:
         folder: created if it does not exist. One process at a time saves in it.

@@ -107,7 +107,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path} is missing, so this is no finished checkpoint") from error
+        raise CheckpointDamaged(f"{path} is missing, so this is not a finished checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

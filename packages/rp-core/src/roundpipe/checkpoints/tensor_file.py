@@ -168,7 +168,7 @@ class Stored:
 def catalogue(path: Path) -> dict[str, Stored]:
     """Return the tensors in a file, by name.
 
-    Raises `CheckpointDamaged` if it is no safetensors file, `CheckpointError` if it cannot be read.
+    Raises `CheckpointDamaged` if it is not a safetensors file, `CheckpointError` if it cannot be read.
     """
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size

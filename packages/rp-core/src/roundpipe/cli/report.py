@@ -66,7 +66,7 @@ class Report(Protocol):
         ...
 
     def held_out(self, step: int, loss: float) -> None:
-        """Record the held-out loss after so many steps. Raises `Unwritable`."""
+        """Record the held-out loss after step `step`. Raises `Unwritable`."""
         ...
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Reports:
                 report.step(figures)
 
     def held_out(self, step: int, loss: float) -> None:
-        """Record the held-out loss after so many steps."""
+        """Record the held-out loss after step `step`."""
         for report in self._reports:
             with self._continuing(report):
                 report.held_out(step, loss)
@@ -148,7 +148,7 @@ class Metrics:
         self._write(json.dumps(asdict(figures)) + "\n")
 
     def held_out(self, step: int, loss: float) -> None:
-        """Record the held-out loss after so many steps."""
+        """Record the held-out loss after step `step`."""
         self._write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class TensorBoard:
             self._add(f"training/{name}", getattr(figures, name), figures.step)
 
     def held_out(self, step: int, loss: float) -> None:
-        """Record the held-out loss after so many steps."""
+        """Record the held-out loss after step `step`."""
         self._add("held_out/loss", loss, step)
 
     def _add(self, name: str, value: float, step: int) -> None:

@@ -28,7 +28,7 @@ class Compiler:
 
     Args:
         options: arguments of `torch.compile`, such as ``{"mode": "max-autotune-no-cudagraphs"}``.
-        num_devices: multiplies the compiler's recompile limits, since each device needs variants of its own.
+        num_devices: multiplies the compiler's recompile limits, since each device needs its own variants.
     """
 
     def __init__(self, options: CompileOptions, num_devices: int) -> None:

@@ -252,8 +252,8 @@ _Part = tuple[str, str, object]
 _Table = Mapping[str, object]
 
 _WRITTEN = (
-    "layer {0} wrote its parameter {1!r} in forward, which changes the device's copy alone; write it between "
-    "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: make it without)"
+    "layer {0} wrote its parameter {1!r} in forward, which changes only the device's copy; write it between "
+    "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: create it without)"
 )
 
 

@@ -205,18 +205,18 @@ class Loan:
         # The call would wait for itself.
         if self._turn is not None and threading.get_ident() != self._thread:
             raise RoundPipeError(
-                f"the gradients of {self.block} were asked for while forward_backward(optimizer=...) steps: a "
+                f"the gradients of {self.block} were requested while forward_backward(optimizer=...) steps: a "
                 "loss function, a layer, a hook or another thread cannot read them or step the optimizer, which "
-                "steps in this call by itself; leave that out, or wrap the model without step_in_backward"
+                "steps in this call by itself; omit that, or wrap the model without step_in_backward"
             )
 
     def _refuse_early(self) -> None:
         if self._turn is None or self._arrived or self._consumed.count == self._turn:
             return
         raise RoundPipeError(
-            f"the gradients of {self.block} were asked for before those above were consumed, but with "
-            "step_in_backward=True they are not in memory together, so they cannot be clipped, logged or left out "
-            "of the step; wrap the model without it for that"
+            f"the gradients of {self.block} were requested before those of later layers were consumed, but with "
+            "step_in_backward=True they are not in memory together, so they cannot be clipped, logged or omitted "
+            "from the step; wrap the model without it for that"
         )
 
     def _is_there(self) -> bool:

@@ -29,7 +29,7 @@ _NEWS = 0.05
 
 
 def rows_of(parts: Sequence[Any]) -> int:
-    """The rows of the largest microbatch: the most elements of an input, or vectors of a floating-point one.
+    """Return the rows of the largest microbatch: elements of an input, or vectors of a floating-point one.
 
     >>> rows_of([(torch.zeros(4, 7, dtype=torch.int64),), (torch.zeros(3, 7, dtype=torch.int64),)])
     28
@@ -74,7 +74,7 @@ class Footprint:
         return self.most_rows > 0
 
     def kept_bytes(self, layer: int, rows: int) -> int:
-        """Bytes that a layer keeps for a microbatch's backward; 0 for a layer never measured where others were."""
+        """Return the bytes that a layer keeps for a backward; 0 if other layers were measured, but not it."""
         ends = self._measured.get(layer)
         if ends is not None:
             return _on_line(ends, rows)

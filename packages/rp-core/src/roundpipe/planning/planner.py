@@ -91,7 +91,7 @@ class Planner:
         is_given = config.execute_plan is not None and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
-        # A CPU device computes on the thread that launches: nothing tells the two apart.
+        # A CPU device computes on the thread that launches, so launching cannot be measured separately.
         launches = None if self._on_host else Launches()
         self._launches.append(
             LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes(), self.spare_bytes, launches=launches)

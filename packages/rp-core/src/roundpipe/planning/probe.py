@@ -55,7 +55,7 @@ def _attempt(runtime: Runtime) -> Rates:
 
 
 def probe(runtime: Runtime, *, nbytes: int = _BYTES, host_bytes: int = _HOST_BYTES) -> Rates:
-    """Measure each link alone, all at once, and host memory; the devices should be idle.
+    """Measure each link alone, then all at once, and host memory; the devices should be idle.
 
     >>> with Runtime("cpu:2") as runtime:
     ...     len(probe(runtime, nbytes=1 << 10, host_bytes=1 << 10).up_gb_s)

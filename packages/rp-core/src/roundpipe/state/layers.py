@@ -51,7 +51,7 @@ def build_layers(
 ) -> tuple[LayerState, ...]:
     """Group the layers' tensors into blocks.
 
-    The tensors of a block are used by exactly the same layers. So a tied parameter gets a block of its own, and a
+    The tensors of a block are used by exactly the same layers. So a tied parameter gets a separate block, and a
     module that occurs twice in the sequence has one block for both.
 
     Raises what `foresee` raises, and `ValueError` for tensors that are not on the host, sparse tensors, parameters

@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 import torch
 from rp_transfer import Backend, Layout, Turns
 
-# At most so many layers of one size have gradients at once: one that arrives, one that is stepped, one between.
+# At most this many layers of one size have gradients at once: one arrives, one is stepped, one is in between.
 _MOST = 3
-# One place for every so many layers of one size, rounded up.
+# The number of layers of one size that share a place, at most.
 _LAYERS = 8
 # Blocks share a place down to this part of the largest's size: a head is often an embedding plus a norm.
 _ALIKE = 7 / 8

@@ -59,7 +59,7 @@ def tokenizer_of(options: FineTuning) -> Any:  # Any: each model has its own cla
     folder = options.tokenizer or config_file(options).parent
     loader: Any = AutoTokenizer
     if not folder.is_dir() or not any(folder.glob("*token*")):
-        raise Refused(f"there is no tokenizer in {folder}; give a folder that has one with --tokenizer")
+        raise Refused(f"there is no tokenizer in {folder}; name a folder that has one with --tokenizer")
     try:
         return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers check their files in many ways

@@ -1,9 +1,9 @@
 """Expand packed weights of any format in one Triton kernel; needs Triton at import."""
 
-# Triton compiles the kernel's source, where Python's types mean nothing; it has no stubs either. pyright:
-# reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false pyright:
-# reportUnknownVariableType=false, reportUnknownParameterType=false, reportMissingParameterType=false pyright:
-# reportUnknownArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false, reportCallIssue=false
+# Triton compiles the kernel's source, to which Python's types do not apply; it has no type stubs.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUnknownArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false, reportCallIssue=false
 
 from __future__ import annotations
 

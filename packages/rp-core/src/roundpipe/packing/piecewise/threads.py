@@ -1,4 +1,4 @@
-"""Threads that work on the pieces of a weight, each in memory of its own that it uses for piece after piece."""
+"""Threads that work on the pieces of a weight, each with its own memory, which it reuses for later pieces."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rp_optim.worker import compute_with
 
 _Piece = TypeVar("_Piece")
 
-# More would wait for the GIL: a piece has a dozen operations of some ten microseconds.
+# More would wait for the GIL: a piece has a dozen operations of about ten microseconds.
 _MOST_THREADS = 8
 
 
 class Scratch:
-    """Memory of a thread for what passes while it works on a piece. New memory for each piece costs page faults.
+    """A thread's memory for temporary tensors, reused for later pieces: new memory would cost page faults.
 
     >>> scratch = Scratch(torch.device("cpu"))
     >>> one = scratch.take("numbers", (2, 3), torch.float32)
