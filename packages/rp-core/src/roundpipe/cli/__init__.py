@@ -110,7 +110,7 @@ def _escape_unencodable(stdout: Any) -> None:  # Any: a text file, or a test's r
 
 
 def _drop_output() -> None:
-    """If stdout cannot be written, redirect it to the null device, or Python would fail again at exit."""
+    """Redirect stdout to the null device if it cannot be written, or Python would fail again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -154,7 +154,7 @@ class Gathering:
                 each.wait()
 
     def skip(self) -> None:
-        """If a step could not begin here, send the pieces that other machines wait for, as `give_up` does."""
+        """Send the pieces that other machines wait for, as `give_up` does, if a step could not begin here."""
         with suppress(DistError):
             self.wait()
             self._under_way.clear()

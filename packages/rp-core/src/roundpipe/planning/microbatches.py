@@ -9,7 +9,7 @@ from rp_sched import Infeasible, LayerCost, Limits, Mode, Search
 from roundpipe.planning.adaptive import memory_splits
 
 Problem = tuple[Sequence[LayerCost], Limits]
-"""What layers cost for one microbatch, and the machine's limits."""
+"""The costs of layers for one microbatch, and the machine's limits."""
 
 # Larger numbers are not tried: launching alone would take minutes a step.
 _MOST = 512

@@ -85,7 +85,7 @@ class Recent:
 
 
 class DeviceSpeeds:
-    """How fast devices run the layers of one model.
+    """The relative speeds at which devices run the layers of one model.
 
     >>> speeds = DeviceSpeeds()
     >>> speeds.add({"cuda:0": {0: 1.0, 1: 2.0}, "cuda:1": {0: 3.0, 1: 6.0}})
