@@ -1,9 +1,9 @@
-"""Puts the compiled kernels into the wheel where there is a compiler, and leaves them to first use where not.
+"""Build hook that compiles the kernels into the wheel if there is a compiler; otherwise first use compiles them.
 
 ``RP_OPTIM_WHEEL=compiled`` fails where they cannot be compiled; ``RP_OPTIM_WHEEL=pure`` does not try.
 """
 
-# Hatchling is in the build's own environment alone.
+# Only the build's own environment has hatchling.
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 # pyright: reportUntypedBaseClass=false, reportUnknownArgumentType=false
 
@@ -21,7 +21,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 def _builder(root: str) -> Any:
-    # By its path: the package itself needs torch, which is not there when a wheel is built.
+    # Load the file by its path: importing the package needs torch, which the build environment does not have.
     spec = importlib.util.spec_from_file_location("rp_optim_build", Path(root) / "src/rp_optim/kernels/build.py")
     assert spec is not None
     assert spec.loader is not None
@@ -32,16 +32,16 @@ def _builder(root: str) -> Any:
 
 
 class KernelHook(BuildHookInterface):
-    """Builds ``rp_optim/kernels/_kernels.so``; a wheel that has it fits one platform, and any Python on it."""
+    """Builds ``rp_optim/kernels/_kernels.so``. A wheel with it fits one platform, and any Python on that."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, unless the wheel only points at these sources, which may change after it was made."""
-        asked = os.environ.get("RP_OPTIM_WHEEL", "")
-        if asked not in ("", "compiled", "pure"):
-            raise ValueError(f"RP_OPTIM_WHEEL must be compiled or pure, but is {asked!r}; correct it, or unset it")
-        if self.target_name != "wheel" or version == "editable" or asked == "pure":
+        """Compile, unless the wheel is editable: it points at these sources, which may change later."""
+        mode = os.environ.get("RP_OPTIM_WHEEL", "")
+        if mode not in ("", "compiled", "pure"):
+            raise ValueError(f"RP_OPTIM_WHEEL must be compiled or pure, but is {mode!r}; correct it, or unset it")
+        if self.target_name != "wheel" or version == "editable" or mode == "pure":
             return
         builder = _builder(self.root)
         self._folder = tempfile.TemporaryDirectory()
@@ -49,13 +49,13 @@ class KernelHook(BuildHookInterface):
         try:
             compiler = builder.find_compiler()
             if compiler is None:
-                if asked:
+                if mode:
                     raise builder.BuildFailed("there is no C compiler that runs")
                 self.app.display_warning("no C compiler: the kernels will be compiled on first use")
                 return
             builder.build(compiler, library)
         except (builder.BuildFailed, OSError) as error:
-            if asked:
+            if mode:
                 raise
             self.app.display_warning(f"the kernels will be compiled on first use: {error}")
             return
@@ -65,7 +65,7 @@ class KernelHook(BuildHookInterface):
         build_data["tag"] = f"py3-none-{platform}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what was compiled: it is in the wheel now."""
+        """Remove the compiled library, which is in the wheel now."""
         del version, build_data, artifact_path
         if hasattr(self, "_folder"):
             self._folder.cleanup()

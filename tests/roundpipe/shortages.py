@@ -182,12 +182,12 @@ class Trap:
 @contextmanager
 def trapped(monkeypatch: pytest.MonkeyPatch, trap: Trap) -> Iterator[None]:
     """All allocations on limited CPU devices, by streams and by torch's operations, pass the trap."""
-    take = CpuDevice._take
+    take = CpuDevice._count_new
 
     def checked(device: CpuDevice, nbytes: int) -> None:
         trap.check()
         take(device, nbytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CpuDevice, "_take", checked)
+        patch.setattr(CpuDevice, "_count_new", checked)
         yield

@@ -135,7 +135,7 @@ def test_files_of_two_checkpoints_are_not_mixed(whole: tuple[Path, Job], tmp_pat
 
 
 def test_no_checkpoint_at_all_is_refused(whole: tuple[Path, Job], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointDamaged, match=r"complete is missing, so this is no finished checkpoint"):
+    with pytest.raises(CheckpointDamaged, match=r"complete is missing, so this is not a finished checkpoint"):
         load(whole[1], tmp_path)
     with pytest.raises(CheckpointDamaged, match="complete is missing"):
         load(whole[1], tmp_path / "nowhere")

@@ -316,7 +316,7 @@ def test_arguments_are_checked_at_the_call(tmp_path: Path, two: Runtime) -> None
     with pytest.raises(ValueError, match="step must be a whole number"):
         save_checkpoint(tmp_path / "c", own.model, step=-1)
     with pytest.raises(
-        CheckpointError, match=r"^data\.f must be made of numbers, .* but its type is function; leave"
+        CheckpointError, match=r"^data\.f must be made of numbers, .* but its type is function; omit"
     ):
         save_checkpoint(tmp_path / "c", own.model, data={"f": print and (lambda: 1)})
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
@@ -494,7 +494,7 @@ def test_a_damaged_one_is_told_and_the_one_before_it_is_loaded(tmp_path: Path, t
     if not file.exists():
         file = tmp_path / "step-00000001/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(CheckpointWarning, match=r"the one before it is tried: .*safetensors must have"):
+    with pytest.warns(CheckpointWarning, match=r"the previous one is tried: .*safetensors must have"):
         found = manager.load_latest(own.model, own.optimizer)
     assert found is not None
     assert found.step == 0

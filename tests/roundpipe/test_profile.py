@@ -246,7 +246,7 @@ def test_profiles_do_not_nest(tmp_path: Path) -> None:
     first = tmp_path / "first.json"
     with (
         profile(first),
-        pytest.raises(Busy, match=r"already, for .*first\.json"),
+        pytest.raises(Busy, match=r"already active, for .*first\.json"),
         profile(tmp_path / "second.json"),
     ):
         pytest.fail("the second one began")

@@ -429,7 +429,7 @@ def test_a_step_by_hand_trains_nothing_and_says_so(two: Runtime, master: str) ->
     model = wrapped(two, master=master)
     optimizer = ADAM(model)
     call(model, optimizer)
-    with pytest.raises(TrainsNothing, match="of a model with step_in_backward=True, leave it out"):
+    with pytest.raises(TrainsNothing, match="with step_in_backward=True, omit the step"):
         optimizer.step()
     call(model, optimizer)
 
@@ -449,7 +449,7 @@ def test_a_loss_function_that_would_wait_for_its_own_call_is_refused(two: Runtim
 
     # Masters have gradients to wait for from then on.
     handle = optimizer.register_step_pre_hook(lambda *_: lent.set())
-    with pytest.raises(RoundPipeError, match=r"asked for while forward_backward\(optimizer=\.\.\.\) steps"):
+    with pytest.raises(RoundPipeError, match=r"requested while forward_backward\(optimizer=\.\.\.\) steps"):
         model.forward_backward((x,), None, y, loss_fn, optimizer=optimizer)
     handle.remove()
     assert all(torch.equal(value, before[name]) for name, value in weights(model.model).items())
@@ -460,7 +460,7 @@ def test_gradients_that_are_dropped_unread_are_an_error(two: Runtime) -> None:
     model = wrapped(two)
     optimizer = ADAM(model)
     handle = optimizer.register_step_pre_hook(lambda *_: optimizer.zero_grad())
-    with pytest.raises(RoundPipeError, match=r"passed by 2 of the gradients of .*leave zero_grad\(\)"):
+    with pytest.raises(RoundPipeError, match=r"has not read 2 of the gradients of .*omit zero_grad\(\)"):
         call(model, optimizer)
     handle.remove()
     model.reset()
@@ -489,7 +489,7 @@ def test_a_loss_that_a_scaler_has_multiplied_is_refused(two: Runtime) -> None:
         return scaler.scale(square_error(outputs, labels))
 
     with pytest.raises(
-        RoundPipeError, match="a GradScaler's scale was asked for in a call in which the optimizer"
+        RoundPipeError, match="a GradScaler's scale was requested in a call in which the optimizer"
     ):
         model.forward_backward((x,), None, y, scaled, optimizer=optimizer)
     assert not optimizer.state
@@ -506,7 +506,7 @@ def test_clipping_in_a_hook_of_the_optimizer_is_refused(two: Runtime) -> None:
         lambda *_: optim.clip_grad_norm_(list(model.optim_parameters()), 1.0) and None
     )
     with pytest.raises(
-        RoundPipeError, match=r"were asked for before those above were consumed.*cannot be clipped"
+        RoundPipeError, match=r"were requested before those of later layers were consumed.*cannot be clipped"
     ):
         call(model, optimizer)
     handle.remove()
@@ -542,7 +542,7 @@ def test_the_command_refuses_several_machines_before_it_makes_a_model() -> None:
             foretold(options, runtime, 9)
         return str(refused.value)
 
-    assert on_both(foretell) == ["--step-in-backward is for one machine, but there are 2; leave it out"] * 2
+    assert on_both(foretell) == ["--step-in-backward is for one machine, but there are 2; omit it"] * 2
 
 
 def test_models_that_are_taken_apart_are_refused(two: Runtime) -> None:

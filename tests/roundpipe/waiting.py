@@ -427,7 +427,7 @@ def an_error_waits_for_uploads_under_way() -> None:
 @contextmanager
 def memory_runs_out_once(ready: Callable[[], object]) -> Iterator[None]:
     """The second allocation of device memory fails, once it is `ready`; the first is for a layer's first block."""
-    take, numbers = CpuDevice._take, count(1)
+    take, numbers = CpuDevice._count_new, count(1)
 
     def limited(device: CpuDevice, nbytes: int) -> None:
         if next(numbers) == 2:
@@ -435,7 +435,7 @@ def memory_runs_out_once(ready: Callable[[], object]) -> Iterator[None]:
             raise torch.OutOfMemoryError("as arranged")
         take(device, nbytes)
 
-    with mock.patch.object(CpuDevice, "_take", limited), warnings.catch_warnings(record=True) as told:
+    with mock.patch.object(CpuDevice, "_count_new", limited), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         yield
     assert any("ran out of device memory" in str(one.message) for one in told)
@@ -858,7 +858,7 @@ def syncing_waits_for_steps() -> None:
 
 def memory_that_runs_out(plan: Plan) -> None:
     """A task whose allocations fail runs again in parts, which leave gradients and buffers as one task does."""
-    take = CpuDevice._take
+    take = CpuDevice._count_new
     for nth in range(2, 200, 11):
         ours, theirs = layers(), layers()
         numbers = count(1)
@@ -870,7 +870,7 @@ def memory_that_runs_out(plan: Plan) -> None:
 
         with Runtime("cpu:2", device_memory_bytes=1 << 30) as runtime:
             model = wrap(ours, runtime, plan)
-            with mock.patch.object(CpuDevice, "_take", limited), warnings.catch_warnings():
+            with mock.patch.object(CpuDevice, "_count_new", limited), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 same(call(model, 0), plain(theirs, 0))
                 model.synchronize()

@@ -63,7 +63,7 @@ def test_a_template_that_marks_the_assistant_need_not_keep_its_words() -> None:
     assert (
         learned(read(CHAT, only=True, tokenizer=tokenizer).all[0]) == "three<|im_end|>\nand five six<|im_end|>\n"
     )
-    with pytest.raises(Refused, match="a:1: which tokens are the assistant's cannot be told"):
+    with pytest.raises(Refused, match="a:1: it is unknown which tokens are the assistant's"):
         read(CHAT, only=True, tokenizer=finetuning.tokenizer(finetuning.UNSTABLE))
     # Without the question which is whose, any template will do.
     assert read(CHAT, tokenizer=finetuning.tokenizer(finetuning.UNSTABLE)).labels
@@ -75,7 +75,7 @@ def test_marks_that_cannot_be_traced_to_tokens_are_refused() -> None:
     spaced = Chat("a:1", [*CHAT.messages[1:4], {"role": "assistant", "content": " five six"}])
 
     assert learned(read(spaced, only=True, tokenizer=MARKED).all[0]) == "three<|im_end|>\n five six<|im_end|>\n"
-    with pytest.raises(Refused, match="a:1: which tokens are the assistant's cannot be told: the tokenizer does"):
+    with pytest.raises(Refused, match="a:1: it is unknown which tokens are the assistant's: the tokenizer does"):
         read(spaced, only=True, tokenizer=trimming)
 
 

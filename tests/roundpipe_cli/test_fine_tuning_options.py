@@ -74,7 +74,7 @@ def test_of_two_options_that_do_not_go_together_the_command_lines_counts(tmp_pat
     given = ["--steps", "7", "--overwrite", "--eval-data", "x.jsonl"]
     assert options("--config", str(path), *given) == options(*given)
     path.write_text("epochs: 3\nsteps: 7\n")
-    with pytest.raises(Refused, match="--epochs and --steps do not go together"):
+    with pytest.raises(Refused, match="--epochs and --steps exclude each other"):
         options("--config", str(path))
 
 

@@ -99,7 +99,7 @@ def test_a_trace_replaces_no_file_unless_that_is_asked_for(
     command = [*jobs[job], "--output", str(tmp_path / "run"), "--profile", str(trace)]
 
     assert main(command) == 2
-    told = f"roundpipe: --profile {trace} is there already; name another file, or replace it by --overwrite\n"
+    told = f"roundpipe: --profile {trace} exists already; name another file, or replace it by --overwrite\n"
     assert capsys.readouterr().err == told
     assert trace.read_text() == "mine"
     assert not (tmp_path / "run").exists()
@@ -124,7 +124,7 @@ def test_lines_that_find_no_room_end_no_training(
 
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("roundpipe: ")]
     assert [line.startswith("roundpipe: --output /dev/full cannot be written") for line in shown] == [True, True]
-    assert [line.endswith("; the training goes on") for line in shown] == [True, False]
+    assert [line.endswith("; the training continues") for line in shown] == [True, False]
     assert list(run.rglob("model.safetensors"))
 
 
@@ -173,7 +173,7 @@ def test_what_tensorboard_lost_is_told_at_once_and_again_at_the_end(
 
     with pytest.raises(Unwritable, match="No space left"):
         run()
-    assert capsys.readouterr().err.count("the training goes on\n") == 1
+    assert capsys.readouterr().err.count("the training continues\n") == 1
 
 
 def test_lines_are_gone_on_with_behind_those_of_the_checkpoint(tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ def test_a_plan_of_a_checkpoint_of_bitsandbytes_counts_its_linear_layers(
     [
         (["--pack", "nf5", "--lora", "4"], "--pack must be one of fp8, int8, nf4, mxfp4, stored, but is 'nf5'"),
         (["--pack", "nf4"], "--pack needs --lora"),
-        (["--pack", "stored", "--lora", "4"], "is of weights that are not packed; give a format"),
-        (["--pack", "mxfp4", "--lora", "4", "--gpu", "RTX 4090"], "rows of 40; take another format"),
+        (["--pack", "stored", "--lora", "4"], "is of weights that are not packed; name a format"),
+        (["--pack", "mxfp4", "--lora", "4", "--gpu", "RTX 4090"], "rows of 40; use another format"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(

@@ -371,7 +371,7 @@ def test_another_run_in_the_folder_is_refused_or_replaced(
     before = sorted(path for path in run.rglob("*"))
 
     assert main([*inputs, "--seed", "1", "--output", str(run)]) == 2
-    assert "has a run already; go on with it by --resume, replace it by --overwrite" in capsys.readouterr().err
+    assert "has a run already; continue it by --resume, replace it by --overwrite" in capsys.readouterr().err
     assert sorted(path for path in run.rglob("*")) == before
 
     assert main([*inputs, "--seed", "1", "--output", str(run), "--overwrite"]) == 0

@@ -61,10 +61,10 @@ def test_a_fine_tuning_ends_with_the_same_bits(inputs: list[str], how: list[str]
 
 
 WRONG = {
-    "late steps": (["--no-sync"], "does not go with --no-sync"),
-    "clipping": ([], "give --clip 0 with it"),
-    "accumulation": (["--clip", "0", "--accumulation", "2"], "give --accumulation 1 with it"),
-    "an evaluation": (["--clip", "0", "--held-out", "0.1"], "give neither --eval-data nor --held-out"),
+    "late steps": (["--no-sync"], "cannot be used with --no-sync"),
+    "clipping": ([], "use --clip 0 with it"),
+    "accumulation": (["--clip", "0", "--accumulation", "2"], "use --accumulation 1 with it"),
+    "an evaluation": (["--clip", "0", "--held-out", "0.1"], "use neither --eval-data nor --held-out"),
 }
 
 

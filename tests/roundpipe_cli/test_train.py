@@ -111,7 +111,7 @@ def test_a_folder_of_an_earlier_run_is_written_again_only_if_that_is_asked_for(t
     train(_options(data=[str(text)], output=str(run), steps="2"), TINY)
     before = _lines(run)
 
-    with pytest.raises(Refused, match="has a run already; go on with it by --resume, replace it by --overwrite"):
+    with pytest.raises(Refused, match="has a run already; continue it by --resume, replace it by --overwrite"):
         train(_options(data=[str(text)], output=str(run), steps="1"), TINY)
     assert _lines(run) == before
 

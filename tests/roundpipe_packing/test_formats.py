@@ -133,7 +133,7 @@ def test_mxfp4_rounds_ties_to_even_and_keeps_signs() -> None:
 
 
 def test_rows_that_mxfp4_cannot_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows of 48; take another format"):
+    with pytest.raises(ValueError, match="rows of 48; use another format"):
         PackedWeight.of(format_of("mxfp4"), weight((4, 48)))
 
 

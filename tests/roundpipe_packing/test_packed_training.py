@@ -429,7 +429,7 @@ def test_writing_and_converting_are_refused() -> None:
 def test_a_whole_model_is_not_saved_by_transformers_while_it_is_packed(tmp_path: Path) -> None:
     model = llama().requires_grad_(False)
     pack_frozen(model, "nf4")
-    with pytest.raises(TypeError, match="has no memory of its own to be read or saved: save adapters"):
+    with pytest.raises(TypeError, match="has no single memory to be read or saved: save adapters"):
         model.save_pretrained(tmp_path)
 
 
@@ -483,7 +483,7 @@ def test_what_is_packed_already_is_said() -> None:
     row = tower()
     pack_frozen(row, "nf4")
     with pytest.raises(
-        ValueError, match="all frozen matrices are packed already, as nf4; to pack them otherwise, call"
+        ValueError, match="all frozen matrices are packed already, as nf4; to change the format, call"
     ):
         pack_frozen(row, "int8")
     with pytest.raises(ValueError, match="select chose no parameter"):

@@ -213,7 +213,7 @@ MISTAKES = [
     ),
     Mistake(
         "merging/align.py",
-        "return [children[name] for name in opened.names]",
+        "return [children[name] for name in node.names]",
         "return list(children.values())",
         "parts with their keys in another order are mixed up",
         f"{MERGE}::test_dicts_in_another_order_are_matched_even_where_types_differ",
@@ -255,7 +255,7 @@ MISTAKES = [
     ),
     Mistake(
         "merging/combine.py",
-        "    if not _fit(rule, values):\n        raise IndexError",
+        "    if not _can_concatenate(rule, values):\n        raise IndexError",
         "    if False:\n        raise IndexError",
         "one part passes what two would not",
         f"{MERGE}::test_one_part_is_refused_like_two",
@@ -269,8 +269,8 @@ MISTAKES = [
     ),
     Mistake(
         "tree.py",
-        "return found if list(map(type, found)) == types else None",
-        "return found",
+        "return leaves if list(map(type, leaves)) == types else None",
+        "return leaves",
         "a node in the place of a leaf goes unnoticed",
         f"{MERGE}::test_structures_that_differ_are_named_where_they_differ",
     ),

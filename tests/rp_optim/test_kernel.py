@@ -342,7 +342,9 @@ def test_the_library_is_compiled_once_and_then_found(cache: Path, caplog: pytest
     kernels, said = found(caplog)
     (library,) = cache.iterdir()
     assert kernels == (*NATIVE, "torch")
-    assert said.startswith(f"INFO rp-optim steps run on its {NATIVE[0]} kernel, compiled now into {library}")
+    assert said.startswith(
+        f"INFO rp-optim runs its steps with the {NATIVE[0]} kernel, compiled now into {library}"
+    )
     assert found(caplog) == (kernels, said.replace("compiled now", "compiled before"))
 
 
@@ -421,7 +423,7 @@ def test_without_a_compiler_torch_does_the_steps_and_says_so_once(tmp_path: Path
     _, told, _ = ended(NO_COMPILER, RP_OPTIM_CACHE=str(tmp_path), PATH=str(tmp_path))
     said, kernel = told.splitlines()
     assert said.startswith(
-        "WARNING rp-optim steps run on torch's operations, which are slower: there is no C compil"
+        "WARNING rp-optim runs its steps with torch's operations, which are slower: there is no C compil"
     )
     assert kernel == "KERNEL torch True"
 
@@ -599,7 +601,7 @@ def test_what_is_wrong_with_cc_is_said_in_one_line(
     monkeypatch.setenv("CC", command)
     kernels, said = found(caplog)
     assert kernels == ("torch",)
-    assert said.startswith(f"WARNING rp-optim steps run on torch's operations, which are slower: {reason}")
+    assert said.startswith(f"WARNING rp-optim runs its steps with torch's operations, which are slower: {reason}")
     assert len(said.splitlines()) == 1
 
 

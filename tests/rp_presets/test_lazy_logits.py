@@ -292,7 +292,7 @@ def test_views_of_logits_that_are_written_are_refused():
     linear, hidden = make(1, (2, 5), 3, 7, bias=True, dtype=torch.float32)
     logits = lazy_logits(linear, hidden)
     view = logits[:, :-1]
-    with pytest.raises(RuntimeError, match=r"mul_ writes logits in place of which there are views.*materialize"):
+    with pytest.raises(RuntimeError, match=r"mul_ writes in place to logits that have views.*materialize"):
         logits.mul_(2)
     with pytest.raises(RuntimeError, match="in place"):
         view[0] = 1.0

@@ -67,7 +67,7 @@ def test_options_are_those_of_transformers(checkpoint: Path) -> None:
         ({"gguf_file": "a.gguf"}, "gguf_file is not supported: only safetensors are read"),
         ({"state_dict": {}}, "state_dict is not supported: only safetensors are read"),
         ({"use_safetensors": False}, "use_safetensors=False is not supported"),
-        ({"disable_mmap": True}, "disable_mmap is not supported: files that are not mapped"),
+        ({"disable_mmap": True}, "disable_mmap is not supported: without memory mapping"),
         ({"output_loading_info": True}, "output_loading_info is not supported: missing and unexpected keys"),
         (
             {"config": LlamaConfig(**SMALL, quantization_config={"bits": 4})},
@@ -96,7 +96,7 @@ def test_a_directory_without_safetensors_is_refused(checkpoint: Path) -> None:
     state = LlamaForCausalLM.from_pretrained(checkpoint).state_dict()
     (checkpoint / "model.safetensors").unlink()
     torch.save(state, checkpoint / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match="has no safetensors files; save the checkpoint as such"):
+    with pytest.raises(FileNotFoundError, match="has no safetensors files; convert the checkpoint: load it"):
         load_pretrained(checkpoint)
     # Files of another name, beside a pickle that transformers would take.
     save_file({"other": torch.zeros(1)}, checkpoint / "other.safetensors")
@@ -107,7 +107,9 @@ def test_a_directory_without_safetensors_is_refused(checkpoint: Path) -> None:
 def test_a_quantized_checkpoint_is_refused(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match=r"is quantized, by its config\.json: pass pack='stored' to roundpipe"):
+    with pytest.raises(
+        ValueError, match=r"is quantized according to its config\.json: pass pack='stored' to roundpipe"
+    ):
         load_pretrained(checkpoint)
 
 

@@ -338,16 +338,16 @@ def of_rows(count: int = 4) -> Batch:
 
 
 UNKNOWN: dict[str, tuple[Callable[[Mapping[str, Any]], Any], str]] = {
-    "a sum": (lambda kwargs: entropy(kwargs, reduction="sum"), "no mean over shifted or tokens or rows"),
-    "a square": (lambda kwargs: entropy(kwargs).square(), "no mean over"),
-    "two divisors": (lambda kwargs: entropy(kwargs) + 0.1 * len(kwargs["row"]), "no mean over"),
-    "all rows alike": (lambda kwargs: 0 * entropy(kwargs) + 1.5, "no mean over|too alike to tell"),
+    "a sum": (lambda kwargs: entropy(kwargs, reduction="sum"), "is not a mean over shifted or tokens or rows"),
+    "a square": (lambda kwargs: entropy(kwargs).square(), "is not a mean over"),
+    "two divisors": (lambda kwargs: entropy(kwargs) + 0.1 * len(kwargs["row"]), "is not a mean over"),
+    "all rows alike": (lambda kwargs: 0 * entropy(kwargs) + 1.5, "is not a mean over|too alike to tell"),
     "noise": (lambda kwargs: entropy(kwargs) + torch.rand(()), "the same each time: call eval"),
     "nan": (lambda kwargs: entropy(kwargs) * torch.nan, "must be finite"),
     "no scalar": (lambda kwargs: entropy(kwargs, reduction="none"), "no scalar tensor"),
     "another use of the total": (
         lambda kwargs: entropy(kwargs) * kwargs.get("num_items_in_batch", 1.0),
-        "changes the loss, but is not its divisor",
+        "changes the loss, but does not divide it",
     ),
     "another divisor by default": (
         lambda kwargs: (
@@ -366,7 +366,7 @@ UNKNOWN: dict[str, tuple[Callable[[Mapping[str, Any]], Any], str]] = {
                 else entropy(kwargs, reduction="sum") / kwargs["num_items_in_batch"]
             )
         ),
-        "no aux_loss says what it is",
+        "and the output has no aux_loss to explain it",
     ),
 }
 
@@ -383,7 +383,7 @@ def test_two_means_of_unlike_things_are_refused():
     model = drawn(lambda: hf.BertForPreTraining(hf.BertConfig(**BERT)))
     batch = complete(causal(4, torch.Generator().manual_seed(3)))
     batch["next_sentence_label"] = torch.tensor([0, 1, 1, 0])
-    with pytest.raises(UnknownLoss, match="no mean over"):
+    with pytest.raises(UnknownLoss, match="is not a mean over"):
         observe_loss(lambda kwargs: model(**kwargs), batch)
 
 
@@ -427,7 +427,7 @@ def test_labels_that_are_no_tensor_are_refused():
 
 def test_shift_labels_of_unknown_meaning_are_refused():
     own = OwnLoss("shifted", takes_total=False, shift_labels="unknown")
-    with pytest.raises(ValueError, match="how this model counts shift_labels is unknown"):
+    with pytest.raises(ValueError, match="it is unknown how this model counts shift_labels"):
         own.with_total({"labels": torch.ones(2, 3).long(), "shift_labels": torch.ones(2, 3).long()})
 
 

@@ -99,7 +99,7 @@ def test_steps_during_backward_train_what_was_wrapped_so_and_is_unfrozen_later(t
 
 def test_gradients_of_steps_during_backward_cannot_be_dropped(tmp_path, options):
     options = replace(options, step_in_backward=True)
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before the step cannot leave its gradients out"):
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) before the step cannot drop its gradients"):
         script(RoundPipeTrainer, tmp_path, IN_BACKWARD, callbacks=[Dropping()], roundpipe=options)
 
 

@@ -90,7 +90,7 @@ def test_without_cuda_and_environment_one_cpu_device_opens(
 
 def test_cuda_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BackendUnavailable, match=r"torch sees none here .*ask for 'cpu' devices"):
+    with pytest.raises(BackendUnavailable, match=r"torch sees none here .*choose 'cpu' devices"):
         open_backend("cuda")
 
 
@@ -106,7 +106,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_cuda_device_that_is_not_there_is_named() -> None:
-    with pytest.raises(BackendUnavailable, match="cuda:2 was asked for, but 2 CUDA devices are visible"):
+    with pytest.raises(BackendUnavailable, match="cuda:2 was requested, but 2 CUDA devices are visible"):
         open_backend("cuda:0,2")
 
 

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _came_of_ctrl_c(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or what code that it interrupted, such as an import, has made of it."""
+    """Return whether an error is Ctrl-C, or was raised from it by the interrupted code, such as an import."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -73,7 +73,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _is_module_run() -> bool:
-    """Whether ``python -m roundpipe`` is about to import the package, before `main`."""
+    """Return whether ``python -m roundpipe`` is about to import the package, before `main`."""
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "roundpipe"
 
 

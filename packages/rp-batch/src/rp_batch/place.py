@@ -19,16 +19,16 @@ Rules: TypeAlias = list[SplitRule | None]
 
 
 def place(spec: Any, value: Any, where: str) -> Rules:
-    """The split rule that a spec gives each leaf of a value; None for the default rule."""
+    """Return the split rule that a spec gives each leaf of a value; None for the default rule."""
     if spec is None:
         return [None] * len(tree.flatten(value)[0])
     rule = specs.split_rule(spec, where)
-    opened = tree.children(value)
-    if opened is None and rule is not None:
+    node = tree.children(value)
+    if node is None and rule is not None:
         return [rule]
-    if opened is None or (rule is None and tree.children(spec) is None):
+    if node is None or (rule is None and tree.children(spec) is None):
         raise specs.unusable(spec, where, merging=False)
-    return _at_each_child(spec, opened, where) if rule is None else _spread(rule, value)
+    return _at_each_child(spec, node, where) if rule is None else _spread(rule, value)
 
 
 def _at_each_child(spec: Any, value: tree.Children, where: str) -> Rules:
@@ -37,7 +37,7 @@ def _at_each_child(spec: Any, value: tree.Children, where: str) -> Rules:
 
 
 def _spread(rule: SplitRule, value: Any) -> Rules:
-    """Apply a rule to a whole node. Leaves that `Split` does not suit get the default rule."""
+    """Apply a rule to a whole node. Leaves that `Split` cannot apply to get the default rule."""
     leaves, _ = tree.flatten(value)
     if not isinstance(rule, Split):
         return [rule] * len(leaves)
@@ -45,16 +45,16 @@ def _spread(rule: SplitRule, value: Any) -> Rules:
 
 
 def spec_for_each(spec: Any, value: tree.Children, where: str) -> list[Any]:
-    """The spec for each child of a node: by name if the spec has names, else by position.
+    """Return the spec for each child of a node: by name if the spec has names, else by position.
 
     A spec with names may omit some; an omitted name is None, the default rule.
     """
-    opened = tree.children(spec)
-    if opened is None:
+    node = tree.children(spec)
+    if node is None:
         raise specs.unusable(spec, where, merging=False)
-    if isinstance(spec, Mapping) or any(isinstance(name, str) for name in opened.names):
-        return _by_name(opened, value, where)
-    return _by_position(opened, value, where)
+    if isinstance(spec, Mapping) or any(isinstance(name, str) for name in node.names):
+        return _by_name(node, value, where)
+    return _by_position(node, value, where)
 
 
 def _by_position(spec: tree.Children, value: tree.Children, where: str) -> list[Any]:

@@ -11,7 +11,7 @@ __all__ = ["differing", "same"]
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values of any type are equal: tensors and arrays as a whole, NaN equal to NaN.
+    """Return whether two values of any type are equal: tensors and arrays as a whole, NaN equal to NaN.
 
     >>> same(float("nan"), float("nan")), same(torch.ones(2), torch.ones(3)), same(1, True)
     (True, False, False)
@@ -32,7 +32,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """The elementwise difference of two tensors as a mask; None if they cannot be compared.
+    """Return the elementwise difference of two tensors as a mask; None if they cannot be compared.
 
     >>> differing(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan]))
     tensor([ True, False])
@@ -46,7 +46,7 @@ def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor supports `!=`: sparse, nested and meta tensors do not."""
+    """Return whether a tensor supports `!=`: sparse, nested and meta tensors do not."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 

@@ -10,7 +10,7 @@ __all__ = ["part_sizes", "read_batch_size", "read_sizes"]
 
 
 def part_sizes(batch_size: int, parts: int) -> tuple[int, ...]:
-    """The sizes of `parts` parts of a batch: they differ by at most one, larger ones first.
+    """Return the sizes of `parts` parts of a batch: they differ by at most one, larger ones first.
 
     >>> part_sizes(8, 3)
     (3, 3, 2)
@@ -21,13 +21,13 @@ def part_sizes(batch_size: int, parts: int) -> tuple[int, ...]:
 
 def read_sizes(sizes: Iterable[int], parts: int) -> tuple[int, ...]:
     """Validate sizes given by a caller: one per part, none negative."""
-    found = tuple(sizes)
-    if len(found) != parts or not all(map(_is_size, found)):
+    given = tuple(sizes)
+    if len(given) != parts or not all(map(_is_size, given)):
         raise ValueError(
-            f"sizes must hold one size for each of the {parts} parts, an integer of at least 0, but is {found}; "
+            f"sizes must hold one size for each of the {parts} parts, an integer of at least 0, but is {given}; "
             "omit it if the sizes are not known"
         )
-    return found
+    return given
 
 
 def read_batch_size(batch_size: int | None) -> int | None:

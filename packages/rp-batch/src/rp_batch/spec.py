@@ -181,13 +181,13 @@ _FOR_MERGING = (
 
 
 def is_function(spec: object) -> TypeGuard[Callable[..., Any]]:
-    """Whether a spec is a user's function; classes such as `Replicate` are specs."""
+    """Return whether a spec is a user's function; classes such as `Replicate` are specs."""
     return callable(spec) and not isinstance(spec, (type, *_RULES))
 
 
 def split_rule(spec: Any, where: str) -> SplitRule | None:
-    """The split rule that a spec means; None if it is a tree of specs or no spec at all."""
-    rule = _ours(spec)
+    """Convert a spec to a split rule; None if it is a tree of specs or no spec at all."""
+    rule = _normalized(spec)
     if rule is None or isinstance(rule, (Split, Replicate)):
         return rule
     if rule is Parts:
@@ -196,8 +196,8 @@ def split_rule(spec: Any, where: str) -> SplitRule | None:
 
 
 def merge_rule(spec: Any) -> MergeRule | None:
-    """The merge rule that a spec means; None if it is a tree of specs or no spec at all."""
-    rule = _ours(spec)
+    """Convert a spec to a merge rule; None if it is a tree of specs or no spec at all."""
+    rule = _normalized(spec)
     if isinstance(rule, Split):
         return Concat(rule.dim)
     if isinstance(rule, Replicate):
@@ -205,7 +205,7 @@ def merge_rule(spec: Any) -> MergeRule | None:
     return cast("MergeRule | None", rule)
 
 
-def _ours(spec: Any) -> Any:
+def _normalized(spec: Any) -> Any:
     if isinstance(spec, _RULES):
         return spec
     if isinstance(spec, type):
@@ -242,6 +242,6 @@ def _torch_class(name: str) -> type | None:
 
 
 def unusable(spec: Any, where: str, *, merging: bool) -> SpecError:
-    """The error for a value that is not a spec."""
+    """Return the error for a value that is not a spec."""
     wanted, kind = (_FOR_MERGING, "merging") if merging else (_FOR_SPLITTING, "splitting")
     return SpecError(where, f"the spec for {kind} must be {wanted}, but is {spec!r} ({type(spec).__name__})")

@@ -29,7 +29,7 @@ _Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "rp_batch"
 # optree's type stubs are too narrow: at run time it accepts any hashable metadata.
 _register_node = cast("Callable[..., object]", getattr(optree, "register_pytree_node"))  # noqa: B009
-# How many levels of a path that is too long an error shows.
+# How many levels of a path an error shows for a tree that is too deep.
 _SHOWN_LEVELS = 12
 _registering = threading.Lock()
 _registered: set[type] = set()
@@ -42,7 +42,7 @@ atexit.register(_insertion_order.__exit__, None, None, None)
 
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
-    """The leaves of a tree, in order, and the treedef that rebuilds it.
+    """Return the leaves of a tree, in order, and the treedef that rebuilds it.
 
     >>> leaves, treedef = flatten({"b": [1, None], "a": (2,)})
     >>> leaves
@@ -61,7 +61,7 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
 
 
 def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
-    """`flatten`, with a name for the tree in errors; several names are those of a tuple's items."""
+    """Like `flatten`, with a name for the tree in errors, or with one name per item of a tuple."""
     try:
         leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
     except RecursionError as error:
@@ -82,20 +82,20 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
 
 
 def flatten_like(treedef: TreeDef, types: list[type], tree: Tree) -> list[Any] | None:
-    """The leaves of a tree that has the structure `treedef` and leaves of these `types`; None if it may not.
+    """Return the leaves of a tree with the structure `treedef` and leaves of these `types`; else maybe None.
 
     Several times faster than `flatten`, which must test whether each leaf is a node; here comparing types is
     enough.
     """
     try:
-        found = treedef.flatten_up_to(tree)
+        leaves = treedef.flatten_up_to(tree)
     except ValueError:
         return None
-    return found if list(map(type, found)) == types else None
+    return leaves if list(map(type, leaves)) == types else None
 
 
 def paths(tree: Tree) -> list[str]:
-    """The path of each leaf as a Python expression, in the order of `flatten`.
+    """Return the path of each leaf as a Python expression, in the order of `flatten`.
 
     >>> paths(({"ids": 1}, [2, (3,)]))
     ["[0]['ids']", '[1][0]', '[1][1][0]']
@@ -104,22 +104,22 @@ def paths(tree: Tree) -> list[str]:
 
 
 def paths_of(treedef: TreeDef, root: str) -> list[str]:
-    """The path of each leaf, starting from a variable named `root`."""
+    """Return the path of each leaf, starting from a variable named `root`."""
     return [accessor.codify(root) for accessor in treedef.accessors()]
 
 
 def paths_below(treedef: TreeDef, roots: Sequence[str]) -> list[str]:
-    """The path of each leaf of a tuple, starting from one variable per item, named by `roots`."""
+    """Return the path of each leaf of a tuple, starting from one variable per item, named by `roots`."""
     return [accessor[1:].codify(roots[int(accessor[0].entry)]) for accessor in treedef.accessors()]
 
 
 def leaf_count(treedef: TreeDef, child: int) -> int:
-    """The number of leaves in one child of the root."""
+    """Return the number of leaves in one child of the root."""
     return treedef.child(child).num_leaves
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """A copy of the tree with each leaf replaced by `function(leaf)`.
+    """Return a copy of the tree with each leaf replaced by `function(leaf)`.
 
     >>> map_leaves(lambda number: number + 1, {"a": [1, 2]})
     {'a': [2, 3]}
@@ -146,9 +146,10 @@ def leaf(cls: _Class) -> _Class:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Children:
-    """The children of one node.
+    """The direct children of one node.
 
-    `names`: a position, key or field each. `steps`: how Python reaches each, such as `['x']` or `.x`.
+    `names`: each child's position, key or field. `steps`: the Python text that reaches it, such as `['x']` or
+    `.x`.
     """
 
     names: tuple[Any, ...]
@@ -158,7 +159,7 @@ class Children:
 
 
 def children(tree: Tree) -> Children | None:
-    """The children of a node; None for a leaf."""
+    """Return the children of a node; None for a leaf."""
     # optree asks about the root first. Comparing with `is` instead would fail on a tree that contains itself.
     answers = itertools.chain([False], itertools.repeat(True))
     values, treedef = optree.tree_flatten(
@@ -171,9 +172,9 @@ def children(tree: Tree) -> Children | None:
     return Children(tuple(map(_name, entries)), steps, tuple(values), treedef)
 
 
-def rebuild(opened: Children, values: Iterable[Any]) -> Tree:
-    """Build a node like `opened`, with other children."""
-    return opened.treedef.unflatten(values)
+def rebuild(node: Children, values: Iterable[Any]) -> Tree:
+    """Build a node like `node`, with other children."""
+    return node.treedef.unflatten(values)
 
 
 # --- Cycles and depth -------------------------------------------------------------------------------------------
@@ -189,24 +190,24 @@ class _Level:
 
 
 def _find_endless(tree: Tree, roots: Sequence[str]) -> DepthError | None:
-    """The error for the first node that is its own ancestor or too deep; None if no node is.
+    """Return an error for the first node that is its own ancestor or too deep; None if there is none.
 
     Depth first, in the order of `flatten`, without recursion.
     """
-    way = [_level(tree, "")]
-    while way:
-        step, node = next(way[-1].rest, ("", None))
+    path = [_level(tree, "")]
+    while path:
+        step, node = next(path[-1].rest, ("", None))
         if not step:
-            way.pop()
+            path.pop()
             continue
-        above = [level.node is node for level in way]
-        way.append(_level(node, step))
+        above = [level.node is node for level in path]
+        path.append(_level(node, step))
         if True in above:
-            start = _written(way[: above.index(True) + 1], roots) or "the whole tree"
-            return DepthError(_written(way, roots), f"must not be {start}, which contains it; break the cycle")
-        if len(way) > optree.MAX_RECURSION_DEPTH:
+            start = _written(path[: above.index(True) + 1], roots) or "the whole tree"
+            return DepthError(_written(path, roots), f"must not be {start}, which contains it; break the cycle")
+        if len(path) > optree.MAX_RECURSION_DEPTH:
             return DepthError(
-                f"{_written(way[:_SHOWN_LEVELS], roots)}...",
+                f"{_written(path[:_SHOWN_LEVELS], roots)}...",
                 f"a tree must not have more than {optree.MAX_RECURSION_DEPTH} levels, but this one has more; "
                 "pass a list of its nodes, or mark their class with rp_batch.leaf",
             )
@@ -218,9 +219,9 @@ def _level(node: Any, step: str) -> _Level:
     return _Level(node, step, iter(()) if opened is None else zip(opened.steps, opened.values, strict=True))
 
 
-def _written(way: Sequence[_Level], roots: Sequence[str]) -> str:
-    """The path of the last of these nodes."""
-    steps = [level.step for level in way[1:]]
+def _written(path: Sequence[_Level], roots: Sequence[str]) -> str:
+    """Return the path of the last node on the path from the root."""
+    steps = [level.step for level in path[1:]]
     if len(roots) > 1 and steps:
         names = {f"[{index}]": name for index, name in enumerate(roots)}
         return names[steps[0]] + "".join(steps[1:])
@@ -231,7 +232,7 @@ def _written(way: Sequence[_Level], roots: Sequence[str]) -> str:
 
 
 def _register_nodes(leaves: Iterable[Any]) -> bool:
-    """Register leaf types that should be nodes; whether there were any."""
+    """Register leaf types that should be nodes; return whether there were any."""
     fresh = [cls for cls in set(map(type, leaves)) if _is_node_type(cls)]
     for cls in fresh:
         _register(cls)
@@ -239,7 +240,7 @@ def _register_nodes(leaves: Iterable[Any]) -> bool:
 
 
 def _is_node_type(cls: type) -> bool:
-    # Most leaves are tensors, so these are answered first.
+    # Most leaves are tensors, so test for them first.
     if cls is torch.Tensor or cls in _leaf_types:
         return False
     return cls in torch_pytree.SUPPORTED_NODES or _is_plain_dataclass(cls)
@@ -324,7 +325,7 @@ def _torch_keys(node: Any, values: list[Any], registered: torch_pytree.NodeDef) 
 
 
 def _attributes_by_identity(node: Any) -> dict[int, deque[str]]:
-    """A node's attribute names, in order, by the `id` of their value; several names if attributes share it."""
+    """Map the `id` of each attribute's value to the names of the attributes that have it, in order."""
     attributes: dict[str, Any] = getattr(node, "__dict__", {})
     names: dict[int, deque[str]] = defaultdict(deque)
     for name, value in attributes.items():
@@ -334,31 +335,31 @@ def _attributes_by_identity(node: Any) -> dict[int, deque[str]]:
 
 def _open_dataclass(node: Any) -> tuple[list[Any], _Frame, list[Any]]:
     names = tuple(field.name for field in dataclasses.fields(node) if hasattr(node, field.name))
-    frame = _Frame(_close_dataclass, (type(node), names, _beside_fields(node, names)))
+    frame = _Frame(_close_dataclass, (type(node), names, _other_attributes(node, names)))
     return [getattr(node, name) for name in names], frame, [torch_pytree.GetAttrKey(name) for name in names]
 
 
-def _beside_fields(node: object, fields: tuple[str, ...]) -> dict[str, Any]:
-    """The attributes of an instance that are not fields. Cached properties are left out: stale in a part."""
+def _other_attributes(node: object, fields: tuple[str, ...]) -> dict[str, Any]:
+    """Return the attributes of an instance that are not fields, without cached properties, stale in a part."""
     cls = type(node)
     attributes: dict[str, Any] = getattr(node, "__dict__", {})
-    beside = {name: value for name, value in attributes.items() if name not in fields}
-    return {k: v for k, v in beside.items() if not isinstance(getattr(cls, k, None), cached_property)}
+    others = {name: value for name, value in attributes.items() if name not in fields}
+    return {k: v for k, v in others.items() if not isinstance(getattr(cls, k, None), cached_property)}
 
 
 def _close_dataclass(values: Iterable[Any], context: Any) -> Any:
     # Skip `__init__`: it may convert or reject values, and the node must be restored unchanged.
-    cls, names, beside = context
+    cls, names, others = context
     node = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(node, name, value)
-    for name, value in beside.items():
+    for name, value in others.items():
         object.__setattr__(node, name, value)
     return node
 
 
 def _name(entry: Any) -> Any:
-    """The bare name of a child: a position, a key or a field."""
+    """Return the bare name of a child: a position, a key or a field."""
     if isinstance(entry, optree.NamedTupleEntry):
         return entry.field
     return _bare(entry.entry) if isinstance(entry, _Step) else entry.entry

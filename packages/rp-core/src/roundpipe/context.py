@@ -44,7 +44,7 @@ class OptimizerCtx:
 
 
 def doing_optimizer() -> bool:
-    """Whether the calling thread is inside an `OptimizerCtx`. It is in a step function."""
+    """Return whether the calling thread is inside an `OptimizerCtx`, as it is in a step function."""
     return _FLAGS.optimizer_depth > 0
 
 
@@ -64,7 +64,7 @@ def stepping_in_backward() -> Generator[None]:
 
 
 def is_stepping_in_backward() -> bool:
-    """Whether the calling thread is inside `stepping_in_backward`."""
+    """Return whether the calling thread is inside `stepping_in_backward`."""
     return _FLAGS.is_stepping_in_backward
 
 
@@ -165,7 +165,7 @@ def get_recompute_data() -> tuple[Any, ...]:
 
 
 def doing_recompute() -> bool:
-    """Whether the calling thread is recomputing a layer for its backward.
+    """Return whether the calling thread is recomputing a layer for its backward.
 
     >>> doing_recompute()
     False

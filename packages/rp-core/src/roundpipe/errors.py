@@ -71,7 +71,7 @@ class MachineFailed(RoundPipeError):
 
 
 class AloneOnly(RoundPipeError):
-    """What was asked works on one machine alone; the message says why, and what to do on several."""
+    """The operation works on one machine only; the message says why, and what to do on several."""
 
 
 class TrainingWarning(UserWarning):
@@ -91,7 +91,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class CheckpointWarning(RuntimeWarning):
-    """What a checkpoint does not have, or what was changed to fit the model that it is loaded into."""
+    """Something is missing from a checkpoint, or was changed to fit the model that it is loaded into."""
 
 
 class HostMemoryWarning(RuntimeWarning):

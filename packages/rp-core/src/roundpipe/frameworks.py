@@ -28,7 +28,7 @@ _INSTEAD = {
 
 
 def advice() -> str:
-    """What to use instead of the framework that called, to be added to an error; empty if no framework did."""
+    """Return advice for an error on what to use instead of the framework that called; empty if none did."""
     callers = set(_packages())
     for package, (name, instead) in _INSTEAD.items():
         if package in callers:

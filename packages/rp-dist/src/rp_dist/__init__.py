@@ -1,4 +1,4 @@
-"""Blocks of host memory between machines: sums at an owner, copies from it, and which machine was lost."""
+"""Transfers of host memory between machines: sums at an owner, copies from it, and detection of lost machines."""
 
 from rp_dist.blocks.work import Work
 from rp_dist.errors import Closed, Disagreement, DistError, InvalidTransfer, MachineLost

@@ -1,4 +1,4 @@
-"""What differs between machines that should run the same."""
+"""Find differences between machines that should run the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_NAMED = 5
 
 
 def differences(every: Sequence[Mapping[str, Fact]]) -> list[str]:
-    """One sentence for each fact that is not the same on all machines. `every`: the facts, by rank.
+    """Return one sentence for each fact that differs between machines. `every`: the facts, by rank.
 
     >>> differences([{"layers": 12}, {"layers": 12}, {"layers": 13}])
     ['layers is 12 on ranks 0, 1 but 13 on rank 2']

@@ -1,7 +1,7 @@
-"""`Control`: the thread that says that this machine lives, watches the others, and carries small messages.
+"""`Control`: a thread that sends heartbeats, watches those of other machines, and carries small messages.
 
-It has sockets of its own, one to each machine, so that it can tell which one is silent, whatever the transfers do.
-torch's store could not: it is at one machine, and its calls may block without end when that one stops.
+It has a separate socket to each machine, so that it can tell which one is silent whatever the transfers do.
+Torch's store could not: it runs on one machine, and its calls may block forever when that machine stops.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from rp_dist.frames import Link
 
 ENDED = "its process ended, or its connection was reset"
 SILENT = "it lives, but took no part in an exchange for"
-# A process that ends breaks transfers a moment before its own socket here tells who it was.
+# When a process ends, transfers may fail a moment before its control socket tells which one it was.
 GRACE_S = 0.5
 LEFT = "it has closed its machines, and takes no further part"
 
 
 class Control:
-    """Signs of life and small messages between `size` machines, of which this is `rank`.
+    """Heartbeats and small messages between `size` machines, of which this is number `rank`.
 
-    A machine is lost that is silent for `timeout_s` (less two beats, so that the error comes in time), or whose
-    socket ends before it took leave; the first to notice tells the others, so that all name the same machine.
+    A machine is lost if it is silent for `timeout_s` (minus two heartbeats, so that the error comes in time), or
+    if its socket closes before it has said goodbye. The first machine to notice tells the others, so that all name
+    the same one.
 
-    `on_loss`: called once, on a thread of its own, when a machine is lost. `waited_s`: how long a transfer of a
-    machine has been waited for; one that has taken leave brings it no more. `patience_s`: how long a machine that
-    lives may keep an exchange waiting; None for ever.
+    `on_loss`: called once, on a separate thread, when a machine is lost. `waited_s`: returns how long a transfer
+    from a machine has been waited for, since a machine that has said goodbye will not deliver it. `patience_s`:
+    how long a machine that is alive may delay an exchange; None for no limit.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, token: str = "") -> None:
@@ -48,7 +49,7 @@ class Control:
         self._links: dict[int, Link] = {}
         self._heard: dict[tuple[int, int], deque[Any]] = {}
         self._addresses: dict[int, list[Any]] = {}
-        # When they took leave.
+        # When each machine said goodbye.
         self._left: dict[int, float] = {}
         self._error: DistError | None = None
         self._has_ended = False
@@ -66,7 +67,7 @@ class Control:
     # Links
 
     def listen(self) -> int:
-        """Accept other machines from now on, at the port returned. To be called before `start`."""
+        """Accept other machines from now on, at the returned port. Must be called before `start`."""
         if socket.has_dualstack_ipv6():
             listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
         else:
@@ -76,7 +77,7 @@ class Control:
         return int(listener.getsockname()[1])
 
     def connect(self, rank: int, host: str, port: int, own_port: int, deadline_s: float) -> None:
-        """Connect to another machine and say who this one is. Raises `OSError` where nobody answers."""
+        """Connect to another machine and introduce this one. Raises `OSError` if it does not answer."""
         sock = socket.create_connection((host, port), timeout=max(0.01, deadline_s - time.monotonic()))
         link = Link(sock, rank)
         link.send(["hello", self.token, self.rank, self.size, own_port])
@@ -87,7 +88,7 @@ class Control:
                 raise TimeoutError("no answer to a hello")
             messages = link.read()
         for message in messages:
-            self._take(link, message)
+            self._handle(link, message)
         self._admit(link, rank)
 
     def _admit(self, link: Link, rank: int) -> None:
@@ -103,10 +104,10 @@ class Control:
         with suppress(OSError):
             self._wakes.send(b"!")
 
-    # What other threads call
+    # Methods for other threads
 
     def raise_error(self) -> None:
-        """Raise what ended the machines' work, if anything did."""
+        """Raise the error that ended the machines' work, if there is one."""
         if (error := self._error) is not None:
             raise _again(error)
         if self._has_ended:
@@ -114,34 +115,34 @@ class Control:
 
     @property
     def error(self) -> DistError | None:
-        """What ended the machines' work."""
+        """The error that ended the machines' work; None if there is none."""
         return self._error
 
     def wait(self, is_so: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until `is_so`, or for `seconds`; raise at once when a machine is lost before it is."""
+        """Wait until `is_so()`, at most `seconds`; return whether it is. Raises at once if a machine is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._has_ended or is_so(), seconds)
-            if not (found := is_so()):
+            if not (answer := is_so()):
                 self.raise_error()
-            return found
+            return answer
 
     def missing(self) -> list[int]:
-        """The ranks that have no link yet."""
+        """Return the ranks that have no link yet."""
         return [rank for rank in range(self.size) if rank != self.rank and rank not in self._links]
 
     def addresses(self) -> dict[int, list[Any]]:
-        """Where the machines that said hello listen."""
+        """Return the addresses at which the machines that have said hello listen."""
         return dict(self._addresses)
 
     def tell(self, message: object) -> None:
-        """Send a message to all."""
+        """Send a message to all machines."""
         for link in list(self._links.values()):
             link.send(message)
         if any(link.has_unsent() for link in list(self._links.values())):
             self._wake()
 
     def exchange(self, value: object, channel: int = 0) -> list[Any]:
-        """One JSON value from each machine, in the order of ranks."""
+        """Send a JSON value to all machines; return one from each, in the order of ranks."""
         self.raise_error()
         self.tell(["say", channel, value])
         queues = [self._queue(rank, channel) for rank in range(self.size)]
@@ -154,31 +155,31 @@ class Control:
         return [queue.popleft() for queue in queues]
 
     def _queue(self, rank: int, channel: int) -> deque[Any]:
-        """What a machine has said on a channel and nobody has taken yet; any thread may ask first.
+        """Return the queue of values that a machine has sent on a channel. Any thread may be the first to ask.
 
-        In one operation: a `defaultdict` makes a queue, in which the garbage collector may let another thread run,
-        and then puts it in the place of one that this thread may have filled meanwhile.
+        `setdefault` is one atomic operation. A `defaultdict` is not: while it creates a queue, another thread may
+        run and create and fill one, which it then replaces.
         """
         return self._heard.setdefault((rank, channel), deque())
 
     def has_left(self, rank: int) -> bool:
-        """Whether a machine has taken leave."""
+        """Return whether a machine has said goodbye."""
         return rank in self._left
 
     def give_up(self, rank: int, why: str) -> None:
-        """Declare a machine lost, here and on all others; only the first such declaration counts."""
+        """Declare a machine lost, on this and all other machines; only the first declaration counts."""
         self._end_with(MachineLost(rank, why), tell=["lost", rank, why])
 
     def refuse(self, why: str) -> None:
-        """End with a `Disagreement`, here only."""
+        """End with a `Disagreement` on this machine only."""
         self._end_with(Disagreement(why), tell=None)
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this machine ends with an error of its own."""
+        """Tell the others that this machine ends with an error."""
         self.give_up(self.rank, f"it failed: {reason}")
 
     def leave(self) -> None:
-        """Take leave, wait for the others to do so, and end. Raises what `wait` raises, if patience ends too."""
+        """Say goodbye, wait until all others have, and end. Raises `MachineLost` for one that has not in time."""
         self.tell(["bye"])
         if not self.wait(lambda: len(self._left) == self.size - 1, self.patience_s):
             for rank in [rank for rank in self._links if rank not in self._left]:
@@ -187,7 +188,7 @@ class Control:
         self.end()
 
     def end(self) -> None:
-        """End the thread and the sockets, whatever the others do; may be called twice."""
+        """End the thread and close the sockets, whatever the others do. May be called twice."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
@@ -201,20 +202,23 @@ class Control:
             if self._error is not None or self._has_ended:
                 return
             self._error = error
-            # Here, so that `end` waits for it: one inside gloo when the interpreter ends aborts the process.
-            told = threading.Event()
-            self._aborting = threading.Thread(target=self._abort, args=(told,), name="rp-dist-abort", daemon=True)
+            # Stored so that `end` joins it: a thread inside gloo when the interpreter ends would abort the
+            # process.
+            others_told = threading.Event()
+            self._aborting = threading.Thread(
+                target=self._abort, args=(others_told,), name="rp-dist-abort", daemon=True
+            )
             self._aborting.start()
             self._changed.notify_all()
         try:
             if tell is not None:
                 self.tell(tell)
         finally:
-            told.set()
+            others_told.set()
 
-    def _abort(self, told: threading.Event) -> None:
-        # Others hear of the loss before their connections break.
-        told.wait()
+    def _abort(self, others_told: threading.Event) -> None:
+        # Break connections only after the others have been told of the loss.
+        others_told.wait()
         self.on_loss()
 
     # The thread
@@ -223,20 +227,20 @@ class Control:
         beat_at = time.monotonic()
         while not self._has_ended:
             for link in list(self._links.values()):
-                self._want(link)
+                self._select_events(link)
             self._serve_all(beat_at - time.monotonic())
             now = time.monotonic()
             if now >= beat_at:
                 self._beat()
                 beat_at = now + self._beat_s
-            self._judge()
+            self._give_up_silent()
         self._shut()
 
     def _serve_all(self, seconds: float) -> None:
         for key, mask in self._selector.select(max(0.0, seconds)):
             self._serve(key.data, mask)
 
-    def _want(self, link: Link) -> None:
+    def _select_events(self, link: Link) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_unsent() else 0)
         with suppress(KeyError, ValueError):
             if self._selector.get_key(link.socket).events != events:
@@ -246,20 +250,20 @@ class Control:
         for link in list(self._links.values()):
             link.beat()
 
-    def _judge(self) -> None:
+    def _give_up_silent(self) -> None:
         if self._silent():
-            # Where this thread itself stood still, what came meanwhile is read before anybody is judged.
+            # If this thread was stalled itself, read first what has arrived meanwhile.
             self._serve_all(0)
         for rank, seconds in self._silent():
             self.give_up(rank, f"no sign of life for {seconds:.1f} s")
         now = time.monotonic()
         for rank, since in list(self._left.items()):
-            # What it had sent has had as long to arrive.
+            # Pieces that it sent before have had that much time to arrive.
             if min(now - since, self.waited_s(rank)) > self.timeout_s:
                 self.give_up(rank, LEFT)
 
     def _silent(self) -> list[tuple[int, float]]:
-        """The machines that have been silent for too long, and for how many seconds."""
+        """Return the machines that have been silent for too long, each with its seconds of silence."""
         now, limit_s = time.monotonic(), self.timeout_s - 2 * self._beat_s
         links = [(rank, now - link.heard_s) for rank, link in list(self._links.items()) if rank not in self._left]
         return [(rank, seconds) for rank, seconds in links if seconds > limit_s]
@@ -287,19 +291,19 @@ class Control:
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            self._forget(link)
+            self._drop_link(link)
             return
         for message in messages:
-            self._take(link, message)
+            self._handle(link, message)
 
-    def _forget(self, link: Link) -> None:
+    def _drop_link(self, link: Link) -> None:
         with suppress(KeyError):
             self._selector.unregister(link.socket)
         link.close()
         if link.rank is not None and link.rank not in self._left:
             self.give_up(link.rank, ENDED)
 
-    def _take(self, link: Link, message: Any) -> None:
+    def _handle(self, link: Link, message: Any) -> None:
         if link.rank is None:
             self._greet(link, message)
             return
@@ -326,16 +330,16 @@ class Control:
             or len(cast(list[Any], message)) != 5
             or message[:2] != ["hello", self.token]
         ):
-            self._forget(link)  # a stranger, or one that read an earlier card
+            self._drop_link(link)  # not one of our machines, or it has read the address of an earlier start
             return
         if self._left or self._error is not None:
-            self._forget(link)  # one that opens again already
+            self._drop_link(link)  # a machine that is opening again already
             return
         rank, size, port = (int(value) for value in cast(list[Any], message)[2:])
         if size != self.size or not 0 <= rank < size or rank == self.rank or rank in self._links:
             refused = ["refused", _refusal(rank, size, self.rank, self.size)]
             link.send(refused)
-            self._forget(link)
+            self._drop_link(link)
             self._end_with(Disagreement(refused[1]), tell=refused)
             return
         link.rank = rank
@@ -363,18 +367,18 @@ def _is_readable(sock: socket.socket, seconds: float) -> bool:
 def _refusal(rank: int, size: int, own_rank: int, own_size: int) -> str:
     if size != own_size:
         return f"rank {rank} was started as one of {size} machines, but rank {own_rank} as one of {own_size}"
-    return f"rank {rank} was started twice; each machine needs a rank of its own"
+    return f"rank {rank} was started twice; each machine needs a different rank"
 
 
 def _again(error: DistError) -> DistError:
-    # One object raised by several threads would collect the traces of all.
+    # If several threads raised one object, it would collect the tracebacks of all.
     return MachineLost(error.rank, error.why) if isinstance(error, MachineLost) else type(error)(*error.args)
 
 
 def _not_at_all(_: int) -> float:
-    """How long transfers wait while there are none yet."""
+    """Return the waiting time of transfers before there are any."""
     return 0.0
 
 
 def _nothing() -> None:
-    """What happens on a loss while there are no transfers yet."""
+    """Do nothing on a loss before there are transfers."""

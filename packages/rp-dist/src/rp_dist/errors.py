@@ -1,7 +1,7 @@
 """The errors of rp_dist.
 
 DistError
-  ├── MachineLost      (RuntimeError)  a machine died, hangs, lost its link, failed or left; `rank` says which
+  ├── MachineLost      (RuntimeError)  a machine died, hangs, lost its link, failed or left; `rank` is its number
   ├── Disagreement     (RuntimeError)  machines that should run the same do not; the message says what and where
   ├── InvalidTransfer  (ValueError)    a block, rank or tag that cannot be transferred
   └── Closed           (RuntimeError)  a call after `close`
@@ -15,9 +15,9 @@ class DistError(Exception):
 
 
 class MachineLost(DistError, RuntimeError):
-    """A machine takes no further part. Every later call raises the same error.
+    """A machine no longer takes part. Every later call raises the same error.
 
-    `rank`: the machine. `why`: what was noticed, such as "no sign of life for 60 s".
+    `rank`: the machine. `why`: the symptom, such as "no sign of life for 60 s".
 
     >>> raise MachineLost(2, "its process ended")
     Traceback (most recent call last):
@@ -38,7 +38,7 @@ class Disagreement(DistError, RuntimeError):
 
 
 class InvalidTransfer(DistError, ValueError):
-    """A block, an owner or a tag that cannot be transferred; the message says what is wanted."""
+    """A block, rank or tag that cannot be transferred; the message says what is wanted."""
 
 
 class Closed(DistError, RuntimeError):

@@ -1,4 +1,4 @@
-"""`Link`: JSON messages over one socket that never blocks, and empty ones as signs of life."""
+"""`Link`: JSON messages over one non-blocking socket, with empty messages as heartbeats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_BYTES = 1 << 16
 class Link:
     """The socket to one machine.
 
-    `rank`: whose it is; None until it has said hello. `heard_s`: when something last came, by the monotonic clock.
+    `rank`: the machine's; None until it has said hello. `heard_s`: when data last arrived, by the monotonic clock.
     Any thread may send; one thread reads.
     """
 
@@ -35,11 +35,11 @@ class Link:
         self._unread = bytearray()
 
     def send(self, message: object) -> None:
-        """Send a JSON value; what the socket does not take at once is kept for `flush`."""
+        """Send a JSON value. Bytes that the socket does not accept at once are kept for `flush`."""
         self._send(json.dumps(message).encode())
 
     def beat(self) -> None:
-        """Send a sign of life."""
+        """Send a heartbeat."""
         self._send(BEAT)
 
     def _send(self, payload: bytes) -> None:
@@ -48,22 +48,22 @@ class Link:
             self._write()
 
     def flush(self) -> None:
-        """Send what is left, as far as the socket takes it."""
+        """Send the remaining bytes, as far as the socket accepts them."""
         with self._lock:
             self._write()
 
     def has_unsent(self) -> bool:
-        """Whether something is left for `flush`."""
+        """Return whether bytes remain for `flush`."""
         return bool(self._unsent)
 
     def _write(self) -> None:
-        # What cannot be sent any more is noticed where the link is read.
+        # A broken connection is noticed where the link is read.
         with suppress(OSError):
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
 
     def read(self) -> list[Any]:
-        """The messages that have come, without signs of life. Raises `OSError` where the other side has ended."""
+        """Return the arrived messages, without heartbeats. Raises `OSError` if the other side has ended."""
         data = self.socket.recv(_READ_BYTES)
         if not data:
             raise ConnectionResetError("the connection was closed")
@@ -80,7 +80,7 @@ class Link:
             return None
         (length,) = _LENGTH.unpack_from(self._unread)
         if length > (MAX_BYTES if self.rank is not None else _READ_BYTES):
-            raise ConnectionResetError("what came is not of this protocol")
+            raise ConnectionResetError("the received data does not follow this protocol")
         end = _LENGTH.size + length
         if len(self._unread) < end:
             return None
@@ -89,7 +89,7 @@ class Link:
         return payload
 
     def close(self) -> None:
-        """Let what was sent arrive, and end."""
+        """Close the socket; bytes that were sent still arrive."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
         self.socket.close()

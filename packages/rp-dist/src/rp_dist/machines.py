@@ -1,4 +1,4 @@
-"""`Machines`: the processes of one training, one on each machine, and what moves between them."""
+"""`Machines`: the processes of one training, one per machine, and the transfers between them."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from rp_dist.opening import Opening, Place
 CHUNK_BYTES = 4 << 20
 _BUFFER_BYTES = 128 << 20
 _AGREEING = -1
-# Gloo forgets a send whose receiver asks for it and is gone in the same moment, as when a machine was stopped and
-# wakes: no error ends the wait for it. Its thread does nothing any more.
+# How long to wait at the end for threads that may be stuck in gloo. If a receiver asks for a piece and disappears
+# in the same moment, as when a stopped machine wakes, gloo forgets the send, and no error ends the wait for it.
 _STUCK_S = 2.0
-# A machine that lives but takes no part is a mistake, or waits for one.
+# A machine that is alive but takes no part has a bug, or waits for one that has.
 PATIENCE_S = 3600.0
 
 
 class Machines:
     """This machine (`rank`) among `size` of them, opened with `Machines.open`; a context manager.
 
-    All machines call the same methods with the same tags, owners and sizes: sums (`reduce`) in the same order,
-    copies in any, as long as the tags of those under way differ, and by less than 2^20. A machine that dies,
-    hangs, loses its link or fails raises `MachineLost` in all calls of all others, within `timeout_s`, and every
-    call after that raises it, too.
+    All machines call the same methods with the same tags, owners and sizes. Sums (`reduce`) have the same order on
+    all. Copies may have any order, if the tags of those in progress differ, and by less than 2^20. If a machine
+    dies, hangs, loses its link or fails, all calls on all others raise `MachineLost` within `timeout_s`, and so
+    does every later call.
 
-    `link_gb_s`: GB/s that the slowest machine sends while it receives as much, measured when opened; infinite for
-    one machine. `sent_bytes`, `received_bytes`: of blocks, since opened.
+    `link_gb_s`: GB/s that the slowest machine sends while it receives as much, measured at opening; infinite for
+    one machine. `sent_bytes`, `received_bytes`: bytes of blocks since opening.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Machines:
         self._is_closed = False
         self._sent_before, self._received_before = wire.sent_bytes, wire.received_bytes
         control.on_loss = wire.abort
-        # Copies that leave do not wait for the end of those that arrive.
+        # Separate lanes, so that outgoing copies do not wait for incoming ones.
         self._lanes = {name: Lane(name, wire) for name in ("send", "give", "gather", "pass")}
         others = max(1, self.size - 1)
         count = max(2, min(2 * len(wire.groups), _BUFFER_BYTES // (others * chunk_bytes)))
@@ -76,16 +76,17 @@ class Machines:
         chunk_bytes: int = CHUNK_BYTES,
         patience_s: float = PATIENCE_S,
     ) -> Self:
-        """Open the machines that torchrun started, or those of the default process group if there is one.
+        """Connect to the machines that torchrun started, or to those of the default process group if there is one.
 
         Args:
-            connections: to each other machine; by default as many as fill the link, by measurement.
-            timeout_s: a machine is lost after so many seconds without a sign of life; opening may take as long.
-            chunk_bytes: of one piece of a reduction. Buffers take 128 MiB, or two chunks from each machine.
-            patience_s: a machine is lost that lives but for so many seconds takes no part in a transfer or, where
-                another one has closed, does not close.
+            connections: number of connections to each other machine; by default as many as saturate the link, by
+                measurement.
+            timeout_s: seconds without a heartbeat after which a machine is lost. Opening may take as long.
+            chunk_bytes: size of one piece of a reduction. Buffers take 128 MiB, or two chunks from each machine.
+            patience_s: seconds after which a machine is lost that is alive but takes no part in a transfer, or
+                does not close after another one has.
 
-        Raises `MachineLost` where a machine does not come, `Disagreement` where settings or versions differ, and
+        Raises `MachineLost` if a machine does not connect, `Disagreement` if settings or versions differ, and
         `InvalidTransfer` without torchrun's environment variables.
         """
         if timeout_s <= 0 or chunk_bytes < 8 or (connections is not None and connections < 1):
@@ -125,7 +126,7 @@ class Machines:
 
     @property
     def connections(self) -> int:
-        """How many connections there are to each other machine."""
+        """The number of connections to each other machine."""
         return len(self._wire.groups)
 
     # Small values
@@ -136,10 +137,10 @@ class Machines:
         _agree(self._control, facts)
 
     def exchange(self, value: object, *, channel: int = 0) -> list[Any]:
-        """One value from each machine, in the order of ranks. `value`: what JSON can hold, up to some MB.
+        """Send `value` to all machines; return one value from each, in the order of ranks.
 
-        Threads that exchange at the same time use channels of their own, numbers from 0; calls of one channel have
-        the same order on all machines.
+        `value`: anything that JSON can hold, up to some MB. Threads that exchange at the same time use different
+        channels (numbers from 0). The calls of one channel have the same order on all machines.
         """
         self._check_open()
         if channel < 0:
@@ -147,9 +148,9 @@ class Machines:
         return self._control.exchange(value, channel)
 
     def sum(self, values: Tensor, *, channel: int = 0) -> Tensor:
-        """The sum over all machines, the same bits on each: added in fp64 in the order of ranks, then rounded.
+        """Return the sum over all machines, with the same bits on each: fp64, in the order of ranks, then rounded.
 
-        values: a few numbers, of any shape and floating-point dtype. Channels are those of `exchange`.
+        values: a few numbers, of any shape and floating-point dtype. channel: as for `exchange`.
         """
         mine = cast(list[float], values.detach().to(torch.float64).flatten().tolist())  # pyright: ignore
         every = self.exchange(mine, channel=channel)
@@ -165,69 +166,71 @@ class Machines:
     # Blocks
 
     def reduce(self, block: Tensor, owner: int, *, tag: int, out: Tensor | None = None) -> Work:
-        """Add all machines' blocks at their owner, in fp32 (fp64 for fp64) in the order of ranks.
+        """Add all machines' blocks at the owner, in fp32 (fp64 for fp64) in the order of ranks.
 
-        block: (numel,) on the host, contiguous, floating-point, the same on all machines; sent in its own dtype.
-        out: (numel,) on the owner, where the sum is written, rounded if its dtype is smaller; by default `block`.
+        block: (numel,) on the host, contiguous, floating-point, of the same size and dtype on all machines; sent
+        in
+            that dtype.
+        out: (numel,) on the owner: the sum, rounded if its dtype is smaller; by default `block`.
 
-        A machine that has nothing to add passes zeros. Bits depend neither on what arrives first nor on the number
-        of connections.
+        A machine that has nothing to add passes zeros. The bits of the sum depend neither on the order of arrival
+        nor on the number of connections.
         """
         self._check(block, owner, tag)
         work = Work(self._control.raise_error)
-        place = slot(REDUCE, tag, block.nbytes)
+        gloo_tag = slot(REDUCE, tag, block.nbytes)
         chunk = self._chunk_bytes // block.itemsize
         if self.rank == owner:
             target = block if out is None else out
             _check_out(block, target)
-            self._reducer.launch(Reduction(block, target, place, chunk, work))
+            self._reducer.launch(Reduction(block, target, gloo_tag, chunk, work))
         else:
-            self._lanes["send"].launch(partial(self._send, _pieces(block, chunk), [owner], place), work)
-        return self._started(work, block)
+            self._lanes["send"].launch(partial(self._send, _pieces(block, chunk), [owner], gloo_tag), work)
+        return self._finished_if_empty(work, block)
 
     def gather(self, block: Tensor, owner: int, *, tag: int) -> Work:
-        """Copy the owner's block into everybody's. block: (numel,) on the host, contiguous, of any dtype."""
+        """Copy the owner's block to all machines. block: (numel,) on the host, contiguous, of any dtype."""
         self._check(block, owner, tag)
         others = [rank for rank in range(self.size) if rank != self.rank]
         lane = self._lanes["give" if self.rank == owner else "gather"]
         return self._copy(lane, GATHER, block, owner, others if self.rank == owner else [], tag)
 
     def pass_on(self, block: Tensor, source: int, target: int, *, tag: int) -> Work:
-        """Copy the source's block into the target's; other machines need not call it."""
+        """Copy the source's block into the target's. Other machines need not call this."""
         self._check(block, source, tag)
         self._check(block, target, tag)
         if self.rank not in (source, target) or source == target:
-            return self._started(Work(self._control.raise_error), block[:0])
+            return self._finished_if_empty(Work(self._control.raise_error), block[:0])
         return self._copy(self._lanes["pass"], PASS, block, source, [target] if self.rank == source else [], tag)
 
     def _copy(self, lane: Lane, kind: int, block: Tensor, source: int, targets: list[int], tag: int) -> Work:
         work = Work(self._control.raise_error)
-        place = slot(kind, tag, block.nbytes)
+        gloo_tag = slot(kind, tag, block.nbytes)
         pieces = _pieces(block, self._piece(block))
         post = (
-            partial(self._send, pieces, targets, place)
+            partial(self._send, pieces, targets, gloo_tag)
             if self.rank == source
-            else partial(self._receive, pieces, source, place)
+            else partial(self._receive, pieces, source, gloo_tag)
         )
         lane.launch(post, work)
-        return self._started(work, block)
+        return self._finished_if_empty(work, block)
 
     def _piece(self, block: Tensor) -> int:
-        """Elements of one piece where nothing is buffered: all connections carry the block, in chunks at least."""
+        """Return the elements per piece of a copy: a share per connection, but at most a chunk."""
         share = math.ceil(block.numel() / max(1, len(self._wire.groups)))
         return max(1, min(share, self._chunk_bytes // block.itemsize))
 
-    def _send(self, pieces: Sequence[Tensor], targets: Sequence[int], place: int) -> list[Posted]:
+    def _send(self, pieces: Sequence[Tensor], targets: Sequence[int], gloo_tag: int) -> list[Posted]:
         return [
-            self._wire.send(piece, target, place, index)
+            self._wire.send(piece, target, gloo_tag, index)
             for index, piece in enumerate(pieces)
             for target in targets
         ]
 
-    def _receive(self, pieces: Sequence[Tensor], source: int, place: int) -> list[Posted]:
-        return [self._wire.receive(piece, source, place, index) for index, piece in enumerate(pieces)]
+    def _receive(self, pieces: Sequence[Tensor], source: int, gloo_tag: int) -> list[Posted]:
+        return [self._wire.receive(piece, source, gloo_tag, index) for index, piece in enumerate(pieces)]
 
-    def _started(self, work: Work, block: Tensor) -> Work:
+    def _finished_if_empty(self, work: Work, block: Tensor) -> Work:
         if block.numel() == 0:
             work.finish()
         return work
@@ -250,13 +253,13 @@ class Machines:
     # The end
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this machine ends with an error of its own: they raise "failed: reason"."""
+        """Tell the others that this machine ends with an error: they raise `MachineLost` with "failed: reason"."""
         self._control.fail(reason)
 
     def close(self) -> None:
-        """Finish what was launched, wait for the others to close, too, and end; may be called twice.
+        """Finish the launched transfers, wait until the others close too, and end. May be called twice.
 
-        Raises `MachineLost` where a machine is lost meanwhile; everything is closed then, too.
+        Raises `MachineLost` if a machine is lost meanwhile. Everything is closed even then.
         """
         if self._is_closed:
             return
@@ -298,16 +301,16 @@ class Machines:
 
 
 def _agree(control: Control, facts: Mapping[str, Fact]) -> None:
-    if found := differences(control.exchange(dict(facts), _AGREEING)):
-        more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-        # Nobody leaves before all have the facts.
+    if different := differences(control.exchange(dict(facts), _AGREEING)):
+        more = f", and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
+        # No machine ends before all have the facts.
         with suppress(DistError):
             control.exchange(None, _AGREEING)
-        raise Disagreement(f"machines do not run the same: {'; '.join(found[:MOST_NAMED])}{more}")
+        raise Disagreement(f"machines do not run the same: {'; '.join(different[:MOST_NAMED])}{more}")
 
 
 def _connect(opening: Opening, wire: Wire, connections: int | None) -> float:
-    """Open the groups; the rate of the link."""
+    """Open the process groups; return the rate of the link."""
 
     def add(count: int) -> None:
         wire.groups += opening.groups(wire.control, count)
@@ -315,7 +318,7 @@ def _connect(opening: Opening, wire: Wire, connections: int | None) -> float:
     add(connections or 1)
     if wire.control.size == 1:
         return math.inf
-    # A slow link may take its time. A thread of its own, since gloo may forget a send to a machine that is lost.
+    # A slow link may need longer. `bounded` uses a thread, since gloo may forget a send to a machine that is lost.
     opening.deadline_s = time.monotonic() + wire.patience_s
     measure = partial(link.measure, wire) if connections else partial(link.fill, wire, add)
     return opening.bounded(measure, wire.control, wire.control.rank)

@@ -1,4 +1,4 @@
-"""Opening: the machines find each other, and those that do not come are named."""
+"""Opening: connect the machines with each other, and name those that do not connect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which machine this is, and where rank 0 is."""
+    """This machine's rank, the number of machines, and the address of rank 0."""
 
     rank: int
     size: int
@@ -35,7 +35,7 @@ class Place:
 
     @classmethod
     def found(cls) -> Place:
-        """From the default process group if there is one, otherwise from torchrun's environment variables."""
+        """Read the default process group if there is one, otherwise torchrun's environment variables."""
         host = os.environ.get("MASTER_ADDR", socket.gethostname())
         if dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), host, 0)
@@ -49,12 +49,12 @@ class Place:
         return cls(rank, size, host, port)
 
 
-# Rank 0's, until the process ends: machines may open again.
+# Rank 0's stores, kept until the process ends, since machines may open again.
 _STORES: dict[Place, Store] = {}
 
 
 class Opening:
-    """What must be done within `timeout_s`, or a machine is named that prevented it."""
+    """The steps of opening. If one takes longer than `timeout_s`, the error names the machine to blame."""
 
     def __init__(self, place: Place, timeout_s: float) -> None:
         self.place = place
@@ -63,50 +63,53 @@ class Opening:
         self.store: Store | None = None
 
     def left_s(self) -> float:
-        """The seconds left."""
+        """Return the seconds until the deadline."""
         return max(0.01, self.deadline_s - time.monotonic())
 
     def meet(self) -> Control:
-        """Sockets to all other machines, watched."""
+        """Connect to all other machines; return the `Control` that watches the sockets."""
         place = self.place
         token = secrets.token_hex(16) if place.rank == 0 else ""
         control = Control(place.rank, place.size, self.timeout_s, token)
         port = control.listen()
         try:
             if place.rank == 0:
-                self._receive(control, port)
+                self._host(control, port)
             else:
-                self._visit(control, port)
+                self._join(control, port)
         except BaseException:
             control.end()
             raise
         return control
 
-    def _receive(self, control: Control, port: int) -> None:
-        """Rank 0: say where it is, and wait for the others."""
+    def _host(self, control: Control, port: int) -> None:
+        """On rank 0: publish the address and wait for the others."""
         control.start()
         self.bounded(lambda: self._publish([port, control.token]), control, 0)
         self._complete(control)
         roster = {str(rank): address for rank, address in control.addresses().items()}
         control.tell(["roster", roster])
 
-    def _visit(self, control: Control, port: int) -> None:
-        """Other ranks: go to rank 0, then to each other."""
+    def _join(self, control: Control, port: int) -> None:
+        """On other ranks: connect to rank 0, then to each other."""
         rank = self.place.rank
         while True:
-            there, control.token = self.bounded(self._read_card, control, 0)
-            # What the store has may be of an earlier start; then nobody is there, and rank 0 is about to write it.
+            first_port, control.token = self.bounded(self._read_card, control, 0)
+            # The store may hold the address of an earlier start. Then nobody answers, and rank 0 will soon replace
+            # it.
             with suppress(OSError):
-                control.connect(0, self.place.host, there, port, self.deadline_s)
+                control.connect(0, self.place.host, first_port, port, self.deadline_s)
                 break
             if time.monotonic() > self.deadline_s:
-                raise MachineLost(0, f"nobody answered at {self.place.host}:{there} for {self.timeout_s:.3g} s")
+                raise MachineLost(
+                    0, f"nobody answered at {self.place.host}:{first_port} for {self.timeout_s:.3g} s"
+                )
             self.store = None
             time.sleep(_POLL_S)
         control.start()
-        # Rank 0 may have begun later, and names who is missing when its own time is over.
+        # Rank 0 may have started later. When its own time is over, it names the machines that are missing.
         if not control.wait(lambda: control.roster is not None, self.left_s() + self.timeout_s):
-            self._lose(control, [0])
+            self._give_up(control, [0])
         assert control.roster is not None
         self.deadline_s = time.monotonic() + self.timeout_s
         for other in range(1, rank):
@@ -119,9 +122,9 @@ class Opening:
 
     def _complete(self, control: Control) -> None:
         if not control.wait(lambda: not control.missing(), self.left_s()):
-            self._lose(control, control.missing())
+            self._give_up(control, control.missing())
 
-    def _lose(self, control: Control, ranks: list[int]) -> None:
+    def _give_up(self, control: Control, ranks: list[int]) -> None:
         others = f", nor did ranks {ranks[1:]}" if ranks[1:] else ""
         control.give_up(ranks[0], f"it did not come within {self.timeout_s:.3g} s{others}")
         control.raise_error()
@@ -142,14 +145,14 @@ class Opening:
                 store = self._open_store()
                 store.wait([_CARD], timedelta(seconds=self.left_s()))
                 port, token = store.get(_CARD).decode().split()
-            except RuntimeError:  # a store of an earlier opening, that ended just now
+            except RuntimeError:  # the store of an earlier opening, which has just ended
                 self.store = None
                 self._check_time()
             else:
                 return int(port), token
 
     def _open_store(self) -> Store:
-        """The store of torchrun's agent where there is one; otherwise rank 0 has it."""
+        """Return the store of torchrun's agent if there is one, otherwise that of rank 0."""
         place = self.place
         if place.rank == 0 and place in _STORES:
             self.store = _STORES[place]
@@ -170,7 +173,7 @@ class Opening:
         return self.store
 
     def _answers(self) -> bool:
-        # Asked here, since the store's own attempts write warnings to the terminal.
+        # Try a connection first, since the store's own attempts print warnings.
         self._check_time()
         try:
             socket.create_connection((self.place.host, self.place.port), timeout=self.left_s()).close()
@@ -183,9 +186,10 @@ class Opening:
             raise TimeoutError(f"nobody answered at {self.place.host}:{self.place.port}")
 
     def bounded(self, do: Callable[[], _Result], control: Control, culprit: int) -> _Result:
-        """What `do` returns, run on a thread of its own, since some calls of torch cannot be given a time.
+        """Run `do` on a thread until the deadline, since some calls of torch have no timeout; return its result.
 
-        A machine that `control` loses meanwhile is named; any other error or a timeout is that of rank `culprit`.
+        The error names a machine that `control` loses meanwhile; for any other error and a timeout it names
+        `culprit`.
         """
         results: list[_Result] = []
         errors: list[BaseException] = []
@@ -203,14 +207,14 @@ class Opening:
             control.raise_error()
         if results:
             return results[0]
-        # A process that ended breaks others' calls a moment before it is known who it was.
+        # When a process ends, others' calls may fail a moment before it is known which one it was.
         control.wait(lambda: False, GRACE_S)
         control.give_up(culprit, _why(errors, self.timeout_s))
         control.raise_error()
         raise AssertionError("unreachable")
 
     def groups(self, control: Control, count: int) -> list[dist.ProcessGroup]:
-        """Gloo process groups over all machines, each with connections of its own."""
+        """Open gloo process groups over all machines, each with separate connections."""
         return self.bounded(lambda: [self._group(control) for _ in range(count)], control, control.rank)
 
     def _group(self, control: Control) -> dist.ProcessGroup:

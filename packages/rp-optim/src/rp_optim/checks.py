@@ -11,7 +11,7 @@ import torch
 from rp_optim.errors import InvalidOption, InvalidParameter
 
 # A step checks every tensor, while other threads launch layers. So the checks read attributes, which keep the GIL;
-# operations such as ``is_complex()`` release it, and may wait to get it back. Only ``is_neg()`` has no attribute.
+# operations such as ``is_complex()`` release it, and may have to wait for it. Only ``is_neg()`` has no attribute.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -20,12 +20,12 @@ def check_option_flags(optimizer: str, options: Mapping[str, Any]) -> None:
     for flag in ("capturable", "differentiable"):
         if options.get(flag):
             raise InvalidOption(
-                f"{optimizer} runs on the host, so {flag} must be False, but is True instead; leave it out"
+                f"{optimizer} runs on the host, so {flag} must be False, but is True instead; omit it"
             )
 
 
 def at_least(optimizer: str, least: float, **options: float | torch.Tensor) -> None:
-    """Raise `InvalidOption` for numbers below `least`, tensors of more than one element, and what is no number."""
+    """Raise `InvalidOption` unless each option is a number, or a tensor of one number, of at least `least`."""
     for name, value in options.items():
         if not isinstance(value, torch.Tensor | float | numbers.Real):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidOption(f"{optimizer} needs a number for {name}, but has {value!r} instead")
@@ -63,7 +63,7 @@ def check_numbers(what: str, tensor: torch.Tensor) -> None:
 
 
 def check_memory(what: str, tensor: torch.Tensor) -> None:
-    """Raise like `check_numbers`, and unless `tensor` is contiguous and no lazy negation or conjugation."""
+    """Raise like `check_numbers`, and if `tensor` is not contiguous or is a lazy negation or conjugation."""
     _check_order(what, tensor)
     if _is_lazy_view(tensor):
         raise InvalidParameter(
@@ -86,17 +86,17 @@ def _is_lazy_view(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is contiguous and its memory holds its values, not negated or conjugated."""
+    """Return whether the tensor is contiguous and not a view that negates or conjugates lazily."""
     return tensor.is_contiguous() and not _is_lazy_view(tensor)
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy with the values of a view that negates or conjugates lazily."""
+    """Return the tensor itself, or a copy if it is a view that negates or conjugates lazily."""
     return tensor.resolve_neg().resolve_conj() if _is_lazy_view(tensor) else tensor
 
 
 def check_matching(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Raise like `check_memory`, and unless `tensor` fits `parameter`: both real or complex, its shape or flat.
+    """Raise like `check_memory`, and unless `tensor` is complex or not like `parameter`, and flat or of its shape.
 
     An fp64 tensor fits only an fp64 parameter.
     """
@@ -105,7 +105,7 @@ def check_matching(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> 
 
 
 def resolved_matching(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the `resolved` tensor; raises like `check_matching`."""
+    """Return the `resolved` tensor. Raises like `check_matching`."""
     tensor = resolved(tensor)
     _check_order(what, tensor)
     _check_like(what, tensor, parameter)
@@ -129,7 +129,7 @@ def _check_like(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Non
 
 
 def check_state(name: str, tensor: torch.Tensor, shape: Sequence[int], parameter: torch.Tensor) -> None:
-    """Raise `InvalidParameter` unless a state tensor, which may have been loaded, fits this parameter."""
+    """Raise `InvalidParameter` unless a state tensor (perhaps a loaded one) fits this parameter."""
     what = f"the state {name!r}"
     check_numbers(what, tensor)
     _check_kind(what, tensor, parameter)
@@ -141,7 +141,7 @@ def check_state(name: str, tensor: torch.Tensor, shape: Sequence[int], parameter
 
 
 def check_counter(step: object) -> None:
-    """Raise `InvalidParameter` unless the state 'step' is a tensor or None, as loading always makes it."""
+    """Raise `InvalidParameter` unless the state 'step' is None or a tensor, which `load_state_dict` makes it."""
     if step is not None and not isinstance(step, torch.Tensor):
         raise InvalidParameter(
             f"the state 'step' must be a tensor of one number, but is {step!r} instead; set a tensor, or use "

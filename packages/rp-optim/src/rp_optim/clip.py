@@ -27,12 +27,12 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before scaling.
+    """Scale gradients so that their total norm is at most `max_norm`; return the norm before scaling.
 
     Like ``torch.nn.utils.clip_grad_norm_``, but the norm is summed in fp64, in the same order for any number of
-    threads. Gradients of linked masters are read as they arrive and not rewritten: the step multiplies them when
-    it reads them. Other gradients are scaled in place. `foreach` is accepted and changes nothing. If several
-    processes divide linked masters, the norm is that of all, with the same bits.
+    threads. Gradients of linked masters are read as they arrive and are not rewritten: the step applies the factor
+    when it reads them. Other gradients are scaled in place. `foreach` is accepted and changes nothing. If several
+    processes divide linked masters, the norm is that of all processes, identical on each to the last bit.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -47,8 +47,8 @@ def clip_grad_norm_(
     norm = _norm(members, float(norm_type), f"clipping to {float(max_norm)} the norm of order {float(norm_type)}")
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteGradients(
-            f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped; leave out "
-            "error_if_nonfinite to scale them nevertheless"
+            f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped; omit "
+            "error_if_nonfinite to scale them anyway"
         )
     factor = float(max_norm) / (norm + 1e-6)
     if not factor >= 1:
@@ -71,19 +71,19 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def _norm(members: list[torch.Tensor], norm_type: float, purpose: str) -> float:
-    """The total norm. Gradients are read as they arrive, but summed in the order of `members`."""
-    places = list(enumerate(members))
-    found: dict[int, float | None] = {}
-    for here in by_arrival(places, lambda item: item[1]):
-        together = _parts([parameter for _, parameter in here], norm_type)
-        found.update(zip((place for place, _ in here), together, strict=True))
-    everywhere = known_to_all(members, purpose, [found[place] for place in range(len(members))])
-    parts = [part for part in everywhere if part is not None]
+    """Return the total norm. Gradients are read as they arrive, but summed in the order of `members`."""
+    indexed = list(enumerate(members))
+    local: dict[int, float | None] = {}
+    for arrived in by_arrival(indexed, lambda item: item[1]):
+        parts = _parts([parameter for _, parameter in arrived], norm_type)
+        local.update(zip((index for index, _ in arrived), parts, strict=True))
+    shared = known_to_all(members, purpose, [local[index] for index in range(len(members))])
+    parts = [part for part in shared if part is not None]
     return math.sqrt(sum(parts)) if norm_type == 2 else _join(parts, norm_type)
 
 
 def _parts(parameters: list[torch.Tensor], norm_type: float) -> list[float | None]:
-    """Each gradient's sum of squares for the 2-norm, else its norm; None without a gradient."""
+    """Return each gradient's sum of squares for the 2-norm, otherwise its norm; None without a gradient."""
     if norm_type == 2:
         return squares_of(parameters)
     return [_part(parameter, norm_type) for parameter in parameters]

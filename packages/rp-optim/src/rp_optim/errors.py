@@ -3,7 +3,7 @@
 OptimError
   ├── InvalidParameter   (ValueError)    a parameter, gradient, weight or state tensor that is not supported
   ├── InvalidOption      (ValueError)    an option out of range, or unsupported on the host
-  ├── InvalidLink        (ValueError)    a master that cannot be linked, unlinked or saved as it is
+  ├── InvalidLink        (ValueError)    a master that cannot be linked, unlinked or saved in its state
   ├── NonFiniteGradients (RuntimeError)  the gradients' norm is not finite, and `error_if_nonfinite` was set
   ├── ScalerMisuse       (RuntimeError)  methods of a gradient scaler called in an invalid order
   ├── WrongThread        (RuntimeError)  a method called on a thread that must not call it
@@ -36,7 +36,7 @@ class ScalerMisuse(OptimError, RuntimeError):
 
 
 class WrongThread(OptimError, RuntimeError):
-    """A method was called on the optimizer's thread that must be called on another one, or vice versa."""
+    """A method was called on the optimizer's thread that must be called on another thread, or vice versa."""
 
 
 class KernelUnavailable(OptimError, RuntimeError):

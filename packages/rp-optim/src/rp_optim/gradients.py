@@ -14,24 +14,24 @@ from rp_optim.kernels.updates import Spot
 from rp_optim.masters import Source, source_link
 from rp_optim.pair import GradientPair
 
-# Elements that are looked at together where gradients are checked one by one.
+# Elements per piece where every element of a gradient is checked.
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient whose value is ``tensor * factor``, or ``(tensor + more) * factor``, added in fp32 at least."""
+    """A gradient with the value ``tensor * factor`` or ``(tensor + more) * factor``, added in at least fp32."""
 
     tensor: torch.Tensor
     factor: float
     more: torch.Tensor | None = None
 
     def spot(self) -> Spot:
-        """For kernels that only read the gradient, without the factor."""
+        """Return the arguments for kernels that only read the gradient, without the factor."""
         return Spot(self.tensor, self.tensor, None, 1.0, self.more)
 
     def pieces(self, count: int) -> Iterator[torch.Tensor]:
-        """The values without the factor, flat, `count` elements at a time."""
+        """Yield the values without the factor, flat, `count` elements at a time."""
         for begin in range(0, self.tensor.numel(), count):
             piece = self.tensor.reshape(-1)[begin : begin + count]
             if self.more is not None:
@@ -60,18 +60,18 @@ def _of_source(source: Source, factor: float) -> Gradient:
 
 
 def squares_of(parameters: Sequence[torch.Tensor]) -> list[float | None]:
-    """The sum of squares of each gradient, in fp64; None without a gradient. Linked gradients are read once."""
+    """Return each gradient's sum of squares, in fp64; None without a gradient. A linked gradient is read once."""
     gradients = [gradient_of(parameter) for parameter in parameters]
-    known = [_known_squares(parameter) for parameter in parameters]
-    unknown = [i for i, gradient in enumerate(gradients) if gradient is not None and known[i] is None]
-    found = _squares([gradient.spot() for i in unknown if (gradient := gradients[i]) is not None])
-    for index, squares in zip(unknown, found, strict=True):
-        known[index] = squares
+    sums = [_known_squares(parameter) for parameter in parameters]
+    unknown = [i for i, gradient in enumerate(gradients) if gradient is not None and sums[i] is None]
+    computed = _squares([gradient.spot() for i in unknown if (gradient := gradients[i]) is not None])
+    for index, squares in zip(unknown, computed, strict=True):
+        sums[index] = squares
         if (link := source_link(parameters[index])) is not None:
             link.squares = squares
     return [
         None if gradient is None or squares is None else squares * gradient.factor**2
-        for gradient, squares in zip(gradients, known, strict=True)
+        for gradient, squares in zip(gradients, sums, strict=True)
     ]
 
 
@@ -88,7 +88,7 @@ def _squares(spots: Sequence[Spot]) -> list[float]:
 
 
 def is_finite(parameter: torch.Tensor) -> bool:
-    """Whether all elements of the gradient are finite; True without a gradient."""
+    """Return whether all elements of the gradient are finite; True without a gradient."""
     gradient = gradient_of(parameter)
     if gradient is None:
         return True
@@ -102,7 +102,7 @@ def is_finite(parameter: torch.Tensor) -> bool:
 
 
 def scale(parameter: torch.Tensor, factor: float) -> None:
-    """Multiply the gradient, if there is one: a linked one when it is next read, else in place."""
+    """Multiply the gradient, if there is one: in place, or a linked one when it is next read."""
     if (link := source_link(parameter)) is not None:
         link.factor *= factor
     elif parameter.grad is not None:

@@ -26,17 +26,17 @@ from rp_optim.kernels.updates import Small, Spot
 from rp_optim.masters import by_arrival, is_elsewhere, link_of
 from rp_optim.worker import wait_for_steps
 
-# A parameter group as torch keeps it: numbers, flags, tensors and the list of parameters.
+# A parameter group of torch: numbers, flags, tensors and the list of parameters.
 Group = dict[str, Any]
 State = dict[str, Any]
 Member = tuple[Group, torch.Tensor]
 
-# In fp32, this and one more are the same number.
-_MOST_IN_FP32 = 1 << 24
+# From here on, adding one in fp32 does not change the number.
+_FP32_COUNT_LIMIT = 1 << 24
 
-# Elements that one kernel call updates. With a call for each parameter, waking the threads took a third of a step
-# on sixteen cores. Much larger pieces would delay the first weights of a step.
-_TOGETHER = 1 << 28
+# Elements that one kernel call updates. With a call per parameter, waking the threads took a third of a step on
+# sixteen cores. Much larger pieces would delay the first weights of a step.
+_CALL_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,20 @@ class Taken:
 class HostOptimizer(torch.optim.Optimizer):
     """An optimizer whose step updates parameters in batches, as their gradients arrive."""
 
-    # Whether the state has a "step" tensor, which `count_steps` increments; small state always has one.
+    # Whether the state has a "step" tensor, which `count_steps` increments. Small state always has one.
     _counts_steps = False
-    # How state tensors are kept.
+    # The format of state tensors.
     _kind: StateKind = "fp32"
-    # The place of each parameter in the optimizer, by identity, while a step with small state runs.
-    _places: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
+    # Each parameter's index in the optimizer, by `id`, while a step with small state runs.
+    _indices: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
 
     @property
     def state_kind(self) -> StateKind:
-        """How state tensors are kept: "fp32" (in the parameter's dtype), "bf16" or "8bit"."""
+        """The format of state tensors: "fp32" (in the parameter's dtype), "bf16" or "8bit"."""
         return self._kind
 
     def _keep_state_as(self, kind: str) -> None:
-        """To be called before torch's constructor."""
+        """Set the format of state tensors. Must be called before torch's constructor."""
         self._kind = check_kind(type(self).__name__, kind)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -84,7 +84,7 @@ class HostOptimizer(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        # For pickling and copying, which go past the constructor.
+        # For pickling and copying, which do not call the constructor.
         return {**super().__getstate__(), "_kind": self._kind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -94,17 +94,17 @@ class HostOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch: of one step. It waits for the steps that were launched, unless it is called in one.
+        """Return the state as in torch, after waiting for the launched steps (unless it is called inside one).
 
-        Its tensors are the optimizer's own, which the next step changes: clone them to keep the values.
+        The tensors belong to the optimizer, and the next step changes them. Clone them to keep the values.
         """
         wait_for_steps()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]  # torch disables dynamo
-        """As in torch, after waiting for the steps that were launched.
+        """Load a state as in torch, after waiting for the launched steps.
 
-        State that was kept otherwise, such as torch's, is converted: rounded to nearest, or made whole.
+        State in another format, such as torch's, is converted: rounded to nearest, or expanded to full precision.
         """
         wait_for_steps()
         states: list[State] = [value for value in state_dict["state"].values() if isinstance(value, dict)]
@@ -121,13 +121,13 @@ class HostOptimizer(torch.optim.Optimizer):
         self._forget_steps()
 
     def _forget_steps(self) -> None:
-        """Drop what only small state counts, if this one is whole."""
+        """Drop step counters that only small state needs, if this optimizer's state is not small."""
         for group, parameter in self._members() if self._kind == "fp32" else ():
             if not self._counts(group):
                 self.state.get(parameter, {}).pop("step", None)
 
     def _counts(self, group: Group) -> bool:
-        """Whether the state of this group's parameters has a "step" tensor even if it is not small."""
+        """Return whether the group's parameters have a "step" tensor even if their state is not small."""
         del group
         return self._counts_steps
 
@@ -140,14 +140,14 @@ class HostOptimizer(torch.optim.Optimizer):
         check_can_be_small(self._kind, parameter)
 
     def _state_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
-        """Names and shapes of the state tensors that a step of this parameter reads, except "step"."""
+        """Return the names and shapes of the state tensors that a step of this parameter reads, except "step"."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch overloads
         """Update every parameter that has a gradient.
 
-        `closure` recomputes the loss and the gradients; its result is returned.
+        `closure` recomputes the loss and the gradients. Its result is returned.
 
         Raises `InvalidParameter` for an unsupported parameter, gradient or state before any parameter changes.
         Linked gradients and weights are checked only when they are used, since they may arrive during the step.
@@ -158,11 +158,11 @@ class HostOptimizer(torch.optim.Optimizer):
                 loss = closure()
         members = list(self._members())
         if self._kind != "fp32":
-            self._places = {id(parameter): place for place, (_, parameter) in enumerate(members)}
+            self._indices = {id(parameter): index for index, (_, parameter) in enumerate(members)}
         for member in members:
             self._check_member(*member)
-        for here in by_arrival(members, lambda member: member[1]):
-            for some in _cut([found for member in here if (found := _take(*member)) is not None]):
+        for arrived in by_arrival(members, lambda member: member[1]):
+            for some in _cut([taken for member in arrived if (taken := _take(*member)) is not None]):
                 self._update_some(some)
         return loss
 
@@ -183,7 +183,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 check_state(name, tensor, shape, parameter)
 
     def state_bytes(self) -> int:
-        """Bytes of the state once every parameter has been stepped."""
+        """Return the bytes of the state once every parameter has been stepped."""
         return sum(self._bytes_of(*member) for member in self._members() if not is_elsewhere(member[1]))
 
     def _bytes_of(self, group: Group, parameter: torch.Tensor) -> int:
@@ -193,7 +193,7 @@ class HostOptimizer(torch.optim.Optimizer):
         return own + (_counter_dtype().itemsize if counts else 0)
 
     def _count_small_steps(self, taken: Sequence[Taken]) -> list[int]:
-        """Numbers of steps for the noise, of an optimizer that does not count steps otherwise."""
+        """Return step numbers for the noise, for an optimizer that otherwise does not count steps."""
         if self._kind == "fp32":
             return [0] * len(taken)
         counted = [bool(self._state_shapes(each.group, each.parameter)) for each in taken]
@@ -203,16 +203,16 @@ class HostOptimizer(torch.optim.Optimizer):
         return [next(numbers) if one else 0 for one in counted]
 
     def _noise(self, parameter: torch.Tensor, step: int) -> Noise:
-        return Noise.of(step, self._places[id(parameter)])
+        return Noise.of(step, self._indices[id(parameter)])
 
     def _kept_state(self, taken: Taken, step: int) -> tuple[dict[str, torch.Tensor], Small | None]:
-        """The tensors of an update's state by name, made if they are missing. `step`: for the noise."""
+        """Return an update's state tensors by name, creating missing ones. `step`: the number for the noise."""
         state, shapes = self.state[taken.parameter], self._state_shapes(taken.group, taken.parameter)
         if self._kind == "fp32":
             return {name: state_tensor(state, name, taken.parameter) for name in shapes}, None
-        found = {name: kept(state, name, shape, self._kind) for name, shape in shapes.items()}
-        scales = tuple(each.scales for each in found.values() if each.scales is not None)
-        return {name: each.tensor for name, each in found.items()}, Small(
+        tensors = {name: kept(state, name, shape, self._kind) for name, shape in shapes.items()}
+        scales = tuple(each.scales for each in tensors.values() if each.scales is not None)
+        return {name: each.tensor for name, each in tensors.items()}, Small(
             self._noise(taken.parameter, step), scales
         )
 
@@ -223,7 +223,7 @@ class HostOptimizer(torch.optim.Optimizer):
         try:
             self._update(taken)
         except BaseException:
-            # Some may be updated: who compares versions must see that.
+            # Some parameters may have been updated; code that compares versions must see that.
             for each in taken:
                 torch.autograd.graph.increment_version(each.parameter)
             raise
@@ -244,7 +244,7 @@ class HostOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients to None, without copying linked ones first; or to zero."""
+        """Set the gradients to None (linked ones are not copied first), or to zero if `set_to_none` is False."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -254,7 +254,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Hidden:
-    """A tensor that torch is not to cast."""
+    """Wraps a state tensor so that torch does not cast it."""
 
     tensor: torch.Tensor
 
@@ -267,7 +267,7 @@ def _hidden(states: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _hide_moments(state: State) -> State:
-    # On the host, as torch would move them: they may have been saved on a device.
+    # Move them to the host, as torch would: they may have been saved on a device.
     return {name: _Hidden(value.cpu()) if _is_moment(name, value) else value for name, value in state.items()}
 
 
@@ -276,11 +276,11 @@ def _is_moment(name: str, value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _cut(taken: Iterable[Taken]) -> Iterator[list[Taken]]:
-    """Split into lists of about `_TOGETHER` elements, none with a parameter twice."""
+    """Split into lists of about `_CALL_ELEMENTS` elements, none with a parameter twice."""
     piece: dict[int, Taken] = {}
     size = 0
     for each in taken:
-        if size >= _TOGETHER or id(each.parameter) in piece:
+        if size >= _CALL_ELEMENTS or id(each.parameter) in piece:
             yield list(piece.values())
             piece, size = {}, 0
         piece[id(each.parameter)] = each
@@ -311,7 +311,7 @@ def _spot(parameter: torch.Tensor, gradient: Gradient, weight: torch.Tensor | No
 
 
 def _target(weight: torch.Tensor | None, upper: torch.Tensor) -> torch.Tensor:
-    """Where the new upper half goes; the same object as `upper` if that is in place."""
+    """Return the tensor for the new upper half: `upper` itself for an update in place."""
     if weight is None:
         return upper
     if weight.dtype != torch.bfloat16:
@@ -322,7 +322,7 @@ def _target(weight: torch.Tensor | None, upper: torch.Tensor) -> torch.Tensor:
 
 
 def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """The state tensor `name`, contiguous and of the parameter's dtype; zeros if there was none."""
+    """Return the state tensor `name`, contiguous and of the parameter's dtype; new zeros if there was none."""
     tensor = state.get(name)
     if tensor is None:
         tensor = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
@@ -334,7 +334,7 @@ def state_tensor(state: State, name: str, parameter: torch.Tensor) -> torch.Tens
 
 
 def nbytes_of_state(state: State) -> int:
-    """Bytes of the tensors in one parameter's state.
+    """Return the bytes of the tensors in one parameter's state.
 
     >>> nbytes_of_state({"step": torch.zeros(()), "exp_avg": torch.zeros(3), "other": None})
     16
@@ -347,9 +347,10 @@ def _counter_dtype() -> torch.dtype:
 
 
 def count_steps(states: Sequence[State]) -> list[int]:
-    """Increment "step" in each state, a tensor as in torch; returns the new numbers, from 1 on.
+    """Increment the tensor "step" in each state; return the new numbers, which count from 1.
 
-    From 2^24 on it is fp64. In fp32 it would stay there, and with it the noise that rounds small state.
+    From 2^24 on the tensor is fp64. In fp32 the number would stop growing, and the noise that rounds small state
+    would repeat.
     """
     for state in states:
         if state.get("step") is None:
@@ -359,16 +360,16 @@ def count_steps(states: Sequence[State]) -> list[int]:
         return []
     numbers = _incremented(steps)
     for state, number in zip(states, numbers, strict=True):
-        if number >= _MOST_IN_FP32 and state["step"].dtype == torch.float32:
+        if number >= _FP32_COUNT_LIMIT and state["step"].dtype == torch.float32:
             state["step"] = state["step"].double()
     return numbers
 
 
 def _incremented(steps: list[torch.Tensor]) -> list[int]:
     if len(set(map(id, steps))) < len(steps):
-        # Several states loaded with one shared tensor: each increments it.
+        # Several states were loaded with one shared tensor: each of them increments it.
         return [int(step.add_(1)) for step in steps]
-    # In one call: one operation for each would release the GIL each time.
+    # One call for all: an operation per state would release the GIL each time.
     torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] - torch's own optimizers use it
     if len({(step.dtype, step.device, step.shape) for step in steps}) > 1:
         return [int(step) for step in steps]

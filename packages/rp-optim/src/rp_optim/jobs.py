@@ -25,13 +25,14 @@ _Result = TypeVar("_Result")
 
 
 class Outcome(Generic[_Result]):
-    """A job and its result or exception; has the methods of `concurrent.futures.Future` that are used here."""
+    """A job and its result or exception, with a part of the interface of `concurrent.futures.Future`."""
 
     __slots__ = ("_claim", "_error", "_is_done", "_job", "_value", "_waiting")
 
     def __init__(self, job: Callable[[], _Result]) -> None:
         self._job: Callable[[], _Result] | None = job
-        # Never released. The thread that acquires it settles the outcome: the worker, or one that cancels the job.
+        # Never released. The thread that acquires it settles the outcome: the worker, or a thread that cancels the
+        # job.
         self._claim = allocate_lock()
         self._waiting: deque[SimpleQueue[None]] = deque()
         self._is_done = False
@@ -54,7 +55,8 @@ class Outcome(Generic[_Result]):
     def cancel(self, error: BaseException | None = None) -> bool:
         """Settle the outcome with `error` (default `CancelledError`), unless the job has begun.
 
-        Returns whether the job is cancelled. Not on the main thread, where Ctrl-C could interrupt it halfway.
+        Return whether the job is cancelled. Do not call it on the main thread, where Ctrl-C could interrupt it
+        halfway.
         """
         if not self._claim.acquire(blocking=False):
             return type(self._error) is CancelledError
@@ -63,20 +65,20 @@ class Outcome(Generic[_Result]):
         return True
 
     def _settle(self) -> None:
-        # Released before waiters wake, so that they can rely on the job's arguments being freed.
+        # Drop the job before waiters wake, so that they can rely on its arguments being freed.
         self._job = None
         self._is_done = True
-        # Others, whose time is over, may leave between a look at the queue and the next operation on it.
+        # A waiter that has timed out may remove itself between a check of the queue and the next operation on it.
         with suppress(IndexError):
             while True:
                 self._waiting.popleft().put(None)
 
     def done(self) -> bool:
-        """Whether the job has finished or was cancelled."""
+        """Return whether the job has finished or was cancelled."""
         return self._is_done
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds` (None: without limit) for the job; returns whether it is done."""
+        """Wait at most `seconds` (None: without limit) for the job; return whether it is done."""
         return wait_for_any((self,), seconds)
 
     def result(self, timeout: float | None = None) -> _Result:
@@ -96,7 +98,7 @@ class Outcome(Generic[_Result]):
         return self._error
 
     def listen(self, woken: SimpleQueue[None]) -> None:
-        """Put an item into `woken` when the outcome is settled later."""
+        """Put an item into `woken` when the outcome is settled after this call."""
         self._waiting.append(woken)
 
     def forget(self, woken: SimpleQueue[None]) -> None:
@@ -106,14 +108,14 @@ class Outcome(Generic[_Result]):
 
 
 def wait_for_any(outcomes: Iterable[Outcome[Any]], seconds: float | None = None) -> bool:
-    """Wait at most `seconds` (None: without limit) until one is done; returns whether one is."""
+    """Wait at most `seconds` (None: without limit) until one outcome is done; return whether one is."""
     chosen = tuple(outcomes)
     if any(outcome.done() for outcome in chosen):
         return True
     woken: SimpleQueue[None] = SimpleQueue()
     for outcome in chosen:
         outcome.listen(woken)
-    # Check again: an outcome settled before `listen` puts nothing into the queue.
+    # Check again: an outcome that was settled before `listen` puts nothing into the queue.
     if not any(outcome.done() for outcome in chosen):
         with suppress(Empty):
             woken.get(timeout=seconds)
@@ -129,7 +131,7 @@ def wait_for_all(outcomes: Iterable[Outcome[Any]]) -> None:
 
 
 class _Loop:
-    """The state of a worker's thread. Does not reference the `Worker`, whose deletion ends the thread."""
+    """The state of a worker's thread. It does not reference the `Worker`, whose deletion ends the thread."""
 
     def __init__(self, name: str, prepare: Callable[[], object]) -> None:
         self.jobs: SimpleQueue[Outcome[Any] | None] = SimpleQueue()
@@ -148,8 +150,8 @@ class _Loop:
     def start(self) -> None:
         """Start the thread, if it has not started.
 
-        `Thread.start` waits on a condition, which Ctrl-C could break. So a raw thread, which no Ctrl-C interrupts,
-        calls it.
+        `Thread.start` waits on a condition, which Ctrl-C could break. So a low-level thread, which no Ctrl-C
+        interrupts, calls it.
         """
         if self.thread is None:
             try:
@@ -192,7 +194,7 @@ class _Loop:
         self.over.carry_out()
 
     def finish(self) -> None:
-        """Wait until all jobs are done and the thread has ended. May be called again if that was interrupted."""
+        """Wait until all jobs are done and the thread has ended. May be called again after an interrupt."""
         if not self.is_wanted or self.process != _PROCESS.number:
             return
         self.jobs.put(None)
@@ -207,9 +209,10 @@ class Worker:
 
     Args:
         name: the thread's name.
-        prepare: called first on the thread; if it raises, all jobs raise that. It must not reference the worker.
+        prepare: called first on the thread. If it raises, all jobs raise that error. It must not reference the
+            worker.
 
-    Jobs still queued when the process exits are run. The thread ends when its worker is garbage-collected.
+    Jobs that are still queued at exit are run. The thread ends when its worker is garbage-collected.
 
     >>> worker = Worker("example")
     >>> worker.submit(max, 1, 2).result()
@@ -224,9 +227,9 @@ class Worker:
     def submit(
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Outcome[_Result]:
-        """Queue a job; returns its outcome.
+        """Queue a job; return its outcome.
 
-        Raises `RuntimeError` once the worker was closed, and in a forked child, which does not have the thread.
+        Raises `RuntimeError` if the worker was closed, and in a forked child, which does not have the thread.
         """
         loop = self._loop
         if loop.process != _PROCESS.number:
@@ -249,11 +252,11 @@ class Worker:
         return outcome
 
     def is_current(self) -> bool:
-        """Whether the calling thread is the worker's thread."""
+        """Return whether the calling thread is the worker's thread."""
         return threading.get_ident() == self._loop.ident
 
     def is_here(self) -> bool:
-        """Whether it was made in this process; not in the one that this one was forked from."""
+        """Return whether the worker was created in this process, not in one that this process was forked from."""
         return self._loop.process == _PROCESS.number
 
     def close(self) -> None:
@@ -273,7 +276,7 @@ class _Process:
 
 
 _PROCESS = _Process()
-# Loops with jobs so far, in the order of their first jobs: jobs of later ones may wait for jobs of earlier ones.
+# Loops that have had jobs, in the order of their first job: jobs of later loops may wait for jobs of earlier ones.
 _LOOPS: dict[_Loop, None] = {}
 
 

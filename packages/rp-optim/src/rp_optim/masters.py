@@ -15,17 +15,18 @@ from rp_optim.pair import GradientPair
 
 _Item = TypeVar("_Item")
 
-# A gradient that a master is linked to: one tensor, or two whose sum it is.
+# A gradient that a master is linked to: one tensor, or a pair with the gradient as its sum.
 Source = torch.Tensor | GradientPair
 
 
 class Share(Protocol):
-    """Asks the processes that divide masters."""
+    """Exchanges values between the processes that divide masters."""
 
     def __call__(self, purpose: str, values: Sequence[float | None], /) -> list[float | None]:
-        """From what this process knows of some masters (None: nothing), what all know together.
+        """Merge the values that the processes have for some masters; return them for all of these masters.
 
-        All call it with as many values, for the same purpose.
+        `values`: one per master; None where this process has none. All processes call it with the same number of
+        values and the same purpose.
         """
         ...
 
@@ -34,7 +35,7 @@ class Ready(Protocol):
     """Tells whether a gradient may be read."""
 
     def __call__(self, wait: bool, /) -> bool:
-        """Whether the gradient may be read. With `wait`, block until it may, and return True.
+        """Return whether the gradient may be read. With `wait`, block until it may, and return True.
 
         May be called again after it has returned True.
         """
@@ -46,10 +47,11 @@ class Link:
     """The callables that one master is linked to, and the state of its gradient.
 
     `gradient_in`: "source" if the gradient is the linked tensor times `factor`; "grad" if it is the master's own
-    ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed. `share`: asks
-    the other processes, if masters are divided between several. `turn`: when its gradient arrives, if that is
-    known; `stepped`: called when an optimizer has updated the master. `is_dropped`: whether code has set
-    ``.grad`` to None, or `Master.note_linked` has found that it drops it otherwise.
+    ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed. `share`:
+    exchanges values with the other processes, if masters are divided between several. `turn`: the position in the
+    order in which gradients arrive, if known. `stepped`: called when an optimizer has updated the master.
+    `is_dropped`: whether the gradient was dropped, by setting ``.grad`` to None or in another way that
+    `Master.note_linked` has noticed.
     """
 
     gradients: Callable[[], Source | None]
@@ -65,7 +67,7 @@ class Link:
     is_dropped: bool = False
 
     def source(self, master: torch.Tensor) -> Source | None:
-        """Wait for the low-precision gradient, and return it, checked; None if there is none."""
+        """Wait for the low-precision gradient, check it and return it; None if there is none."""
         self.ready(True)
         gradient = self.gradients()
         if isinstance(gradient, GradientPair):
@@ -73,7 +75,7 @@ class Link:
         return None if gradient is None else _checked(gradient, master)
 
     def destination(self, master: torch.Tensor) -> torch.Tensor | None:
-        """Wait until the low-precision weight may be written, and return it, checked; None if there is none."""
+        """Wait until the low-precision weight may be written, check it and return it; None if there is none."""
         weight = self.weights()
         if weight is not None:
             check_matching("the weight that a master is linked to", weight, master)
@@ -85,7 +87,7 @@ def _checked(gradient: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 
 
 class Master(torch.nn.Parameter):
-    """A parameter that can be linked to a gradient and a weight elsewhere; unlinked it is an ordinary parameter.
+    """A parameter that can be linked to a low-precision gradient and weight; otherwise an ordinary parameter.
 
     While it is linked, the first read of ``.grad``, or a ``backward`` that adds to it, copies the linked gradient
     into the master's dtype; that copy is the gradient from then on.
@@ -109,12 +111,12 @@ class Master(torch.nn.Parameter):
             source = link.source(self)
             _OWN_GRAD.__set__(self, None if source is None else _copy(source, self, link.factor))
             link.gradient_in = "grad"
-        found = _OWN_GRAD.__get__(self)
+        gradient = _OWN_GRAD.__get__(self)
         if self._link is not None:
             self.note_linked()
-        elif found is None:
+        elif gradient is None:
             self.note_missing()
-        return found
+        return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -128,17 +130,17 @@ class Master(torch.nn.Parameter):
         self.grad = None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch has an attribute
 
     def note_missing(self) -> None:
-        """Called where ``.grad`` is read of a master that is not linked and has none; subclasses may say why."""
+        """Called when ``.grad`` of an unlinked master is read and is None. Subclasses may explain why."""
 
     def note_linked(self) -> None:
-        """Called where ``.grad`` is read of a linked master; subclasses may record what for."""
+        """Called when ``.grad`` of a linked master is read. Subclasses may record for what purpose."""
 
     def note_read(self) -> None:
-        """Called before a read of ``.grad`` copies the linked gradient; subclasses may refuse it by an error."""
+        """Called before a read of ``.grad`` copies the linked gradient. Subclasses may raise an error."""
 
     @property
     def data(self) -> torch.Tensor:
-        """As in torch, but increments a linked master's version: writes through ``.data`` do not do that."""
+        """As in torch, but a read increments a linked master's version, since writes through ``.data`` do not."""
         if self._link is not None:
             torch.autograd.graph.increment_version(self)
         return _OWN_DATA.__get__(self)
@@ -159,26 +161,26 @@ class Master(torch.nn.Parameter):
         return super().__reduce_ex__(protocol)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-# Torch's own attributes: descriptors written in C, which have no type to name.
+# Torch's own attributes: descriptors written in C, which have no Python type.
 _OWN_GRAD: Any = torch.Tensor.grad
 _OWN_DATA: Any = torch.Tensor.data
 
 
 def own_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Torch's own ``.grad``, without copying a linked gradient into it."""
+    """Return torch's own ``.grad``, without copying a linked gradient into it."""
     return _OWN_GRAD.__get__(parameter)
 
 
 def own_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Torch's own ``.data``, without incrementing a linked master's version."""
+    """Return torch's own ``.data``, without incrementing a linked master's version."""
     return _OWN_DATA.__get__(tensor)
 
 
 def source_link(parameter: torch.Tensor) -> Link | None:
-    """The link of a master whose gradient is the linked tensor; None if it is ``.grad`` or there is no link.
+    """Return the link of a master whose gradient is the linked tensor; None if it is ``.grad``, or without a link.
 
-    Autograd adds to torch's own ``.grad``, past the property of `Master`. If it has, this waits for the linked
-    gradient, adds both, and makes the sum the ``.grad``.
+    Autograd adds to torch's own ``.grad``, not to the property of `Master`. If it has, this waits for the linked
+    gradient and makes the sum of both the ``.grad``.
     """
     link = link_of(parameter)
     if link is None or link.gradient_in == "grad":
@@ -204,7 +206,7 @@ class _Unchanged(Enum):
 
 
 UNCHANGED = _Unchanged.UNCHANGED
-"""What `unlink` returns for a gradient that is still the linked tensor, unscaled."""
+"""The result of `unlink` for a gradient that is still the linked tensor, unscaled."""
 
 
 def _no_weights() -> None:
@@ -226,24 +228,26 @@ def link(
     turn: int | None = None,
     stepped: Callable[[], None] | None = None,
 ) -> None:
-    """Link a master, until `unlink`, to its low-precision gradient and the low-precision weight made from it.
+    """Link a master to its low-precision gradient and to the low-precision weight made from it, until `unlink`.
 
-    The callables are called on the thread that steps, any number of times.
+    The callables are called on the thread that runs the step, any number of times.
 
     Args:
         master: a `Master`.
         gradients: returns the gradient, contiguous, on the host, of the master's shape or flat, in any floating
-            dtype; a `GradientPair` of two such tensors; None if there is none. It is read, never written. Called
-            only after `ready` returned True.
+            dtype; a `GradientPair` of two such tensors; None if there is none. It is read, never written.
+            Called only after `ready` returned True.
         weights: returns the tensor to write the updated weight into, rounded to its dtype; None to write none. It
             may block until that tensor may be written.
         ready: ``ready(False)`` returns whether `gradients` may be called; ``ready(True)`` blocks until it may.
-            Masters whose gradients arrive together should share one (or equal ones), which is then called once.
-        written: called each time the weight is complete; not if `weights` returned None.
-        share: if several processes divide the masters, asks the others: norms and checks for infinities are then
-            of all. A master that another process has is one on the meta device here, without a gradient.
-        turn: masters that have one are waited for and updated in the order of their turns, those of one turn
-            together: for gradients whose memory is given to others once they have been read.
+            Masters whose gradients arrive together should share one `ready` (or equal ones), which is then called
+            once for all.
+        written: called each time the weight is complete, unless `weights` returned None.
+        share: exchanges values between the processes that divide the masters, so that norms and checks for
+            infinities cover all of them. In this process a master of another one is on the meta device, without a
+            gradient.
+        turn: masters with a turn are updated in the order of their turns, those of one turn together, each after
+            waiting for its gradient. For gradients whose memory is reused once they have been read.
         stepped: called each time an optimizer of this package has updated the master.
 
     A step that writes the weight keeps the master's version counter. An update without a weight (no `weights`, or
@@ -276,11 +280,11 @@ def link(
 def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
     """End a link, and return the master's gradient.
 
-    Returns `UNCHANGED` if the gradient is still the linked tensor; None if it was dropped, as by ``zero_grad``;
-    else the changed gradient in the master's dtype, after a read of ``.grad``, scaling or clipping. The master's
-    own ``.grad`` is None afterwards.
+    Returns `UNCHANGED` if the gradient is still the linked tensor, and None if it was dropped, as by
+    ``zero_grad``. After a read of ``.grad``, scaling or clipping it returns the new gradient, in the master's
+    dtype. The master's own ``.grad`` is None afterwards.
 
-    Raises `InvalidLink` if there is no link, and what the link's callables raise; the link ends in any case.
+    Raises `InvalidLink` if there is no link, and what the link's callables raise. The link ends in any case.
     """
     link = link_of(master)
     if link is None:
@@ -289,45 +293,45 @@ def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
         untouched = source_link(master) is not None and link.factor == 1
         return UNCHANGED if untouched else master.grad
     finally:
-        # Deleted, not set to None: a saved master must have no extra attributes.
+        # Delete it rather than set it to None: a saved master must have no extra attributes.
         del master._link  # type: ignore[attr-defined]  # a master: it has a link
         master.grad = None
 
 
 def link_of(parameter: torch.Tensor) -> Link | None:
-    """The link of a parameter; None if it is no master or not linked."""
+    """Return the link of a parameter; None if it is not a master or not linked."""
     return parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
 
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether it is a master that another process has."""
+    """Return whether the parameter is a master that another process has."""
     return parameter.is_meta and isinstance(parameter, Master)
 
 
 def known_to_all(
     parameters: Sequence[torch.Tensor], purpose: str, values: Sequence[float | None]
 ) -> list[float | None]:
-    """What is known of each parameter: by this process or, of masters that are divided, by another one.
+    """Return each parameter's value: this process's or, for a divided master, that of the process that has it.
 
-    `values`: what this process knows; None: nothing. All processes call it with the same parameters and purpose,
-    which names what else must be the same, such as a scale.
+    `values`: this process's values; None where it has none. All processes call it with the same parameters and the
+    same `purpose`, which also names everything else that must agree, such as a scale.
     """
     links = [link_of(parameter) for parameter in parameters]
-    places = [place for place, link in enumerate(links) if link is not None and link.share is not None]
-    found = list(values)
-    share = links[places[0]].share if places else None  # type: ignore[union-attr]  # it has a link
-    told = share(purpose, [found[place] for place in places]) if share else ()
-    for place, value in zip(places, told, strict=True):
-        found[place] = value
-    return found
+    divided = [index for index, link in enumerate(links) if link is not None and link.share is not None]
+    merged = list(values)
+    share = links[divided[0]].share if divided else None  # type: ignore[union-attr]  # it has a link
+    answers = share(purpose, [merged[index] for index in divided]) if share else ()
+    for index, value in zip(divided, answers, strict=True):
+        merged[index] = value
+    return merged
 
 
 def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Tensor]) -> Iterator[Sequence[_Item]]:
     """Yield `items` in batches as their gradients arrive, each batch in the order of `items`.
 
     A batch has all items whose gradients have arrived by then. Equal `Ready`s are called once for all their items.
-    If no gradient has arrived, this waits for the last item's: backward goes from the last layer to the first.
-    Items whose links have turns come first, a batch for each turn.
+    If no gradient has arrived, this waits for the last item's, since backward goes from the last layer to the
+    first. Items whose links have turns come first, one batch per turn.
     """
     turns: dict[int, list[_Item]] = {}
     waiting: list[_Item] = []
@@ -342,13 +346,13 @@ def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Ten
         yield turns[turn]
     while waiting:
         readies = [_ready_of(parameter_of(item)) for item in waiting]
-        there = {key: ready(False) for key, ready in {_key(ready): ready for ready in readies}.items()}
-        if not any(there.values()):
+        has_arrived = {key: ready(False) for key, ready in {_key(ready): ready for ready in readies}.items()}
+        if not any(has_arrived.values()):
             readies[-1](True)
-            there[_key(readies[-1])] = True
-        arrived = [there[_key(ready)] for ready in readies]
-        yield [item for item, here in zip(waiting, arrived, strict=True) if here]
-        waiting = [item for item, here in zip(waiting, arrived, strict=True) if not here]
+            has_arrived[_key(readies[-1])] = True
+        arrived = [has_arrived[_key(ready)] for ready in readies]
+        yield [item for item, is_ready in zip(waiting, arrived, strict=True) if is_ready]
+        waiting = [item for item, is_ready in zip(waiting, arrived, strict=True) if not is_ready]
 
 
 def _turn_of(parameter: torch.Tensor) -> int | None:

@@ -1,4 +1,4 @@
-"""Writing masters into the low-precision weights that devices read, in one pass over memory."""
+"""Write masters into the low-precision weights that devices read, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rp_optim.kernels.updates import Kernel, Spot
 
 @torch.no_grad()
 def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
-    """Write each master into its weight, rounded to the weight's dtype: ``copy_`` for many tensors at once.
+    """Write each master into its weight, rounded to the weight's dtype, like ``copy_`` for many tensors at once.
 
-    Rounded to nearest, ties to even; those of a `SplitMaster`, also of one that was made whole, away from zero.
-    One in halves whose upper half is another tensor has that copied, and stays where it is.
+    Rounds to nearest, ties to even. For a `SplitMaster`, even one that was made whole, ties go away from zero. The
+    upper half of a master in halves is copied, unless it is the weight itself.
 
     >>> weight = torch.empty(2, dtype=torch.bfloat16)
     >>> write_weights([torch.tensor([1.0, 1.001])], [weight])
@@ -30,16 +30,16 @@ def write_weights(masters: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
 
     Raises `InvalidParameter` if the shapes or the numbers of tensors differ.
     """
-    found: dict[Kernel, list[Spot]] = {}
+    by_kernel: dict[Kernel, list[Spot]] = {}
     for master, weight in _pairs(masters, weights):
         if (halves := halves_of(master)) is not None:
             _write_halves(halves, weight)
         elif _is_flat(master) and _is_flat(weight) and master.dtype.is_complex == weight.dtype.is_complex:
             spot = Spot(master, master, weight, 1.0, rounds_away=isinstance(master, SplitMaster))
-            found.setdefault(kernel_for(spot), []).append(spot)
+            by_kernel.setdefault(kernel_for(spot), []).append(spot)
         else:
             weight.copy_(master)
-    for kernel, spots in found.items():
+    for kernel, spots in by_kernel.items():
         kernel.to_weight(spots)
 
 

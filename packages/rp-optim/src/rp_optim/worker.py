@@ -1,4 +1,4 @@
-"""`OptimizerThread`: the thread that runs optimizer steps, in the order of their launch."""
+"""`OptimizerThread`: the thread that runs optimizer steps in launch order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     is_optimizer = False
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
 def on_any_optimizer_thread() -> bool:
-    """Whether the calling thread is the thread of any `OptimizerThread`."""
-    return _here.is_optimizer
+    """Return whether the calling thread is the thread of any `OptimizerThread`."""
+    return _thread_state.is_optimizer
 
 
 def wait_for_steps() -> None:
@@ -44,8 +44,8 @@ class OptimizerThread:
     The thread starts with the first job.
 
     Args:
-        leave_cores: by how much to lower torch's number of intra-op threads for the jobs, to leave cores to other
-            threads, such as the workers of CPU devices. At least one thread remains.
+        leave_cores: how many cores to leave to other threads, such as the workers of CPU devices. Torch's number
+            of intra-op threads for the jobs is lowered by this, to one at least.
 
     `num_failed`: the number of jobs that raised, except those of `queue`; written only by the thread.
 
@@ -67,7 +67,7 @@ class OptimizerThread:
         _THREADS.add(self)
 
     def wait(self) -> None:
-        """Wait until all queued jobs are done; raise nothing. Returns at once after `close`."""
+        """Wait until all queued jobs are done, without raising their errors. Returns at once after `close`."""
         if not self._has_jobs or not self._worker.is_here():
             return
         with suppress(RuntimeError):
@@ -76,7 +76,7 @@ class OptimizerThread:
     def submit(
         self, job: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Outcome[_Result]:
-        """Queue a job. Its result or exception is only in the returned outcome, not kept by this object."""
+        """Queue a job. Only the returned outcome has its result or exception; this object does not keep it."""
         self._has_jobs = True
         return self._worker.submit(self._counted, job, args, kwargs)
 
@@ -131,7 +131,7 @@ class OptimizerThread:
         self._raise_failure()
 
     def on_optim_stream(self) -> bool:
-        """Whether the calling thread is this optimizer thread.
+        """Return whether the calling thread is this optimizer thread.
 
         >>> thread = OptimizerThread()
         >>> thread.on_optim_stream(), thread.submit(thread.on_optim_stream).result()
@@ -150,7 +150,7 @@ class OptimizerThread:
 
 
 _SETTING = threading.Lock()
-# Only read and added to: no order.
+# Weak references to all optimizer threads of the process.
 _THREADS: WeakSet[OptimizerThread] = WeakSet()
 
 
@@ -159,22 +159,22 @@ def _nothing() -> None:
 
 
 def compute_with(num_threads: int) -> None:
-    """Give the calling thread, a new one, so many intra-op threads of torch, and those that start later as before.
+    """Set torch's intra-op threads for the calling thread, a new one, without changing them for later threads.
 
     >>> worker = Worker("example", partial(compute_with, 1))
     >>> worker.submit(torch.get_num_threads).result()
     1
     >>> worker.close()
     """
-    # Torch gives a new thread the number of intra-op threads that any thread set last. This thread sets its own
-    # number, whatever a device's worker has set, and then restores the other one for threads that start later. The
-    # number is read first, since a thread's first read would undo an earlier set. One thread after another: in
-    # between, another one would take this number for that of all.
+    # Torch gives a new thread the number of intra-op threads that any thread has set last. So this thread sets its
+    # number, and then restores the previous one for threads that start later. It reads the number first, since a
+    # thread's first read would undo an earlier set. The lock admits one thread at a time: otherwise another thread
+    # would read this number in between and restore it.
     with _SETTING:
         others = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         setter = threading.Thread(target=torch.set_num_threads, args=(others,))
-        # At interpreter shutdown no thread can start. Then none can take over this number either.
+        # At interpreter shutdown no thread can start, so there is none to restore the number for.
         with suppress(RuntimeError):
             setter.start()
             setter.join()
@@ -182,4 +182,4 @@ def compute_with(num_threads: int) -> None:
 
 def _start(num_threads: int) -> None:
     compute_with(num_threads)
-    _here.is_optimizer = True
+    _thread_state.is_optimizer = True

@@ -1,4 +1,4 @@
-"""Weights as bitsandbytes stores them: NF4 with one or two levels of scales, and LLM.int8's rows."""
+"""Read weights that bitsandbytes has stored: NF4 with one or two levels of scales, and LLM.int8."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 _STATE = ".quant_state.bitsandbytes__"
 _NF4_BLOCK = 64
 _INT8_MOST = 127
-# What belongs to a weight in int8 beside its rows' scales.
+# The tensor that belongs to an int8 weight in addition to the scales of its rows.
 _INT8_REST = "weight_format"
 
 
-# Codes, scales in fp32, and the weight's shape.
+# A weight's codes, its scales in fp32, and its shape.
 Parts = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 
 
 def bitsandbytes_kind(config: Mapping[str, Any]) -> Literal["nf4", "int8"] | None:
-    """How a ``quantization_config`` of bitsandbytes says its weights are packed; None for another way.
+    """Return the format in a ``quantization_config`` of bitsandbytes; None for a format that is not supported.
 
     >>> bitsandbytes_kind({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})
     'nf4'
@@ -31,19 +31,19 @@ def bitsandbytes_kind(config: Mapping[str, Any]) -> Literal["nf4", "int8"] | Non
 
 
 def take_nf4(tensors: dict[str, torch.Tensor]) -> dict[str, Parts]:
-    """Take all weights in NF4 out of a checkpoint's tensors: by name codes, fp32 scales and the weight's shape.
+    """Remove all NF4 weights from a checkpoint's tensors; return their codes, fp32 scales and shape by name.
 
-    Codes are the bytes of the file, (elements / 2). Scales, (elements / 64), are those of the file, or computed
-    from two levels: then the file has 4.13 bits an element, and this 4.5.
+    The codes, (elements / 2), are the bytes of the file. The scales, (elements / 64), are those of the file, or
+    computed from two levels of scales: then the file has 4.13 bits per element, and the result 4.5.
 
-    Raises `ValueError` for a weight of another type or block, or one of whose parts there is none.
+    Raises `ValueError` for a weight with another data type or block size, or with a missing part.
     """
     names = [name.partition(_STATE)[0] for name in tensors if _STATE in name]
     return {name: _nf4(tensors, name) for name in names}
 
 
 def take_int8(tensors: dict[str, torch.Tensor]) -> dict[str, Parts]:
-    """Take all weights in int8 out of a checkpoint's tensors: by name codes, fp32 scales and the weight's shape.
+    """Remove all int8 weights from a checkpoint's tensors; return their codes, fp32 scales and shape by name.
 
     Raises `ValueError` for a weight without scales, or scales without a weight.
     """
@@ -55,9 +55,9 @@ def take_int8(tensors: dict[str, torch.Tensor]) -> dict[str, Parts]:
 
 
 def taken(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Take a tensor out. Raises `ValueError` if there is none."""
+    """Remove and return a tensor. Raises `ValueError` if it is missing."""
     if name not in tensors:
-        raise ValueError(f"the checkpoint's files have no {name}, though they have what belongs to it")
+        raise ValueError(f"the checkpoint's files have no {name}, but they have tensors that belong to it")
     return tensors.pop(name)
 
 
@@ -68,25 +68,25 @@ def _int8(tensors: dict[str, torch.Tensor], name: str) -> Parts:
 
 def _nf4(tensors: dict[str, torch.Tensor], name: str) -> Parts:
     key = next(key for key in tensors if key.startswith(name + _STATE))
-    said: Mapping[str, Any] = json.loads(bytes(cast("list[int]", tensors.pop(key).tolist())))  # pyright: ignore[reportUnknownMemberType]
-    if (said["quant_type"], said["blocksize"]) != ("nf4", _NF4_BLOCK):
+    state: Mapping[str, Any] = json.loads(bytes(cast("list[int]", tensors.pop(key).tolist())))  # pyright: ignore[reportUnknownMemberType]
+    if (state["quant_type"], state["blocksize"]) != ("nf4", _NF4_BLOCK):
         raise ValueError(
-            f"{name} is stored as {said['quant_type']} with blocks of {said['blocksize']}, which is not read: "
+            f"{name} is stored as {state['quant_type']} with blocks of {state['blocksize']}, which is not read: "
             f"only nf4 with blocks of {_NF4_BLOCK} is; load it with transformers, dequantized, then call "
             "pack_frozen"
         )
     codes, scales = taken(tensors, name), taken(tensors, f"{name}.absmax")
     tensors.pop(f"{name}.quant_map", None)
-    if "nested_blocksize" in said:
-        scales = _joined(tensors, name, scales, said)
-    return codes.reshape(-1).view(torch.uint8), scales.to(torch.float32), tuple(said["shape"])
+    if "nested_blocksize" in state:
+        scales = _unpacked_scales(tensors, name, scales, state)
+    return codes.reshape(-1).view(torch.uint8), scales.to(torch.float32), tuple(state["shape"])
 
 
-def _joined(
-    tensors: dict[str, torch.Tensor], name: str, scales: torch.Tensor, said: Mapping[str, Any]
+def _unpacked_scales(
+    tensors: dict[str, torch.Tensor], name: str, scales: torch.Tensor, state: Mapping[str, Any]
 ) -> torch.Tensor:
-    """The scales that are themselves stored in 8 bits, with scales of their own and one offset for all."""
+    """Return scales that are stored in 8 bits, with a second level of scales and one common offset."""
     values, most = taken(tensors, f"{name}.nested_quant_map"), taken(tensors, f"{name}.nested_absmax")
-    found = values.to(torch.float32)[scales.long()]
-    found *= most.to(torch.float32).repeat_interleave(said["nested_blocksize"])[: len(found)]
-    return found + said["nested_offset"]
+    result = values.to(torch.float32)[scales.long()]
+    result *= most.to(torch.float32).repeat_interleave(state["nested_blocksize"])[: len(result)]
+    return result + state["nested_offset"]

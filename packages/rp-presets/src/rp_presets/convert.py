@@ -25,32 +25,32 @@ from rp_presets.tracing import hide_from_other_threads
 
 
 class Row(nn.Sequential):
-    """A model's layers. `own_loss`: how the loss that it computes from labels divides over a split batch.
+    """A model's layers. `own_loss`: how the model's own loss over a batch follows from the losses of its parts.
 
-    `whole_arguments`: names of arguments of which each part of a split batch gets all: no rows of the batch.
-    `main_arguments`: names of arguments whose first dimension is the batch, whatever that of the others is.
+    `whole_arguments`: names of arguments that every part of a split batch gets as a whole. `main_arguments`: names
+    of arguments whose first dimension is the batch, even if other arguments have another first dimension.
     """
 
-    # By transformers' definition: a number of positions, or their indices.
+    # Transformers defines it as a number of positions, or their indices.
     whole_arguments = frozenset({"logits_to_keep"})
-    # In a batch without padding they have one row, beside lengths of sequences (`cu_seq_lens_q`), which are more.
+    # In a batch without padding these have one row, while `cu_seq_lens_q` has one entry per sequence.
     main_arguments = ("input_ids", "inputs_embeds")
 
     def __init__(self, layers: Sequence[nn.Module], own_loss: OwnLosses) -> None:
         super().__init__(*layers)
         self.own_loss = own_loss
-        # Those around the model's modules, not these, which may have flags of their own.
+        # Set the flag of the wrappers only: the model's modules inside may have different flags.
         for module in (self, *layers):
             module.training = layers[0].training
 
     def __getitem__(self, idx: slice | int) -> Any:
-        """A layer; or some, as an `nn.Sequential`: no part of a row has a loss of its own."""
+        """Return a layer, or a slice of layers as an `nn.Sequential`, since part of a row has no own loss."""
         layers = list(self)
         return nn.Sequential(*layers[idx]) if isinstance(idx, slice) else layers[idx]
 
 
 def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None = None) -> Row:
-    """Convert a model to a row of layers that holds the model's own modules and computes the same outputs.
+    """Convert a model to a row of layers that contains the model's modules and computes the same outputs.
 
     >>> from transformers import Qwen3Config, Qwen3ForCausalLM
     >>> config = Qwen3Config(
@@ -64,22 +64,24 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
     >>> row[1].layer is model.model.layers[0]
     True
 
-    The first layer takes the arguments of the model's forward; every other layer takes the result of the layer
-    before; the last returns the model's output object. No parameter is copied: training the row trains the model,
-    and tied weights stay tied.
+    The first layer takes the arguments of the model's forward, every other layer takes the result of the layer
+    before, and the last one returns the model's output object. No parameter is copied: training the row trains the
+    model, and tied weights stay tied.
 
-    No family is known by name. The model's own forward is run on a few tokens with its layers watched, one of each
-    kind of layer is run, and the code around them is run alone. The model is a row if that code computes nothing
-    from what a layer returned before the last one has, and misses nothing that it was not handed.
+    No family is known by name. The model's own forward is run on a few tokens while its layers are observed, one
+    of each kind of layer is run, and the code around the layers is run alone. The model is a row if that code
+    computes nothing from a layer's result before the last layer has run, and needs nothing that the row does not
+    pass to it.
 
     Args:
-        model: any model whose layers are in lists of modules; with PEFT adapters or without.
-        example_inputs: arguments of forward to observe it with; default: a few tokens, pixels or sounds, from the
-            model's config. Parts that these do not reach, such as a vision tower, are not in the row.
+        model: any model whose layers are in lists of modules, with or without PEFT adapters.
+        example_inputs: arguments of forward to observe it with; by default a few tokens, pixels or sound samples,
+            made from the model's config. Modules that these do not reach, such as a vision tower, are not in the
+            row.
 
     Raises:
         TypeError: the model is not a torch module.
-        UnsupportedModel: it is not a row of layers; the message says where.
+        UnsupportedModel: the model is not a row of layers; the message says where.
         ValueError: the model has a setting that the row does not support; the message says what to do.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
@@ -101,7 +103,7 @@ def to_sequential(model: nn.Module, *, example_inputs: Mapping[str, Any] | None 
 def _layout(
     model: nn.Module, lists: Mapping[str, nn.ModuleList], inputs: dict[str, Any], hooks: Hooks
 ) -> tuple[Layout, list[Seen]]:
-    """Observe the model; lists of layers that are no rows count as code around the others, except the largest."""
+    """Observe the model. Lists that are not rows, except the largest, count as code around the others."""
     refused: dict[str, str] = {}
     while True:
         chosen = {path: list(layers) for path, layers in lists.items() if path not in refused}
@@ -134,7 +136,7 @@ def _observed(
 
 
 def _takes_cache(model: nn.Module, spine: frozenset[str]) -> bool:
-    """Whether forward takes `use_cache`; some pass it on among other keyword arguments."""
+    """Return whether forward takes `use_cache`, which some models pass on in `**kwargs`."""
     inner = cast(nn.Module, getattr(model, "get_base_model", lambda: model)())
     around = [model.get_submodule(path) for path in spine]
     return "use_cache" in names_of(inner) or (
@@ -155,7 +157,7 @@ def _row(model: nn.Module, layout: Layout) -> list[nn.Module]:
 def _refuse_settings(model: nn.Module) -> None:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
-            "gradient checkpointing must be off, but is on: the engine that runs the layers recomputes them; "
+            "gradient checkpointing must be off, but is on: the engine recomputes layers itself; "
             "call model.gradient_checkpointing_disable() first"
         )
     for name, value in _drops_layers(model):

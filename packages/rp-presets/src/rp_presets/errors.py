@@ -1,8 +1,8 @@
-"""The errors raised for models and losses that cannot be used."""
+"""The errors for models and losses that cannot be used."""
 
 
 class UnsupportedModel(NotImplementedError):
-    """The model cannot be shown to be a row of layers; the message names what it does.
+    """The model is not a row of layers, as far as can be shown; the message says what prevents it.
 
     >>> from torch import nn
     >>> from rp_presets import UnsupportedModel, to_sequential
@@ -15,7 +15,7 @@ class UnsupportedModel(NotImplementedError):
 
 
 class NotARow(UnsupportedModel):
-    """A list of layers is no row. `path`: the name of the list in the model."""
+    """A list of layers is not a row. `path`: the name of the list in the model."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path!r} is no row of layers: {reason}")
@@ -24,9 +24,9 @@ class NotARow(UnsupportedModel):
 
 
 class UnknownLoss(NotImplementedError):
-    """How a model's own loss divides could not be found, so its loss over a split batch is unknown.
+    """It is unknown how a model's own loss over a batch follows from the losses of its parts.
 
-    The message says what was tried.
+    The message says what the experiments showed.
 
     >>> from rp_presets import UnknownLoss
     >>> issubclass(UnknownLoss, NotImplementedError)

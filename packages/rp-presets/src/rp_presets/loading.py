@@ -1,4 +1,4 @@
-"""Load a checkpoint of transformers from a directory of safetensors files, whose weights stay mapped."""
+"""Load a checkpoint of transformers from a directory of safetensors files; weights stay memory-mapped."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 _LATER = "load the model with transformers' own from_pretrained, then call wrap_model_to_roundpipe"
-_DEVICES = "weights stay in host memory, and a Runtime chooses the devices; leave it out"
-# Options of transformers' from_pretrained by which weights would be elsewhere than in mapped files.
+_DEVICES = "weights stay in host memory, and a Runtime chooses the devices; omit it"
+# Options of transformers' from_pretrained that would put weights elsewhere than in memory-mapped files.
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_buffers"), _DEVICES),
     **dict.fromkeys(("tp_plan", "tp_size", "device_mesh", "distributed_config"), _DEVICES),
@@ -23,23 +23,23 @@ _REFUSED: Mapping[str, str] = {
         ("quantization_config", "load_in_4bit", "load_in_8bit"), "weights are not quantized; " + _LATER
     ),
     **dict.fromkeys(("gguf_file", "state_dict", "from_tf", "from_flax"), "only safetensors are read; " + _LATER),
-    "disable_mmap": "files that are not mapped are in memory twice; leave it out",
-    "output_loading_info": "missing and unexpected keys are logged, as transformers does; leave it out",
+    "disable_mmap": "without memory mapping the weights are in memory twice; omit it",
+    "output_loading_info": "missing and unexpected keys are logged, as transformers does; omit it",
 }
 
 
 def load_pretrained(
     directory: str | os.PathLike[str], model_class: type[Any] | None = None, **options: Any
 ) -> nn.Module:
-    """Load a model as transformers does; weights that it need not compute stay mapped to their files.
+    """Load a model as transformers does. Weights that need no conversion stay memory-mapped.
 
     Args:
         directory: a checkpoint: ``config.json`` and one or more safetensors files.
         model_class: a class of transformers with `from_pretrained`; default: ``AutoModelForCausalLM``.
-        options: for its `from_pretrained`, such as `dtype`.
+        options: options of its `from_pretrained`, such as `dtype`.
 
-    Everything is transformers' own: names and fusions of weights, ties, casts, the report of missing and
-    unexpected keys. Tensors are read by the calling thread, one after another.
+    Transformers does everything: it renames, fuses, ties and casts weights, and reports missing and unexpected
+    keys. The calling thread reads the tensors one by one.
 
     >>> from tempfile import TemporaryDirectory
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,7 +55,7 @@ def load_pretrained(
         NotADirectoryError: there is no such directory.
         FileNotFoundError: it has no safetensors files.
         TypeError: `model_class` has no `from_pretrained`, or the model does not take an option.
-        ValueError: an option, or the checkpoint, asks for what is not supported; the message says what to do.
+        ValueError: an option or the checkpoint needs an unsupported feature; the message says what to do.
     """
     loader = check_loading(directory, model_class, options)
     with one_by_one():
@@ -67,11 +67,11 @@ def load_pretrained(
 def checkpoint_bytes(
     directory: str | os.PathLike[str], dtype: torch.dtype | None = None, *, subfolder: str = ""
 ) -> int:
-    """Bytes of a checkpoint's tensors, read from the headers of its safetensors files.
+    """Return the bytes of a checkpoint's tensors, from the headers of its safetensors files.
 
     Args:
-        dtype: of the floating-point tensors once they are loaded; None: as they are saved.
-        subfolder: of the directory, where the files are.
+        dtype: the dtype of floating-point tensors after loading; None: the dtype in which they are saved.
+        subfolder: the folder inside the directory that holds the files.
 
     A model class may use only some of them.
 
@@ -88,7 +88,7 @@ def checkpoint_bytes(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers reads. Others beside them may hold the same weights under other names."""
+    """Return the files that transformers reads. Other files may hold the same weights under other names."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -98,7 +98,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors_in(file: Path) -> list[Mapping[str, Any]]:
-    # The format: the header's length in 8 bytes, little-endian, then the header in JSON.
+    # The file begins with the header's length in 8 bytes, little-endian, and the header in JSON.
     with file.open("rb") as opened:
         header: Mapping[str, Mapping[str, Any]] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     return [tensor for name, tensor in header.items() if name != "__metadata__"]
@@ -117,14 +117,14 @@ def check_loading(
     *,
     may_be_packed: bool = False,
 ) -> Any:
-    """Check the arguments of `load_pretrained`, and return the class that loads. Raises what that raises."""
+    """Check the arguments of `load_pretrained`; return the class that loads. Raises like `load_pretrained`."""
     _check_options(options)
     folder, subfolder = Path(directory), str(options.get("subfolder") or "")
     _check_checkpoint(folder, directory, subfolder)
     if not may_be_packed and read_config(folder / subfolder).get("quantization_config"):
         raise ValueError(
-            f"{directory} is quantized, by its config.json: pass pack='stored' to roundpipe.from_pretrained, "
-            f"which keeps FP8, MXFP4, and bitsandbytes' NF4 and int8 as they are; or {_LATER}"
+            f"{directory} is quantized according to its config.json: pass pack='stored' to "
+            f"roundpipe.from_pretrained, which keeps FP8, MXFP4, and bitsandbytes' NF4 and int8; or {_LATER}"
         )
     return _checked_class(model_class)
 
@@ -155,7 +155,7 @@ def _check_checkpoint(directory: Path, given: object, subfolder: str) -> None:
     if not directory.is_dir():
         raise NotADirectoryError(
             f"directory must be a local directory with a checkpoint, but there is none at {given!r}; "
-            "huggingface_hub.snapshot_download fetches a model of the hub and returns its directory"
+            "huggingface_hub.snapshot_download downloads a model from the hub and returns its directory"
         )
     if (directory / "adapter_config.json").exists():
         raise ValueError(
@@ -164,20 +164,20 @@ def _check_checkpoint(directory: Path, given: object, subfolder: str) -> None:
         )
     if not any((directory / subfolder).glob("*.safetensors")):
         raise FileNotFoundError(
-            f"{directory / subfolder} has no safetensors files; save the checkpoint as such: load it with "
+            f"{directory / subfolder} has no safetensors files; convert the checkpoint: load it with "
             "transformers, then call save_pretrained"
         )
 
 
 def read_config(directory: Path) -> Mapping[str, Any]:
-    """The content of a checkpoint's ``config.json``; empty if there is none."""
+    """Return the content of a checkpoint's ``config.json``; empty if there is none."""
     file = directory / "config.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 @contextmanager
 def one_by_one() -> Generator[None]:
-    """Keep transformers from reading tensors ahead on other threads, with the one switch that it has for that."""
+    """Keep transformers from reading tensors ahead on other threads, by its environment variable for that."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -1,4 +1,4 @@
-"""Load a checkpoint of transformers whose weights are stored packed, and leave them packed."""
+"""Load a transformers checkpoint with packed weights, and keep them packed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rp_presets.loading import check_loading, one_by_one, read_config, weight_fi
 
 _FP8_BLOCK = [128, 128]
 _SCALE = "_scale_inv"
-# Options that are not the model's.
+# Options that are not passed to the model.
 _OWN = frozenset({"config", "dtype", "torch_dtype", "subfolder"})
 _BLOCKS, _SCALES = "_blocks", "_scales"
-# How FP8 checkpoints name the weights that models have stacked.
+# The names in FP8 checkpoints of expert weights that models stack.
 _EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<own>gate|up|down)_proj\.weight")
 
 
@@ -30,12 +30,12 @@ StoredFormat = Literal["fp8", "mxfp4", "nf4", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class StoredPacked:
-    """A weight as it is stored: its bytes, and the scales of its blocks.
+    """A packed weight as stored: its bytes (`codes`, uint8) and the `scales` of its blocks.
 
-    `codes`: uint8; of ``fp8``, E4M3 numbers in the weight's shape, with `scales` in fp32 for blocks of 128 by 128;
-    of ``mxfp4``, (experts, out, in / 32, 16), with `scales` (experts, out, in / 32) in uint8: for a weight that is
-    (experts, in, out). Of ``nf4``, two codes a byte, with `scales` in fp32 for 64 elements in the order of memory;
-    of ``int8``, whole numbers in the weight's shape, with `scales` in fp32 for rows.
+    ``fp8``: E4M3 numbers in the weight's shape; fp32 scales for blocks of 128 by 128. ``mxfp4``: codes (experts,
+    out, in / 32, 16) and uint8 scales (experts, out, in / 32) for a weight (experts, in, out). ``nf4``: two codes
+    per byte; fp32 scales for each 64 elements in memory order. ``int8``: integers in the weight's shape; fp32
+    scales for rows.
     """
 
     format: StoredFormat
@@ -46,7 +46,7 @@ class StoredPacked:
 def load_packed(
     directory: str | os.PathLike[str], model_class: type[Any] | None = None, **options: Any
 ) -> tuple[nn.Module, dict[str, StoredPacked]]:
-    """Load a model, and apart from it the weights that its checkpoint stores packed, by parameter.
+    """Load a model and, separately by parameter name, the weights that its checkpoint stores packed.
 
     Args:
         directory: a checkpoint in FP8 with blocks of 128 by 128, as DeepSeek-V3 and Qwen3 are published, in MXFP4,
@@ -54,10 +54,12 @@ def load_packed(
         model_class: as for `load_pretrained`.
         options: as for `load_pretrained`.
 
-    Those parameters of the model have their shape and dtype, but no values and no memory: they are to be replaced.
-    All tensors stay mapped to their files, except for experts that the model stacks and the files do not.
+    The model's parameters for packed weights have the right shape and dtype, but no values and no memory; the
+    caller replaces them. All tensors stay memory-mapped, except experts that the model stacks but the files do
+    not.
 
-    Raises what `load_pretrained` raises, and `ValueError` for a checkpoint that is not packed, or in another way.
+    Raises what `load_pretrained` raises, and `ValueError` for a checkpoint that is not packed, or in another
+    format.
     """
     folder = Path(directory) / str(options.get("subfolder") or "")
     loader = check_loading(directory, model_class, options, may_be_packed=True)
@@ -75,53 +77,53 @@ def load_packed(
     with one_by_one():
         maker: Any = type(meta)
         model = maker.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **rest)
-    # As when it is loaded from its folder: adapters note it.
+    # Set the path as loading from the folder would: adapters save it.
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
     _read_generation_config(model, folder)
     return model, stored
 
 
 def packed_kind(folder: Path) -> StoredFormat | None:
-    """How a checkpoint's weights are packed; None if they are not.
+    """Return the format of a checkpoint's packed weights; None if they are not packed.
 
-    Raises `ValueError` for another way than those of `load_packed`.
+    Raises `ValueError` for a format that `load_packed` does not support.
     """
-    found: Any = read_config(folder).get("quantization_config")
-    if not found:
+    quantization: Any = read_config(folder).get("quantization_config")
+    if not quantization:
         return None
-    method = found.get("quant_method")
+    method = quantization.get("quant_method")
     if method == "mxfp4":
         return "mxfp4"
-    if method == "fp8" and found.get("weight_block_size") == _FP8_BLOCK:
+    if method == "fp8" and quantization.get("weight_block_size") == _FP8_BLOCK:
         return "fp8"
-    if method == "bitsandbytes" and (kind := bitsandbytes_kind(found)) is not None:
+    if method == "bitsandbytes" and (kind := bitsandbytes_kind(quantization)) is not None:
         return kind
     raise ValueError(
-        f"{folder} is packed as {method!r}{_details(found)}, which is not read: only fp8 with weight_block_size "
-        f"{_FP8_BLOCK}, mxfp4, and bitsandbytes' nf4 and int8 are; load it with transformers, dequantized, then "
-        "call pack_frozen"
+        f"{folder} is packed as {method!r}{_details(quantization)}, which is not read: only fp8 with "
+        f"weight_block_size {_FP8_BLOCK}, mxfp4, and bitsandbytes' nf4 and int8 are; load it with transformers, "
+        "dequantized, then call pack_frozen"
     )
 
 
-def _details(found: Mapping[str, Any]) -> str:
-    """What is said of a way of packing beside its name."""
-    match found.get("quant_method"):
+def _details(quantization: Mapping[str, Any]) -> str:
+    """Describe the details of an unsupported format, for the error message."""
+    match quantization.get("quant_method"):
         case "fp8":
-            return f" with weight_block_size {found.get('weight_block_size')}"
+            return f" with weight_block_size {quantization.get('weight_block_size')}"
         case "bitsandbytes":
-            return f" of {found.get('bnb_4bit_quant_type', 'fp4')}"
+            return f" of {quantization.get('bnb_4bit_quant_type', 'fp4')}"
         case _:
             return ""
 
 
 def _plain_config(folder: Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The config, of a class of its own, changed by options as transformers does; and the other options."""
+    """Return the config, with options applied as transformers does, and the options that are left."""
     from transformers import AutoConfig  # importing transformers takes seconds
 
     loader: Any = AutoConfig
     trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
     config = options.get("config") or loader.from_pretrained(os.fspath(folder), local_files_only=True, **trust)
-    # Otherwise transformers would make modules of its own for packed weights.
+    # Otherwise transformers would create its own modules for packed weights.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     rest = {name: value for name, value in options.items() if name not in _OWN}
@@ -133,9 +135,9 @@ def _plain_config(folder: Path, options: Mapping[str, Any]) -> tuple[Any, dict[s
 def _without_ignored(
     tensors: dict[str, torch.Tensor], meta: nn.Module, shapes: Mapping[str, torch.Size]
 ) -> dict[str, torch.Tensor]:
-    """Without what the model's class says its checkpoints hold in vain, such as DeepSeek-V3's 62nd layer."""
-    said: list[str] = getattr(meta, "_keys_to_ignore_on_load_unexpected", None) or []
-    patterns = [one for one in said if not any(re.search(one, name) for name in shapes)]
+    """Drop tensors that the model's class declares as unused, such as DeepSeek-V3's 62nd layer."""
+    ignored: list[str] = getattr(meta, "_keys_to_ignore_on_load_unexpected", None) or []
+    patterns = [one for one in ignored if not any(re.search(one, name) for name in shapes)]
     return {name: one for name, one in tensors.items() if not any(re.search(each, name) for each in patterns)}
 
 
@@ -155,14 +157,14 @@ def _dtype(config: Any, options: Mapping[str, Any]) -> torch.dtype:
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, mapped to their files."""
+    """Return all tensors of a checkpoint, memory-mapped."""
     from safetensors import safe_open
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         with cast(Any, safe_open)(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-    return found
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    return tensors
 
 
 def _stored_mxfp4(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
@@ -180,11 +182,11 @@ def _is_mxfp4(name: str) -> bool:
 
 
 def _stored_fp8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
-    # Without their scales the numbers would be taken as the weights.
+    # A weight without scales must raise an error: otherwise its numbers would be used as they are.
     in_fp8 = {name for name, one in tensors.items() if one.dtype == torch.float8_e4m3fn}
     names = sorted(in_fp8 | {name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)})
     single = {name: _fp8(tensors, name) for name in names}
-    found = {name: one for name, one in single.items() if name in shapes}
+    packed = {name: one for name, one in single.items() if name in shapes}
     stacks: dict[str, dict[tuple[int, str], StoredPacked]] = {}
     for name in names:
         if name not in shapes:
@@ -197,8 +199,8 @@ def _stored_fp8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Siz
             stack[int(expert["number"]), expert["own"]] = single[name]
     for name, experts in stacks.items():
         _check_known(name, shapes)
-        found[name] = _stacked(name, experts)
-    return found
+        packed[name] = _stacked(name, experts)
+    return packed
 
 
 def _fp8(tensors: dict[str, torch.Tensor], name: str) -> StoredPacked:
@@ -223,11 +225,11 @@ def _stacked(name: str, experts: Mapping[tuple[int, str], StoredPacked]) -> Stor
 
 
 def _stored_nf4(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
-    return {name: _whole("nf4", name, shapes, *found) for name, found in take_nf4(tensors).items()}
+    return {name: _whole("nf4", name, shapes, *parts) for name, parts in take_nf4(tensors).items()}
 
 
 def _stored_int8(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, StoredPacked]:
-    return {name: _whole("int8", name, shapes, *found) for name, found in take_int8(tensors).items()}
+    return {name: _whole("int8", name, shapes, *parts) for name, parts in take_int8(tensors).items()}
 
 
 def _whole(

@@ -1,4 +1,4 @@
-"""The names and tensors under which `save_pretrained` writes a model's weights, without writing them."""
+"""Find the names and tensors that `save_pretrained` writes for a model's weights, without writing them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Weights that are saved in another form, such as stacked experts one by one.
+    """Weights that are saved in another form, such as stacked experts that are saved one by one.
 
-    `sources`: their names in the model. `results`: what they become, by saved name; tensors on the meta device.
+    `sources`: their names in the model. `results`: the saved tensors by saved name, on the meta device.
     """
 
     model: nn.Module
@@ -26,25 +26,25 @@ class Conversion:
     results: Tensors
 
     def convert(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """The tensors to save, by saved name, from those of `sources`."""
+        """Convert the tensors of `sources` to the tensors to save, by saved name."""
         return _reverted(self.model, {name: tensors[name] for name in self.sources})
 
 
 @dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """How a model is saved. `names`: the model's name of each weight that is saved as it is, by its saved name."""
+    """How a model is saved. `names`: the model's names of weights that are saved unchanged, by saved name."""
 
     names: Mapping[str, str]
     conversions: tuple[Conversion, ...] = ()
 
 
 def saves_itself(model: nn.Module) -> bool:
-    """Whether the model is one of transformers, with a configuration that belongs to its weights."""
+    """Return whether the model is one of transformers, which saves a configuration with its weights."""
     return callable(getattr(model, "save_pretrained", None)) and hasattr(model, "_tied_weights_keys")
 
 
 def saved_layout(model: nn.Module, tensors: Tensors) -> SavedLayout:
-    """How `save_pretrained` of a transformers model names and shapes these tensors of its state dict.
+    """Return the names and forms in which `save_pretrained` saves these tensors of the model's state dict.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(
@@ -56,9 +56,9 @@ def saved_layout(model: nn.Module, tensors: Tensors) -> SavedLayout:
     >>> "lm_head.weight" in layout.names, layout.names["model.norm.weight"]
     (False, 'model.norm.weight')
 
-    Of tied weights one name is left, as there. No tensor is copied.
+    As in `save_pretrained`, tied weights have one name. No tensor is copied.
 
-    Raises what `save_pretrained` raises for weights that are shared in other ways.
+    Raises the errors of `save_pretrained` for weights that share memory without being tied.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -73,7 +73,7 @@ def saved_layout(model: nn.Module, tensors: Tensors) -> SavedLayout:
 
 
 def write_configuration(model: nn.Module, folder: Path) -> None:
-    """Write what `save_pretrained` writes beside the weights: configurations, and the code of custom models."""
+    """Write everything that `save_pretrained` writes except weights: configurations, and code of custom models."""
     write: Any = model.save_pretrained
     write(folder, state_dict={})
 
@@ -92,19 +92,19 @@ def _reverted(model: nn.Module, tensors: Tensors) -> dict[str, torch.Tensor]:
 def _conversions(
     model: nn.Module, metas: Tensors, converted: Sequence[str], results: Tensors
 ) -> tuple[Conversion, ...]:
-    """The converted weights in groups, one for each layer if that gives the same as all at once."""
+    """Return the conversions, one per layer if their results are the same as those of one for all."""
     if not converted:
         return ()
     groups: dict[str, list[str]] = {}
     for name in converted:
         groups.setdefault(_layer_of(name), []).append(name)
     wanted = _described(_reverted(model, {name: metas[name] for name in converted}))
-    found = [_conversion(model, metas, group) for group in groups.values()]
-    together = [item for each in found for item in _described(each.results)]
+    conversions = [_conversion(model, metas, group) for group in groups.values()]
+    together = [item for each in conversions for item in _described(each.results)]
     if sorted(together) != sorted(wanted):
-        found = [_conversion(model, metas, list(converted))]
-    assert {name for each in found for name in each.results} <= results.keys()
-    return tuple(found)
+        conversions = [_conversion(model, metas, list(converted))]
+    assert {name for each in conversions for name in each.results} <= results.keys()
+    return tuple(conversions)
 
 
 def _conversion(model: nn.Module, metas: Tensors, names: Sequence[str]) -> Conversion:
@@ -112,9 +112,9 @@ def _conversion(model: nn.Module, metas: Tensors, names: Sequence[str]) -> Conve
 
 
 def _layer_of(name: str) -> str:
-    """The name up to its last number, such as ``model.layers.3``."""
-    found = re.match(r"(.*\.\d+)\.", name)
-    return found.group(1) if found else ""
+    """Return the name up to its last number, such as ``model.layers.3``."""
+    match = re.match(r"(.*\.\d+)\.", name)
+    return match.group(1) if match else ""
 
 
 def _described(tensors: Tensors) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""Truth tests of tensors, as in `if (mask == 0).all():`, without waiting for the device where possible."""
+"""Answer truth tests of tensors, as in `if (mask == 0).all():`, without waiting for the device if possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Tensors made from nothing but numbers, and operations on these whose result depends on nothing else.
+# Functions that create tensors from numbers only, and operations whose result depends only on their arguments.
 _CREATED = {torch.arange, torch.full, torch.ones, torch.zeros}
 _OPERATORS = (
     *("add", "and", "eq", "ge", "getitem", "gt", "invert", "le", "lt", "mul", "ne", "or", "radd", "rmul", "rsub"),
@@ -32,13 +32,13 @@ _COMPUTED = {
 
 # `x += 1` is a call of `__iadd__`, and `x.data = y` one of `__set__`.
 _WRITES = {"__setitem__", "__set__", *(f"__i{name}__" for name in _IN_PLACE)}
-# What these return may be written without torch.
-_LENDERS = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage")
-_LENT = {getattr(Tensor, name) for name in _LENDERS}
+# Functions whose results let other code write to the tensor without torch.
+_EXPORTS = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage")
+_EXPORTING = {getattr(Tensor, name) for name in _EXPORTS}
 
 
 class _Computation:
-    """How a tensor is computed from numbers alone. `answer`: to its truth test, once it was read."""
+    """The way in which a tensor is computed from numbers only. `answer`: of its truth test, once known."""
 
     __slots__ = ("answer",)
 
@@ -46,14 +46,14 @@ class _Computation:
         self.answer: bool | None = None
 
 
-# By function and arguments, in which other computations stand for tensors.
+# By function and arguments, with computations in place of tensors.
 _COMPUTATIONS: dict[object, _Computation] = {}
 _MOST_COMPUTATIONS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tensor as it was computed. `version`: how often torch had written it."""
+    """A tensor and its computation. `version`: the tensor's version counter when it was computed."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -61,11 +61,11 @@ class _Known:
 
 
 class Truths(TorchFunctionMode):
-    """Answers truth tests inside its context. A test that reads a tensor on a GPU waits for all work queued there.
+    """Answers truth tests inside its context: reading a tensor on a GPU would wait for all work queued there.
 
-    Of a tensor that is computed from numbers alone, such as the positions of unpadded tokens, the answer is
-    remembered by its computation. Where a forward runs again, `before` has the answers of its first run, in order.
-    `given`: those of this run.
+    If a tensor is computed from numbers only, such as the positions of unpadded tokens, the answer is remembered
+    by its computation. If a forward runs again, `before` has the answers of its first run, in order. `given`: the
+    answers of this run.
 
     >>> with Truths() as first:
     ...     if (torch.arange(3) < 3).all():
@@ -80,7 +80,7 @@ class Truths(TorchFunctionMode):
         self.given: list[bool] = []
         self._before = before
         self._is_paused = False
-        # By id, which may be another tensor's by now.
+        # By `id`, which may belong to another tensor by now.
         self._known: dict[int, _Known] = {}
 
     def __torch_function__(
@@ -90,15 +90,15 @@ class Truths(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, or answer a test."""
+        """Run an operation, or answer a truth test."""
         del types
-        # The compiler traces this method, too. `is_compiling` may be true because of another thread.
+        # The compiler traces this method, too. `is_compiling` would also be true while another thread compiles.
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         if func is Tensor.__bool__ and not self._is_paused:
             return self._answer(args[0])
         result = func(*args, **(kwargs or {}))
-        if writes(func) or func in _LENT or (kwargs and "out" in kwargs):
+        if writes(func) or func in _EXPORTING or (kwargs and "out" in kwargs):
             self._known.clear()
         elif type(result) is Tensor and (func in _CREATED or func in _COMPUTED):
             self._note(result, func, args, kwargs or {})
@@ -106,7 +106,7 @@ class Truths(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Leave tests inside the context alone: they are not run again."""
+        """Do not record truth tests inside the context, since they are not run again."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -114,8 +114,8 @@ class Truths(TorchFunctionMode):
             self._is_paused = before
 
     def _answer(self, tensor: Tensor) -> bool:
-        place = len(self.given)
-        self.given.append(self._before[place] if place < len(self._before) else self._read(tensor))
+        index = len(self.given)
+        self.given.append(self._before[index] if index < len(self._before) else self._read(tensor))
         return self.given[-1]
 
     def _read(self, tensor: Tensor) -> bool:
@@ -127,18 +127,18 @@ class Truths(TorchFunctionMode):
         return computation.answer
 
     def _computation(self, tensor: Tensor) -> _Computation | None:
-        """How a tensor is computed; None if that is unknown, or it was written since."""
+        """Return a tensor's computation; None if it is unknown, or the tensor was written since."""
         known = self._known.get(id(tensor))
         if known is None or known.tensor() is not tensor or known.version != _version(tensor):
             return None
         return known.computation
 
     def _note(self, result: Tensor, func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # Torch does not count what writes a tensor that was made in inference mode.
+        # Torch does not count writes to tensors that were created in inference mode.
         if result.is_inference():
             return
         try:
-            # Torch's default dtype and device, and autocast, show in the result's.
+            # The result's dtype and device cover torch's defaults and autocast.
             how = func, self._encoded(args), self._encoded(sorted(kwargs.items())), result.dtype, result.device
         except _Unknown:
             return
@@ -148,7 +148,7 @@ class Truths(TorchFunctionMode):
         self._known[id(result)] = _Known(weakref.ref(result), _version(result), computation)
 
     def _encoded(self, value: Any) -> object:
-        """What tells a value from others, hashable; raises `_Unknown` for what may change."""
+        """Return a hashable key for a value. Raises `_Unknown` for values that may change."""
         if isinstance(value, Tensor):
             if (computation := self._computation(value)) is None:
                 raise _Unknown
@@ -159,7 +159,7 @@ class Truths(TorchFunctionMode):
         if isinstance(value, tuple | list):
             items = cast("Sequence[Any]", value)
             return isinstance(value, list), *map(self._encoded, items)
-        # With its type, since 1, 1.0 and True are equal.
+        # With the type, since 1, 1.0 and True are equal.
         if isinstance(value, bool | int | float | str | torch.dtype | torch.device | None):
             return type(value), value
         if value is Ellipsis:
@@ -168,7 +168,7 @@ class Truths(TorchFunctionMode):
 
 
 def writes(func: Callable[..., Any]) -> bool:
-    """Whether an operation writes its first argument.
+    """Return whether an operation writes its first argument.
 
     >>> writes(Tensor.add_), writes(Tensor.add)
     (True, False)
@@ -182,4 +182,4 @@ def _version(tensor: Tensor) -> int:
 
 
 class _Unknown(Exception):
-    """A tensor is computed from what may differ from call to call."""
+    """A tensor is computed from values that may change from call to call."""

@@ -1,4 +1,4 @@
-"""`OnDevices`: the model that a trainer's loop holds, whose calls run on the devices."""
+"""`OnDevices`: the model in a trainer's loop, whose calls run on the devices."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Engine = RoundPipe | AutoRoundPipe
 
 
 class OnDevices(nn.Module):
-    """Stands for the user's model in a trainer's loop: calls run on the devices, all else is the user's model's.
+    """Replaces the user's model in a trainer's loop: calls run on the devices, everything else is that model's.
 
     Args:
         engine: the wrapped model.
-        autocast_dtype: layers run under autocast to it, as `bf16` of the arguments asks; None: they do not.
+        autocast_dtype: the dtype of autocast for layers, as with the argument `bf16`; None: no autocast.
 
-    `optimizer`: the one that trains the model; None while nothing does. Its `zero_grad` is also the model's.
+    `optimizer`: the optimizer that trains the model; None without one. `zero_grad` calls its `zero_grad`.
     """
 
     engine: Engine
@@ -35,7 +35,7 @@ class OnDevices(nn.Module):
 
     def __init__(self, engine: Engine, autocast_dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        # Not as a submodule: parameters and names are those of the user's model.
+        # Not a submodule, since parameters and names must be those of the user's model.
         vars(self)["engine"] = engine
         vars(self)["_autocast_dtype"] = autocast_dtype
         vars(self)["_adapters"] = _Flags(engine.named_model)
@@ -47,11 +47,11 @@ class OnDevices(nn.Module):
             self.note_gradients()
         with self.autocast(), self._adapters.as_trained():
             outputs = self._call(args, kwargs)
-        # As Accelerate does with a model that it runs under autocast.
+        # Accelerate does the same for a model that it runs under autocast.
         return outputs if self._autocast_dtype is None else convert_to_fp32(outputs)  # pyright: ignore[reportUnknownVariableType]
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """The engine's: a loss and its gradients in one call."""
+        """Compute a loss and its gradients in one call of the engine."""
         self.note_gradients()
         with self.autocast():
             return self.engine.forward_backward(*args, **kwargs)
@@ -65,7 +65,7 @@ class OnDevices(nn.Module):
         return self.engine(*args, **{"roundpipe_run_config": config, **kwargs})
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context in which layers run."""
+        """Return the autocast context for layers."""
         if self._autocast_dtype is None:
             return nullcontext()
         kind = self.engine.runtime.lanes[0].device.torch_device.type
@@ -73,9 +73,10 @@ class OnDevices(nn.Module):
 
     @contextmanager
     def in_place_of_model(self) -> Generator[None]:
-        """Let calls of the user's model itself run on the devices, too, as long as the context lasts.
+        """Make calls of the user's model itself run on the devices, too, inside the context.
 
-        It changes nothing where the engine itself runs this model: one that was taken apart, or is a single layer.
+        It changes nothing if the engine runs this model object itself: if it was taken apart, or is a single
+        layer.
         """
         model = self.engine.named_model
         if model is self.engine.model:
@@ -87,7 +88,7 @@ class OnDevices(nn.Module):
         def forward(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if called is model:
                 return self(*args, **kwargs)
-            # A copy of the model, on which the engine finds out how its loss divides.
+            # The call is of a copy of the model, on which the engine observes its loss.
             inner = own.__func__ if isinstance(own, MethodType) else type(called).forward
             return inner(called, *args, **kwargs)
 
@@ -101,7 +102,7 @@ class OnDevices(nn.Module):
                 vars(model)["forward"] = own
 
     def note_gradients(self) -> None:
-        """There are gradients that no step has used, or will be."""
+        """Note that there are, or will be, gradients that no step has used."""
         if self.optimizer is not None:
             self.optimizer.note_gradients()
 
@@ -111,27 +112,27 @@ class OnDevices(nn.Module):
             self.optimizer.zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> OnDevices:
-        """Set training mode, of the user's model, too."""
+        """Set the training mode, also of the user's model."""
         self.training = mode
         self.engine.train(mode)
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the user's model."""
+        """Iterate the parameters of the user's model."""
         return self.engine.named_model.parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the user's model."""
+        """Iterate the named parameters of the user's model."""
         return self.engine.named_model.named_parameters(*args, **kwargs)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module]]:
-        """Those of the user's model, so that a module around this one has their parameters."""
+        """Iterate the modules of the user's model, so that a module around this one has their parameters."""
         yield from self.engine.named_model.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the user's model, with all results so far."""
+        """Return the state dict of the user's model, with the results of all steps so far."""
         return self.engine.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -139,7 +140,7 @@ class OnDevices(nn.Module):
         return self.engine.load_state_dict(state_dict, strict, assign)
 
     def _get_name(self) -> str:
-        # By this name Trainer knows whether its label smoother shifts labels.
+        # Trainer decides by this name whether its label smoother shifts labels.
         return type(unadapted(self.engine.named_model)).__name__
 
     def __getattr__(self, name: str) -> Any:
@@ -149,10 +150,10 @@ class OnDevices(nn.Module):
 
 
 class _Flags:
-    """Which parameters of an adapted model train, while code that calls it has switched its adapters off.
+    """Keeps ``requires_grad`` of a model's parameters while the caller has disabled its PEFT adapters.
 
-    PEFT then takes ``requires_grad`` from the adapters, and gives it back. The engine would rearrange its blocks,
-    and refuse the backward of a forward from before.
+    PEFT clears ``requires_grad`` of disabled adapters and sets it again later. Without this the engine would
+    rearrange its blocks, and refuse the backward pass of an earlier forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -161,7 +162,7 @@ class _Flags:
 
     @contextmanager
     def as_trained(self) -> Generator[None]:
-        """In a call without gradients the flags are those of the last call with gradients."""
+        """Use the flags of the last call with gradients inside the context, if gradients are disabled now."""
         now = [one.requires_grad for one in self._parameters]
         if torch.is_grad_enabled():
             self._flags = now

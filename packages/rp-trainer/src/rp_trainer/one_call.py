@@ -1,4 +1,4 @@
-"""The batches that one step accumulates, as the microbatches of one call."""
+"""Run the batches that one step accumulates as the microbatches of one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kwargs = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A microbatch: its arguments, and what it contributes (None: the loss among its outputs)."""
+    """A microbatch: its arguments, and its share of the batch's loss (None: the loss in its outputs)."""
 
     kwargs: dict[str, Any]
     share: Any
@@ -26,19 +26,19 @@ class _Part:
 def loss_of_step(
     engine: RoundPipe, batches: Sequence[Kwargs], scale: float, optimizer: torch.optim.Optimizer | None = None
 ) -> torch.Tensor:
-    """Run forward, loss and backward of all batches of a step in one call; returns the sum of their losses.
+    """Run forward, loss and backward of all batches of a step in one call; return the sum of their losses.
 
-    `batches`: keyword arguments of the model, one batch each, of any lengths. `scale`: the factor of each loss.
-    `optimizer`: the one that steps during the call, of an engine with ``step_in_backward=True``.
+    `batches`: keyword arguments of the model for each batch, of any lengths. `scale`: the factor of each loss.
+    `optimizer`: steps during the call, if the engine has ``step_in_backward=True``.
 
-    Each batch has its own loss, as if it were alone; a model whose loss is known to divide may have its batches
-    divided further.
+    Each batch has the loss that it has alone. If it is known how the model's loss divides, batches may be divided
+    further.
     """
     if len(batches) == 1 and scale == 1:
         settings = settings_for(engine, batches[0])
         return engine.forward_backward(input_kwargs=batches[0], run_config=settings, optimizer=optimizer)
     own: Any = getattr(engine.model, "own_loss", None)
-    # As many in all as a call has by default, or more.
+    # At least as many microbatches in total as a call has by default.
     count = -(-default_count(engine) // len(batches))
     parts = [part for batch in batches for part in _parts(own, batch, min(count, rows_of(engine, batch) or 1))]
 
@@ -53,7 +53,7 @@ def loss_of_step(
         return scale * loss
 
     config = RoundPipeRunConfig(num_microbatch=len(parts), split_input=calls, split_label=shares)
-    # The engine looks in its arguments for names that it refuses, and for what is on its way to the host.
+    # The engine checks argument names, and waits for tensors that are being copied to the host.
     names = {name for batch in batches for name in batch}
     together = {name: [batch.get(name) for batch in batches] for name in names}
     return engine.forward_backward(

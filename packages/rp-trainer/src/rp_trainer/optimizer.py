@@ -1,4 +1,4 @@
-"""`SteppedByEngine`: the optimizer that a trainer's loop holds, whose steps run on the optimizer's thread."""
+"""`SteppedByEngine`: the optimizer in a trainer's loop, whose steps run on the optimizer's thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Settings = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class _Clipping:
-    """What a step does to its gradients: limits of their norm and of each value (None: none), the norm found."""
+    """The clipping of one step: limits of the norm and of each value (None: no limit), and the measured norm."""
 
     max_norm: float | None = None
     max_value: float | None = None
@@ -30,27 +30,29 @@ class _Clipping:
 
 
 class SteppedByEngine(torch.optim.Optimizer):
-    """An optimizer over a model's own parameters, made to train its master weights in the engine's steps.
+    """Makes an optimizer over a model's own parameters train the master weights in the engine's steps.
 
     Args:
         engine: the wrapped model.
-        optimizer: one over parameters of the user's model: torch's, RoundPipe's, or another that reads ``.grad``.
+        optimizer: an optimizer over parameters of the user's model: torch's, RoundPipe's, or another that reads
+            ``.grad``.
         asynchronous: whether `step` returns before the step is over.
 
-    Its groups are those of `optimizer`, so schedulers set learning rates as ever; a step takes the settings that
-    the groups have when it is launched. Frozen parameters may be among them: they train from the first step after
-    somebody has set their ``requires_grad``.
+    Its groups are those of `optimizer`, so schedulers set learning rates as usual. A step uses the settings that
+    the groups have when it is launched. Groups may have frozen parameters, which train from the first step after
+    their ``requires_grad`` is set.
 
-    Raises `ValueError` if `optimizer` has a parameter that trains and is not one of the model's.
+    Raises `ValueError` if `optimizer` trains a parameter that is not one of the model's.
     """
 
     def __init__(
         self, engine: RoundPipe | AutoRoundPipe, optimizer: torch.optim.Optimizer, *, asynchronous: bool = False
     ) -> None:
-        # Not super().__init__(): torch would run the hooks of optimizers around `step`, where nothing steps yet.
+        # Not super().__init__(): torch would run optimizer hooks around `step`, which only launches the step.
         self._engine = engine
         self._asynchronous = asynchronous
-        # What schedulers see, and what steps: settings of the latter change in steps only.
+        # `shown`: the optimizer that schedulers see. `_stepping`: the one that steps; its settings change only in
+        # steps.
         self.shown = optimizer
         self._stepping = _with_own_groups(optimizer)
         self._train_masters()
@@ -59,14 +61,14 @@ class SteppedByEngine(torch.optim.Optimizer):
         self._has_gradients = False
         self._call_has_stepped = False
 
-    # What a trainer's loop asks for, before the step
+    # Calls of a trainer's loop before the step
 
     def clip_at_next_step(self, max_norm: float) -> torch.Tensor | None:
-        """Let the next step scale its gradients so that their norm is at most `max_norm`; infinity: only measure.
+        """Make the next step scale its gradients to a norm of at most `max_norm`. Infinity only measures the norm.
 
-        Returns the norm: 0-dim, fp32, on the host. With synchronous steps it is the next step's, and is filled in
-        when that is over. With asynchronous ones it is the norm of the step before; None before the first. Steps
-        during backward have none.
+        Returns the norm: 0-dim, fp32, on the host. With synchronous steps it is the next step's norm, which is
+        filled in when that step is over. With asynchronous steps it is the norm of the step before; None before
+        the first. With steps during backward it is always None.
 
         Raises `ValueError` for a limit with steps during backward.
         """
@@ -76,77 +78,77 @@ class SteppedByEngine(torch.optim.Optimizer):
         self._clipping.max_norm = max_norm
         if self._asynchronous:
             return self._last_norm()
-        found = torch.tensor(math.nan)
-        self._clipping.norm.add_done_callback(partial(_fill, found))
-        return found
+        norm = torch.tensor(math.nan)
+        self._clipping.norm.add_done_callback(partial(_fill_norm, norm))
+        return norm
 
     def clip_values_at_next_step(self, max_value: float) -> None:
-        """Let the next step limit each value of its gradients to at most `max_value`, and at least its negative.
+        """Make the next step limit each value of its gradients to [-`max_value`, `max_value`].
 
-        It takes a copy of the gradients in the masters' dtype.
+        This needs memory for a copy of the gradients in the masters' dtype.
         """
         self._clipping.max_value = max_value
 
     def in_call(self) -> torch.optim.Optimizer:
-        """The optimizer for ``forward_backward(optimizer=...)``, with the settings that the groups have now."""
+        """Return the optimizer for ``forward_backward(optimizer=...)``, with the groups' current settings."""
         self._follow_flags()
         _set(self._stepping.param_groups, _settings(self.shown.param_groups))
         self._call_has_stepped = True
         return self._stepping
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Launch a step of the engine, with the gradients of all calls so far; a call that has stepped needs none.
+        """Launch a step with the gradients of all calls so far; do nothing after a call that has stepped.
 
         Raises `TypeError` for a `closure`, and what a synchronous step raises.
         """
         if closure is not None:
-            raise TypeError("a closure must not be given: the gradients are there when the step runs")
-        # For a scheduler that was made with this optimizer, and asks whether it has stepped.
+            raise TypeError("step() takes no closure: the gradients are there when the step runs")
+        # A scheduler of this optimizer checks this attribute for whether it has stepped.
         vars(self.shown)["_opt_called"] = True
         if self._call_has_stepped:
             self._call_has_stepped = False
             return
         self._follow_flags()
         clipping, self._clipping = self._clipping, _Clipping()
-        run = partial(self._carry_out, _settings(self.shown.param_groups), clipping)
+        run = partial(self._run_step, _settings(self.shown.param_groups), clipping)
         self._engine.step(run, is_async=self._asynchronous)
         self._last = clipping.norm
         self._has_gradients = False
 
     def note_gradients(self) -> None:
-        """There are gradients that no step has used."""
+        """Note that there are gradients that no step has used."""
         self._has_gradients = True
 
     def forget(self) -> None:
-        """Drop what a training that was broken off has left."""
+        """Drop gradients that an interrupted training has left."""
         self._call_has_stepped = False
         self._engine.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that no step has used. It does not wait for an asynchronous step.
+        """Drop the gradients that no step has used, without waiting for an asynchronous step.
 
-        Raises `RuntimeError` between a call that has stepped and `step`: there is nothing left to drop.
+        Raises `RuntimeError` between a call that has stepped and `step`, since its gradients cannot be dropped.
         """
         del set_to_none
         if self._call_has_stepped:
             raise RuntimeError(
-                "zero_grad() before the step cannot leave its gradients out: with step_in_backward=True the "
-                "optimizer has stepped in the call that made them; leave that option out"
+                "zero_grad() before the step cannot drop its gradients: with step_in_backward=True the "
+                "optimizer has stepped in the call that made them; omit that option"
             )
         if self._has_gradients or not self._asynchronous:
             self._engine.zero_grad()
         self._has_gradients = False
 
     def _last_norm(self) -> torch.Tensor | None:
-        """The norm of the last step; None if it failed, which the model's next call tells."""
+        """Return the norm of the last step; None if that failed, which the model's next call raises."""
         if self._last is None:
             return None
         if not self._last.done():
             wait_for_steps()
         return torch.tensor(self._last.result()) if self._last.done() else None
 
-    def _carry_out(self, settings: _Settings, clipping: _Clipping) -> None:
-        """One step, on the optimizer's thread."""
+    def _run_step(self, settings: _Settings, clipping: _Clipping) -> None:
+        """Run one step, on the optimizer's thread."""
         _set(self._stepping.param_groups, settings)
         self._clip(clipping)
         self._stepping.step()
@@ -161,42 +163,42 @@ class SteppedByEngine(torch.optim.Optimizer):
             torch.nn.utils.clip_grad_value_(clipped, clipping.max_value)
 
     def _clipped(self) -> list[torch.nn.Parameter]:
-        """As `Trainer` clips: all parameters that train, also those that are in no group."""
+        """Return the parameters to clip: all that train, even outside of the groups, as in `Trainer`."""
         return list(self._engine.optim_parameters())
 
     def finish(self) -> None:
-        """Wait for the last step; calls go on reading the weights that they read."""
+        """Wait for the last step, without changing which weights calls read."""
         wait_for_steps()
 
-    # What is saved and loaded
+    # Saving and loading
 
     def exposed(self) -> torch.optim.Optimizer:
-        """The optimizer that steps, with the settings of the next step: for `roundpipe.save_checkpoint`."""
+        """Return the optimizer that steps, with the settings of the next step, for `roundpipe.save_checkpoint`."""
         self.finish()
-        # A new one: settings of one that has stepped must change in steps only.
+        # A new object, since settings of one that has stepped may change only in steps.
         self._stepping = _with_own_groups(self._stepping)
         _set(self._stepping.param_groups, _settings(self.shown.param_groups))
         return self._stepping
 
     def follow(self) -> None:
-        """Take over what was loaded into `exposed()`."""
+        """Adopt the settings and state that were loaded into `exposed()`."""
         _set(self.shown.param_groups, _settings(self._stepping.param_groups))
         self.shown.state = self._stepping.state
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer, after the last step, as it would be for the model's own parameters."""
+        """Return the optimizer's state after the last step, in the form for the model's own parameters."""
         return self.exposed().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]  # as torch's
-        """Load a state from here, or from the same optimizer in plain torch; tensors may be on any device."""
+        """Load a state of `state_dict`, or of the same optimizer in plain torch, with tensors on any device."""
         self.exposed().load_state_dict(dict(state_dict))
         self.follow()
 
-    # An optimizer's attributes
+    # Attributes of an optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch has an attribute
-        """The groups, with master weights; settings may be changed between steps."""
+        """The groups, whose settings may be changed between steps."""
         return self.shown.param_groups
 
     @property
@@ -207,28 +209,28 @@ class SteppedByEngine(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The settings of groups that do not have their own."""
+        """The default settings of groups."""
         return self.shown.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model that are trained from now on."""
+        """Add parameters of the model, to be trained from now on."""
         self.shown.add_param_group(param_group)
         self._follow_flags()
 
-    # Which parameters train
+    # Following requires_grad
 
     def _follow_flags(self) -> None:
-        """Step the masters of what trains now."""
+        """Make the optimizer step the masters of the parameters that train now, if those have changed."""
         if _flags(self.shown.param_groups) == self._flags:
             return
         self.finish()
-        # A new one: groups of one that has stepped must not change.
+        # A new object, since groups of one that has stepped must not change.
         self._stepping = _with_own_groups(self._stepping)
         self._stepping.param_groups += map(dict, self.shown.param_groups[len(self._stepping.param_groups) :])
         self._train_masters()
 
     def _train_masters(self) -> None:
-        """Put the master weights in the place of the model's own parameters, in what steps."""
+        """Replace the model's own parameters by their masters in the optimizer that steps."""
         masters = _masters_of(self._engine, self.shown.param_groups)
         for group, shown in zip(self._stepping.param_groups, self.shown.param_groups, strict=True):
             group["params"] = [masters[one] for one in shown["params"]]
@@ -238,8 +240,8 @@ class SteppedByEngine(torch.optim.Optimizer):
         self._flags = _flags(self.shown.param_groups)
 
 
-def _fill(norm: torch.Tensor, found: Future[float]) -> None:
-    norm.fill_(found.result())
+def _fill_norm(norm: torch.Tensor, measured: Future[float]) -> None:
+    norm.fill_(measured.result())
 
 
 def _flags(groups: Iterable[Mapping[str, Any]]) -> list[list[bool]]:
@@ -249,33 +251,33 @@ def _flags(groups: Iterable[Mapping[str, Any]]) -> list[list[bool]]:
 def _masters_of(
     engine: RoundPipe | AutoRoundPipe, groups: Iterable[Mapping[str, Any]]
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """The master weight of each parameter in groups; a frozen one stands for itself.
+    """Return the master of each parameter in groups; a frozen parameter is its own master.
 
-    Raises `ValueError` for one that trains and is not a parameter of the model.
+    Raises `ValueError` for a trained parameter that is not one of the model's.
     """
     masters = dict(engine.optim_named_parameters())
-    found: dict[torch.Tensor, torch.Tensor] = {master: master for master in masters.values()}
+    by_parameter: dict[torch.Tensor, torch.Tensor] = {master: master for master in masters.values()}
     own = engine.named_model.named_parameters()
-    found.update((one, masters[name]) for name, one in own if name in masters)
+    by_parameter.update((one, masters[name]) for name, one in own if name in masters)
     listed: list[torch.Tensor] = [one for group in groups for one in group["params"]]
-    found.update((one, one) for one in listed if not one.requires_grad)
-    return {one: _master(one, found) for one in listed}
+    by_parameter.update((one, one) for one in listed if not one.requires_grad)
+    return {one: _master(one, by_parameter) for one in listed}
 
 
 def _master(one: torch.Tensor, masters: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     if one in masters:
         return masters[one]
     raise ValueError(
-        f"the optimizer has a parameter of shape {tuple(one.shape)} that is not a trained one of the model; make "
-        "it from model.parameters() of the model that the trainer gets"
+        f"the optimizer has a parameter of shape {tuple(one.shape)} that is not a trained one of the model; "
+        "create it from model.parameters() of the model that the trainer gets"
     )
 
 
 def _with_own_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy with the same state, whose groups have settings of their own."""
-    found = copy.copy(optimizer)
-    found.param_groups = [dict(group) for group in optimizer.param_groups]
-    return found
+    """Copy an optimizer with the same state and with separate settings of its groups."""
+    copied = copy.copy(optimizer)
+    copied.param_groups = [dict(group) for group in optimizer.param_groups]
+    return copied
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> _Settings:
@@ -287,5 +289,5 @@ def _copied(value: Any) -> Any:
 
 
 def _set(groups: Iterable[dict[str, Any]], settings: _Settings) -> None:
-    for group, found in zip(groups, settings, strict=True):
-        group.update(found)
+    for group, own in zip(groups, settings, strict=True):
+        group.update(own)

@@ -1,4 +1,4 @@
-"""What a script may set of RoundPipe where it makes its trainer."""
+"""`RoundPipeOptions`: RoundPipe's options for trainers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, Runtime, wra
 from torch import nn
 
 PinMode = Any  # "alloc", "register" or "off"; `wrap_model_to_roundpipe` checks it
-MasterKind = Any  # "whole" or "split", likewise
+MasterKind = Any  # "whole" or "split"; also checked there
 
 
 @dataclass(frozen=True)
 class RoundPipeOptions:
-    """How a trainer's model is wrapped, and how it steps: the trainer's argument `roundpipe`.
+    """Options for wrapping a trainer's model and for its steps: the trainer's argument `roundpipe`.
 
     Args:
-        asynchronous: whether steps run beside the next call, which then reads weights that are one step older
-            (faster). Default: each call reads the result of the step before, as in plain `Trainer`.
-        runtime: the devices; default: all GPUs, see ``ROUNDPIPE_DEVICES``.
+        asynchronous: whether steps overlap the next call, which is faster, but the call then reads weights that
+            are one step older. By default each call reads the result of the step before, as in plain `Trainer`.
+        runtime: the devices; by default all GPUs, see ``ROUNDPIPE_DEVICES``.
         model_run_config: settings of all calls, such as ``RoundPipeRunConfig(num_microbatch=8)``.
-        optim_dtype: dtype of the master weights; default: fp32 if the weights have 16 bits, else their own.
+        optim_dtype: dtype of the master weights; by default fp32 for 16-bit weights, otherwise that of the
+            weights.
         pin_model, compile_layers, double_buffer, master, example_inputs: see `roundpipe.wrap_model_to_roundpipe`.
-        step_in_backward: the optimizer steps each layer during the call, as soon as its gradients have arrived,
-            and the next layer's take their memory. For a trainer with the model's own loss, ``adamw_torch``,
-            ``sgd`` or an optimizer of `roundpipe.optim`, and ``max_grad_norm=0``.
+        step_in_backward: the optimizer steps each layer during the call as soon as its gradients have arrived, and
+            the next layer's gradients reuse their memory. It needs a trainer with the model's own loss,
+            ``adamw_torch``, ``sgd`` or an optimizer of `roundpipe.optim`, and ``max_grad_norm=0``.
 
     >>> RoundPipeOptions(model_run_config=RoundPipeRunConfig(num_microbatch=8)).asynchronous
     False
@@ -50,7 +51,7 @@ class RoundPipeOptions:
         if self.step_in_backward and self.asynchronous:
             raise ValueError(
                 "step_in_backward=True updates weights in the call itself, so it does not go with "
-                "asynchronous=True; leave one of them out"
+                "asynchronous=True; omit one of them"
             )
 
     def wrap(self, model: nn.Module, name: str) -> RoundPipe | AutoRoundPipe:
@@ -70,7 +71,7 @@ class RoundPipeOptions:
         )
 
     def for_reference(self, runtime: Runtime) -> RoundPipeOptions:
-        """The same for a second model, which is not trained, on the devices of the first."""
+        """Return these options for a second model that is not trained, on the same devices."""
         return replace(self, runtime=runtime, step_in_backward=False)
 
 

@@ -1,11 +1,12 @@
-"""The methods of trainers that are overridden, and the arguments that they are known to take."""
+"""The methods of trainers that RoundPipe overrides, with their known arguments."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
 
-# Those of `transformers.Trainer`. Without one, or with other arguments, a model would train elsewhere.
+# Methods of `transformers.Trainer`. If one is missing or has other arguments, a model would train without
+# RoundPipe.
 TRAINER: Mapping[str, str] = {
     "_clip_grad_norm": "(self, model)",
     "_finalize_training": "(self, trial, num_train_samples, start_time)",
@@ -27,7 +28,7 @@ TRAINER: Mapping[str, str] = {
     "training_step": "(self, model, inputs, num_items_in_batch)",
 }
 
-# Those of TRL's trainers that lie between, by class.
+# Methods of TRL's trainers, which come between RoundPipe's and `Trainer`'s, by class.
 TRL: Mapping[str, Mapping[str, str]] = {
     "SFTTrainer": {
         "compute_loss": TRAINER["compute_loss"],
@@ -41,16 +42,16 @@ TRL: Mapping[str, Mapping[str, str]] = {
 
 
 def changed(trainer: type[object], known: Mapping[str, str] = TRAINER) -> Iterator[str]:
-    """What a trainer's class has no longer, or with other arguments, in words; nothing if all is known.
+    """Yield a sentence for each method that a trainer's class lacks or has with other arguments.
 
     >>> from transformers import Trainer
     >>> list(changed(Trainer))
     []
     """
     for name, wanted in known.items():
-        found = _arguments(getattr(trainer, name)) if callable(getattr(trainer, name, None)) else None
-        if found != wanted:
-            yield f"{trainer.__name__}.{name} is known as {wanted}, but is {found or 'not there'}"
+        actual = _arguments(getattr(trainer, name)) if callable(getattr(trainer, name, None)) else None
+        if actual != wanted:
+            yield f"{trainer.__name__}.{name} is known as {wanted}, but is {actual or 'not there'}"
 
 
 def _arguments(method: object) -> str:

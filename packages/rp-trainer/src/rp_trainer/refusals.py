@@ -1,4 +1,4 @@
-"""Arguments that cannot work with RoundPipe: refused where the trainer is made, by their names."""
+"""Refuse arguments that cannot work with RoundPipe, by name, when the trainer is created."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from rp_optim.host import HostOptimizer
 
-_OWN = "leave it out: RoundPipe places the model itself, and streams it to all GPUs of one process"
+_OWN = "omit it: RoundPipe places the model itself, and streams it to all GPUs of one process"
 _DTYPES = "load the model in bfloat16 (dtype=torch.bfloat16), or set bf16=True"
-_INSTEAD = "or leave step_in_backward out"
+_INSTEAD = "or omit step_in_backward"
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
 
-# Arguments that must be at their defaults (false, None or empty), with the reason or what to do instead.
+# Arguments that must be false, None or empty, each with the reason or what to do instead.
 _MUST_BE_OFF: Mapping[str, str] = {
     "deepspeed": _OWN,
     "fsdp": _OWN,
@@ -23,17 +23,17 @@ _MUST_BE_OFF: Mapping[str, str] = {
     "fp16_full_eval": "it would cast the wrapped model; " + _DTYPES,
     "bf16_full_eval": "it would cast the wrapped model; " + _DTYPES,
     "torch_compile": "the engine around the layers cannot be compiled; set RoundPipeOptions(compile_layers=True)",
-    "auto_find_batch_size": "a call that runs out of a GPU's memory goes on in smaller parts by itself",
-    "use_liger_kernel": "it replaces the forward of a wrapped model; apply Liger to the model before",
+    "auto_find_batch_size": "a call that runs out of a GPU's memory continues in smaller parts by itself",
+    "use_liger_kernel": "it replaces the forward of a wrapped model; apply Liger before the model is wrapped",
     "neftune_noise_alpha": "its hook comes after the model was wrapped; register one on the embedding yourself",
-    "debug": "its hooks come after the model was wrapped",
-    # TRL's
+    "debug": "its hooks are registered after the model was wrapped",
+    # Arguments of TRL
     "activation_offloading": "the engine keeps activations on the host by itself",
-    "sync_ref_model": "it writes weights of the reference model past the engine; leave the reference as it is",
+    "sync_ref_model": "it writes weights of the reference model past the engine; leave the reference unchanged",
     "precompute_ref_log_probs": "it runs before the model is wrapped; the reference model runs on the devices",
 }
 
-# Trainers of TRL that generate while they train.
+# Trainers of TRL that generate text while they train.
 _GENERATING = {
     "GRPOTrainer",
     "RLOOTrainer",
@@ -45,15 +45,15 @@ _GENERATING = {
 
 
 def refuse(args: Any, kind: type[object]) -> None:
-    """Raise `ValueError` if a trainer of this class cannot work with these arguments, with the first one's name.
+    """Raise `ValueError`, which names the argument, if a trainer of class `kind` cannot work with these arguments.
 
     `args`: a `transformers.TrainingArguments`, or a subclass.
     """
-    for words in _found(args, kind):
-        raise ValueError(words)
+    for reason in _reasons(args, kind):
+        raise ValueError(reason)
 
 
-def _found(args: Any, kind: type[object]) -> Iterator[str]:
+def _reasons(args: Any, kind: type[object]) -> Iterator[str]:
     for base in kind.__mro__:
         if base.__name__ in _GENERATING and base.__module__.startswith("trl."):
             yield f"{base.__name__} generates text while it trains, which RoundPipe does on the host only"
@@ -68,14 +68,14 @@ def _found(args: Any, kind: type[object]) -> Iterator[str]:
             "not with torchrun or accelerate launch"
         )
     if getattr(args.accelerator_config, "use_configured_state", False):
-        yield "accelerator_config.use_configured_state must not be set with RoundPipe: leave it out"
+        yield "accelerator_config.use_configured_state must not be set with RoundPipe: omit it"
 
 
-def refuse_precision(found: str) -> None:
-    """Raise `ValueError` for a precision of Accelerate's, which may come from the environment, that is no bf16."""
-    if found not in ("no", "bf16"):
+def refuse_precision(precision: str) -> None:
+    """Raise `ValueError` for a precision of Accelerate, perhaps from the environment, other than fp32 and bf16."""
+    if precision not in ("no", "bf16"):
         raise ValueError(
-            f"ACCELERATE_MIXED_PRECISION must be 'no' or 'bf16' with RoundPipe, but is {found!r}: {_DTYPES}"
+            f"ACCELERATE_MIXED_PRECISION must be 'no' or 'bf16' with RoundPipe, but is {precision!r}: {_DTYPES}"
         )
 
 
@@ -88,28 +88,28 @@ def refuse_optimizer(optimizer: Any) -> None:
         )
 
 
-# Of steps during backward
+# Steps during backward
 
 
 def refuse_wrapping(steps_in_backward: bool, *, is_asked: bool, is_async: bool) -> None:
-    """Raise `ValueError` for a model that was wrapped before, and otherwise than the trainer's options ask.
+    """Raise `ValueError` if an already wrapped model contradicts the trainer's options.
 
-    `is_asked`, `is_async`: their `step_in_backward` and `asynchronous`.
+    `is_asked`, `is_async`: `step_in_backward` and `asynchronous` of the options.
     """
     if is_asked and not steps_in_backward:
         raise ValueError(
-            "step_in_backward=True is among the options, but the model was wrapped without it before; give it to "
-            "wrap_model_to_roundpipe, or give the trainer the model itself"
+            "step_in_backward=True is among the options, but the model was wrapped without it before; pass it to "
+            "wrap_model_to_roundpipe, or pass the unwrapped model to the trainer"
         )
     if is_async and steps_in_backward:
         raise ValueError(
             "asynchronous=True is among the options, but the model was wrapped with step_in_backward=True, which "
-            "steps in the call itself; leave one of them out"
+            "steps in the call itself; omit one of them"
         )
 
 
 def refuse_clipping(max_norm: float) -> None:
-    """Raise `ValueError` for a limit of the gradients' norm, which steps during backward do not know."""
+    """Raise `ValueError` for a limit of the gradients' norm, which is unknown to steps during backward."""
     if 0 < max_norm < math.inf:
         raise ValueError(
             f"max_grad_norm must be 0 with step_in_backward=True, but is {max_norm}: layers are stepped before "
@@ -118,7 +118,7 @@ def refuse_clipping(max_norm: float) -> None:
 
 
 def refuse_stepping_after(kind: type[object]) -> None:
-    """Raise `ValueError` for a class of optimizers that cannot step layer by layer, as gradients arrive."""
+    """Raise `ValueError` for a class of optimizers that cannot step layer by layer as gradients arrive."""
     if not issubclass(kind, HostOptimizer):
         raise ValueError(
             "optim must be adamw_torch, adamw_torch_fused or sgd with step_in_backward=True, or optimizers have "
@@ -127,9 +127,9 @@ def refuse_stepping_after(kind: type[object]) -> None:
         )
 
 
-def refuse_other_loss(found: str) -> None:
-    """Raise `ValueError`: `found` computes a loss or runs batches, which steps during backward do in one call."""
+def refuse_other_loss(cause: str) -> None:
+    """Raise `ValueError`: `cause` computes another loss or runs batches separately, without one call per step."""
     raise ValueError(
-        f"step_in_backward=True does not go with {found}: forward, the model's own loss, backward and step are "
+        f"step_in_backward=True does not go with {cause}: forward, the model's own loss, backward and step are "
         f"then one call for all batches of a step; use Trainer's own, {_INSTEAD}"
     )

@@ -1,4 +1,4 @@
-"""How many rows a batch has, and into how many microbatches it may be divided at most."""
+"""Find how many rows a batch has, and into how many microbatches it may be divided."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers.utils.generic import find_labels  # pyright: ignore[reportUnkn
 
 
 def rows_of(engine: RoundPipe, batch: Mapping[str, Any]) -> int | None:
-    """The rows of a batch, by the model's main input; None if that is unknown.
+    """Return the number of rows of a batch, from the model's main input; None if unknown.
 
-    Not by what most tensors begin with: a batch without padding is one row, whose lengths are tensors of their own
-    (``cu_seq_lens_q``).
+    The most frequent first dimension would be wrong: a batch without padding is one row, with separate tensors for
+    lengths (``cu_seq_lens_q``).
     """
     main = getattr(engine.named_model, "main_input_name", "input_ids")
     for name in (main, "input_ids", "inputs_embeds", "labels"):
@@ -26,9 +26,9 @@ def rows_of(engine: RoundPipe, batch: Mapping[str, Any]) -> int | None:
 
 
 def settings_for(engine: RoundPipe, batch: Mapping[str, Any]) -> RoundPipeRunConfig | None:
-    """Settings for a batch that must be divided into fewer microbatches than calls have by default, else None.
+    """Return settings for a batch that needs fewer microbatches than calls have by default; otherwise None.
 
-    It has fewer rows, as an epoch's last batch may, or how its loss divides is unknown, so that it stays whole.
+    It may have fewer rows, as an epoch's last batch, or stay whole because it is unknown how its loss divides.
     """
     if not _divides(engine, batch):
         return RoundPipeRunConfig(num_microbatch=1)
@@ -39,23 +39,23 @@ def settings_for(engine: RoundPipe, batch: Mapping[str, Any]) -> RoundPipeRunCon
 
 
 def _divides(engine: RoundPipe, batch: Mapping[str, Any]) -> bool:
-    """Whether losses among the outputs are known to divide, or are none: a plain row returns a tensor."""
+    """Return whether the outputs have no loss, as those of a plain row, or one that is known to divide."""
     own: Any = getattr(engine.model, "own_loss", None)
     if not isinstance(own, OwnLoss):
         return own is None and isinstance(engine.model, nn.Sequential)
     if batch.get("labels") is not None:
         return whole_arguments(own, batch) is not None
-    # Such as the positions of an answer.
+    # Other labels, such as the positions of an answer.
     return all(batch.get(name) is None for name in find_labels(type(unadapted(engine.named_model))))
 
 
 def unadapted(model: nn.Module) -> nn.Module:
-    """The model inside of PEFT's adapters, or this one."""
+    """Return the model inside PEFT's adapters, or the model itself without adapters."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
 def whole_arguments(own: object, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A batch with what its parts' losses need of the whole; None if it has no loss that is known to divide."""
+    """Return the batch, completed so that its parts have losses; None without a loss that is known to divide."""
     if not isinstance(own, OwnLoss) or batch.get("labels") is None:
         return None
     try:
@@ -65,5 +65,5 @@ def whole_arguments(own: object, batch: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def default_count(engine: RoundPipe) -> int:
-    """The microbatches of a call, as they were set; one more than there are devices if they were not."""
+    """Return the number of microbatches of a call: the configured one, or one more than there are devices."""
     return engine.num_microbatch or len(engine.runtime.lanes) + 1

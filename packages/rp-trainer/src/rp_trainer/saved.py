@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer: folders that are whole or not there, beside the files that `Trainer` itself adds."""
+"""Checkpoints of a trainer: complete folders of RoundPipe, to which `Trainer` adds its own files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LAST = "trainer_state.json"
 
 
 def is_ours(folder: str | Path) -> bool:
-    """Whether RoundPipe wrote this checkpoint, and finished it."""
+    """Return whether RoundPipe wrote and finished this checkpoint."""
     return (Path(folder) / "roundpipe" / "complete").is_file()
 
 
 def save(folder: str, engine: Engine, optimizer: SteppedByEngine, scheduler: Any, step: int) -> None:
-    """Write the model, its masters and the optimizer; the folder appears at once.
+    """Write the model, its masters and the optimizer; the folder appears only when complete.
 
-    One that is there already, from an earlier run, is removed. Raises what `roundpipe.save_checkpoint` raises.
+    Removes an existing folder of an earlier run. Raises what `roundpipe.save_checkpoint` raises.
     """
     if Path(folder).exists():
         shutil.rmtree(folder)
@@ -34,20 +34,20 @@ def save(folder: str, engine: Engine, optimizer: SteppedByEngine, scheduler: Any
 
 
 def load(folder: str, engine: Engine, optimizer: SteppedByEngine, scheduler: Any) -> None:
-    """Load what `save` wrote. Raises what `roundpipe.load_checkpoint` raises.
+    """Load a checkpoint of `save`. Raises what `roundpipe.load_checkpoint` raises.
 
-    The random number generators are left to `Trainer`, which restores them where the data begins.
+    `Trainer` restores the random number generators itself, when the data begins.
     """
     load_checkpoint(folder, engine, optimizer.exposed(), schedulers=scheduler, random=False)
     optimizer.follow()
 
 
 def newest(folder: str) -> str | None:
-    """The newest checkpoint in a run's folder that `Trainer` had finished; None without any."""
-    found = [
+    """Return the newest checkpoint in a run's folder that `Trainer` has finished; None without one."""
+    numbered = [
         (int(name[1]), path) for path in Path(folder).glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))
     ]
-    return next((str(path) for _, path in sorted(found, reverse=True) if _is_finished(path)), None)
+    return next((str(path) for _, path in sorted(numbered, reverse=True) if _is_finished(path)), None)
 
 
 def _is_finished(path: Path) -> bool:

@@ -1,6 +1,6 @@
-"""`RoundPipeTrainer`, and the mixin that makes the same of other trainers."""
+"""`RoundPipeTrainer`, and `RoundPipeMixin` for other trainers."""
 
-# `Trainer` is typed in part.
+# `Trainer` is only partly typed.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rp_trainer.refusals import (
 
 _Base = Trainer if TYPE_CHECKING else object
 
-# RoundPipe's optimizers for torch's, whose states load each other.
+# RoundPipe's replacements for torch's optimizers. The states of both can be loaded into each other.
 _ON_HOST = {
     torch.optim.Adam: roundpipe.optim.Adam,
     torch.optim.AdamW: roundpipe.optim.AdamW,
@@ -43,7 +43,7 @@ _ON_HOST = {
 
 
 class RoundPipeMixin(_Base):
-    """Makes a trainer that has its loss from `compute_loss` run on RoundPipe. It comes before the trainer's class.
+    """Makes a trainer whose loss comes from `compute_loss` run on RoundPipe. Put it before the trainer's class.
 
     ::
 
@@ -51,13 +51,13 @@ class RoundPipeMixin(_Base):
             pass
 
     Args:
-        roundpipe: `RoundPipeOptions`; all other arguments are the trainer's. `model` may be wrapped already.
+        roundpipe: a `RoundPipeOptions`. All other arguments are the trainer's; `model` may be wrapped already.
 
-    `model` stays the user's own model, `model_wrapped` is the `OnDevices` that runs it. Only methods that
-    `Trainer` documents or calls for subclasses are overridden; nothing is patched.
+    `model` stays the user's model, and `model_wrapped` is the `OnDevices` that runs it. Only methods that
+    `Trainer` documents or calls for subclasses are overridden. Nothing is patched.
 
-    Raises `ValueError` for an argument that cannot work with RoundPipe, with its name; what
-    `roundpipe.wrap_model_to_roundpipe` raises.
+    Raises `ValueError`, which names the argument, for one that cannot work with RoundPipe, and the errors of
+    `roundpipe.wrap_model_to_roundpipe`.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class RoundPipeMixin(_Base):
         self._step_batches: _StepBatches | None = None
         given = bound(super().__init__, args, kwargs)
         if given.get("args") is not None:
-            # Before TRL loads a model by its name, which it puts where Accelerate's device is.
+            # Do this before TRL loads a model by its name, since it moves the model to Accelerate's device.
             refuse(given["args"], type(self))
             stay_on_host(given["args"])
         self._given_engine, args, kwargs = _unwrapped(given.get("model"), args, kwargs)
@@ -86,7 +86,7 @@ class RoundPipeMixin(_Base):
         self._wrap_reference()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Accelerate's device is the host. `args` may have been made by the trainer's class just now."""
+        """Keep Accelerate on the host. `args` may have been created just now by the trainer's class."""
         refuse(self.args, type(self))
         stay_on_host(self.args)
         super().create_accelerator_and_postprocess()
@@ -95,14 +95,14 @@ class RoundPipeMixin(_Base):
     # The model
 
     def _wrapped(self) -> OnDevices:
-        """The model on devices; wrapped when it is first asked for, and again after `model_init`."""
-        found, model = self._on_devices, self.model
+        """Return the model on the devices; wrap it on the first call, and again after `model_init`."""
+        on_devices, model = self._on_devices, self.model
         assert isinstance(model, nn.Module)
-        if found is None or found.engine.named_model is not model:
-            found = self._on_devices = self._wrap(model, self._given_engine)
+        if on_devices is None or on_devices.engine.named_model is not model:
+            on_devices = self._on_devices = self._wrap(model, self._given_engine)
             self._given_engine = None
-            self.model_wrapped = found
-        return found
+            self.model_wrapped = on_devices
+        return on_devices
 
     def _wrap(self, model: nn.Module, engine: RoundPipe | AutoRoundPipe | None = None) -> OnDevices:
         bind_fused_head(model)
@@ -113,11 +113,12 @@ class RoundPipeMixin(_Base):
         return torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
 
     def _wrap_reference(self) -> None:
-        """Let the second model of trainers such as DPO's run on the same devices."""
+        """Make the reference model of trainers such as DPO's run on the same devices."""
         reference = getattr(self, "ref_model", None)
         if isinstance(reference, nn.Module) and not isinstance(reference, OnDevices):
             reference.requires_grad_(False)
-            # With bf16 Accelerate has put its autocast around forward; ours is around the engine's.
+            # With bf16 Accelerate has wrapped forward in its autocast. Undo that, since `OnDevices` has autocast
+            # itself.
             if (own := vars(reference).pop("_original_forward", None)) is not None:
                 vars(reference)["forward"] = own
             options = self._options.for_reference(self._wrapped().engine.runtime)
@@ -126,28 +127,28 @@ class RoundPipeMixin(_Base):
             self.ref_model = OnDevices(engine, self._autocast_dtype()).eval()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Weights stay on the host."""
+        """Do nothing: weights stay on the host."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The model whose calls run on the devices; Accelerate prepares nothing but the optimizer."""
+        """Return the model whose calls run on the devices. Accelerate prepares only the optimizer."""
         del model, dataloader
-        found = self._wrapped()
+        on_devices = self._wrapped()
         if training:
-            # A subclass may have made its optimizer without a call of ours.
+            # A subclass may have created its optimizer without calling `create_optimizer`.
             self.optimizer = self._stepped(self.optimizer)
             self._refuse_in_backward()
             self._steps.forget()
-        return found
+        return on_devices
 
     def _refuse_in_backward(self) -> None:
-        """Refuse what needs gradients, or several calls a step, if the optimizer steps during backward."""
+        """Refuse settings that need gradients or several calls a step, if the optimizer steps during backward."""
         steps, options = self._wrapped().engine.steps_in_backward, self._options
         refuse_wrapping(steps, is_asked=options.step_in_backward, is_async=options.asynchronous)
         if not steps:
             return
         refuse_clipping(self.args.max_grad_norm)
-        if (found := self._other_loss()) is not None:
-            refuse_other_loss(found)
+        if (cause := self._other_loss()) is not None:
+            refuse_other_loss(cause)
         own = self._overriding("training_step")[0]
         if own is not RoundPipeMixin and self.args.gradient_accumulation_steps > 1:
             refuse_other_loss(f"gradient_accumulation_steps > 1 and training_step of {_named(own)}")
@@ -155,8 +156,8 @@ class RoundPipeMixin(_Base):
             refuse_stepping_after(kind)
 
     def _optimizer_kind(self) -> type[object] | None:
-        """The class of optimizers that trains the model, as far as it is known before it is made."""
-        # None until the trainer makes it.
+        """Return the class of the model's optimizer; None if it is unknown before the optimizer is created."""
+        # The attribute is None until the trainer creates the optimizer.
         if self.optimizer is not None:  # pyright: ignore[reportUnnecessaryComparison]
             return type(self._steps.shown if _is_stepped(self.optimizer) else self.optimizer)
         if self._overriding("create_optimizer") != [RoundPipeMixin, Trainer]:
@@ -167,12 +168,12 @@ class RoundPipeMixin(_Base):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """RoundPipe's optimizers in the place of torch's, which compute the same."""
+        """Return RoundPipe's optimizers in place of torch's; both compute the same."""
         kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         return _ON_HOST.get(kind, kind), kwargs
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The trainer's own optimizer, made to train the master weights in the engine's steps."""
+        """Create the trainer's optimizer, and make it train the master weights in the engine's steps."""
         self._wrapped()
         if not _is_stepped(self.optimizer):
             made = super().create_optimizer() if model is None else super().create_optimizer(model)
@@ -183,26 +184,26 @@ class RoundPipeMixin(_Base):
         if _is_stepped(optimizer):
             return optimizer
         refuse_optimizer(optimizer)
-        found = self._wrapped()
-        if found.engine.steps_in_backward:
+        on_devices = self._wrapped()
+        if on_devices.engine.steps_in_backward:
             refuse_stepping_after(type(optimizer))
-        made = SteppedByEngine(found.engine, optimizer, asynchronous=self._options.asynchronous)
-        found.optimizer = made
-        return made
+        stepped = SteppedByEngine(on_devices.engine, optimizer, asynchronous=self._options.asynchronous)
+        on_devices.optimizer = stepped
+        return stepped
 
     @property
     def _steps(self) -> SteppedByEngine:
-        found = getattr(self.optimizer, "optimizer", self.optimizer)
-        assert isinstance(found, SteppedByEngine)
-        return found
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(inner, SteppedByEngine)
+        return inner
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip in the step; see `SteppedByEngine.clip_at_next_step` for whose norm is reported."""
+        """Clip in the step. `SteppedByEngine.clip_at_next_step` says which step's norm is returned."""
         del model
         return self._steps.clip_at_next_step(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm to report; None before the first asynchronous step is over."""
+        """Return the norm to report; None before the first asynchronous step is over."""
         del model
         if grad_norm is not None or self.args.max_grad_norm > 0:
             return grad_norm
@@ -211,23 +212,23 @@ class RoundPipeMixin(_Base):
     # Training
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The batches of one step, noted here: a loss that is the model's own is computed for all in one call."""
+        """Get the batches of one step, and keep them: the model's own loss is computed for all in one call."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._step_batches = _StepBatches(batches)
         return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward: if the loss is the model's own, of all batches of a step in one call.
+        """Run forward and backward. If the loss is the model's own, one call runs all batches of a step.
 
-        Then the first batch's result is the sum of all losses, and the others' is zero. Any other loss is computed
-        by `compute_loss` for each batch, and its backward goes through the engine.
+        The result is then the sum of all losses for the first batch, and zero for the others. Any other loss is
+        computed by `compute_loss` for each batch, and its backward pass goes through the engine.
         """
         engine = self._wrapped().engine
         if not isinstance(engine, RoundPipe) or not self._has_own_loss():
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         step = self._step_batches
-        # A subclass's step may change each batch as it comes.
+        # The `training_step` of a subclass may change each batch, so use only the current one then.
         is_whole = self._overriding("training_step")[0] is RoundPipeMixin
         batches = step.beginning_with(inputs) if step is not None and is_whole else [inputs]
         if not batches:
@@ -237,19 +238,19 @@ class RoundPipeMixin(_Base):
         return self._in_one_call(engine, batches, num_items_in_batch)
 
     def _has_own_loss(self) -> bool:
-        """Whether the loss is what the model returns, a row of layers, and no class between computes another."""
+        """Return whether the loss is the one that the model returns and is known to divide."""
         return self._other_loss() is None
 
     def _other_loss(self) -> str | None:
-        """What computes another loss than the model's own, or runs the model by itself; None if nothing does."""
+        """Describe what computes a loss other than the model's own, or runs the model itself; None if nothing."""
         plain: list[object] = [RoundPipeMixin, Trainer]
-        for method, found in (
+        for method, classes in (
             ("compute_loss", self._overriding("compute_loss")),
-            # One above ours calls it, for each batch.
+            # An override that comes before the mixin's calls the mixin's for each batch, which is fine.
             ("training_step", self._overriding("training_step")[-2:]),
         ):
-            if found != plain:
-                return f"{method} of {_named(next(one for one in found if one not in plain))}"
+            if classes != plain:
+                return f"{method} of {_named(next(one for one in classes if one not in plain))}"
         if self.compute_loss_func is not None:
             return "compute_loss_func"
         if self.label_smoother is not None:
@@ -259,7 +260,7 @@ class RoundPipeMixin(_Base):
         return None
 
     def _overriding(self, method: str) -> list[object]:
-        """The classes that have a method of their own, or the trainer itself, from the first that is called."""
+        """Return the classes (or the trainer object) that define a method, in the order of calls."""
         return [one for one in (self, *type(self).__mro__) if method in vars(one)]
 
     def _in_one_call(self, engine: RoundPipe, batches: list[Any], num_items: Any) -> torch.Tensor:
@@ -277,7 +278,7 @@ class RoundPipeMixin(_Base):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The trainer's own, with calls of `self.model` on the devices, too."""
+        """Compute the trainer's loss; calls of `self.model` also run on the devices."""
         with self._wrapped().in_place_of_model():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
@@ -292,21 +293,21 @@ class RoundPipeMixin(_Base):
         self._wrapped().engine.sync_optim_param()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """At the end the model's own parameters have the result of the last step."""
+        """Put the result of the last step into the model's own parameters at the end."""
         self._settle()
         return super()._finalize_training(*args, **kwargs)
 
     # Saving and loading
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As ever; ``resume_from_checkpoint=True`` takes the newest checkpoint that was finished."""
+        """Train. ``resume_from_checkpoint=True`` resumes from the newest finished checkpoint."""
         if resume_from_checkpoint is True:
-            # Without any, Trainer says so.
+            # Without one, Trainer raises the error.
             resume_from_checkpoint = saved.newest(str(self.args.output_dir)) or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model as `save_pretrained` writes it; in a checkpoint with all that training goes on from."""
+        """Save the model as `save_pretrained` does; in a checkpoint with everything needed to resume training."""
         is_checkpoint = _internal_call and self.is_in_train and not self.args.save_only_model
         if output_dir is None or not is_checkpoint:
             super().save_model(output_dir, _internal_call)
@@ -319,15 +320,15 @@ class RoundPipeMixin(_Base):
         torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """They are in the folder already."""
+        """Do nothing: `save_model` has saved them."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights of a plain Trainer's checkpoint; those of ours are loaded with the optimizer."""
+        """Load the weights of a plain Trainer's checkpoint. Those of RoundPipe's are loaded with the optimizer."""
         if not saved.is_ours(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """All that training goes on from."""
+        """Load everything needed to resume training."""
         if checkpoint is None or not saved.is_ours(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -345,28 +346,28 @@ class RoundPipeTrainer(RoundPipeMixin, Trainer):
 
         from rp_trainer import RoundPipeTrainer as Trainer
 
-    See `RoundPipeMixin` for its one argument more, `roundpipe`.
+    See `RoundPipeMixin` for its additional argument, `roundpipe`.
     """
 
 
 def _is_stepped(optimizer: Any) -> bool:
-    # Accelerate wraps what it has prepared, in an earlier `train`.
+    # Accelerate has wrapped the optimizer if `train` was called before.
     return isinstance(getattr(optimizer, "optimizer", optimizer), SteppedByEngine)
 
 
-def _named(found: object) -> str:
-    """A class's name; that of its class for a trainer with a method of its own."""
-    return found.__name__ if isinstance(found, type) else f"this {type(found).__name__}"
+def _named(owner: object) -> str:
+    """Return a class's name, or that of a trainer object's class."""
+    return owner.__name__ if isinstance(owner, type) else f"this {type(owner).__name__}"
 
 
 class _StepBatches:
-    """The batches of one step, which are computed when the first of them comes."""
+    """The batches of one step, which all run when the first one comes."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
 
     def beginning_with(self, inputs: Any) -> list[Any]:
-        """All batches of the step for the first one, none for the others; one that is not of the step is alone."""
+        """Return all batches for the step's first, none for its others; only `inputs` if it is not of the step."""
         if self._batches and inputs is self._batches[0]:
             return self._batches
         return [] if any(inputs is one for one in self._batches) else [inputs]
@@ -375,7 +376,7 @@ class _StepBatches:
 def _unwrapped(
     model: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[RoundPipe | AutoRoundPipe | None, tuple[Any, ...], dict[str, Any]]:
-    """A trainer's arguments with the user's own model in the place of a wrapped one."""
+    """Return a wrapped model (or None), and the trainer's arguments with the user's model in its place."""
     if not isinstance(model, RoundPipe | AutoRoundPipe):
         return None, args, dict(kwargs)
     own = model.named_model

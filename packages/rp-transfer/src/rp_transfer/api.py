@@ -55,7 +55,7 @@ class Event(Protocol):
     """A point in a stream's work. Any thread may query it or wait for it."""
 
     def query(self) -> bool:
-        """Whether the work before the event has finished. Never blocks."""
+        """Return whether the work before the event has finished. Never blocks."""
         ...
 
     def synchronize(self) -> None:
@@ -63,7 +63,7 @@ class Event(Protocol):
         ...
 
     def seconds_since(self, earlier: Event) -> float:
-        """Seconds from `earlier` to this event on the device's clock; both timed, and both finished.
+        """Return the seconds from `earlier` to this event on the device's clock. Both must be timed and finished.
 
         Raises `ValueError` if one of them was not recorded with ``timed=True``.
         """
@@ -75,7 +75,7 @@ class Stream(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as ``cpu:0/weights_in``."""
+        """The device and the stream, such as ``cpu:0/weights_in``."""
         ...
 
     def wait(self, event: Event) -> None:
@@ -95,7 +95,7 @@ class Stream(Protocol):
         ...
 
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a conversion to the destination's dtype, between tensors of this device; else like `copy`."""
+        """Enqueue a conversion to the destination's dtype. Both tensors are on this device; else as `copy`."""
         ...
 
     def touch(
@@ -113,7 +113,7 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as ``cuda:1`` or ``cpu:0``."""
+        """The kind and the index, such as ``cuda:1`` or ``cpu:0``."""
         ...
 
     @property
@@ -151,26 +151,26 @@ class Device(Protocol):
         ...
 
     def computing(self) -> AbstractContextManager[object]:
-        """A context in which torch operations of the calling thread run on `compute`."""
+        """Return a context in which torch operations of the calling thread run on `compute`."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stream: Stream) -> torch.Tensor:
-        """Allocate device memory owned by `stream`: once the tensor is freed, `stream` may reuse its memory.
+        """Allocate device memory owned by `stream`, which may reuse the memory once the tensor is freed.
 
-        So before the tensor is freed, uses on other streams must have finished, or `stream` must wait for them.
+        Before the tensor is freed, uses on other streams must have finished, or `stream` must wait for them.
         """
         ...
 
     def generator(self) -> torch.Generator:
-        """The default random generator of torch operations on this device."""
+        """Return the default random generator of torch operations on this device."""
         ...
 
     def memory(self) -> MemoryUse:
-        """Used, peak and total bytes of this device."""
+        """Return the used, peak and total bytes of this device."""
         ...
 
     def obtainable_bytes(self) -> int:
-        """How many bytes this process could have in use at once, now: what others use is not among them."""
+        """Return how many bytes this process could use at once now, which excludes memory that others use."""
         ...
 
     def reset_peak_memory(self) -> None:
@@ -182,9 +182,9 @@ class Device(Protocol):
         ...
 
     def release_unused(self) -> None:
-        """Return memory that the process holds unused to the device, for others that allocate from it.
+        """Return cached, unused memory to the device, so that other allocators can have it.
 
-        What is allocated from then on may leave fewer holes, if the device has a way.
+        A backend may also switch to an allocation strategy that fragments later allocations less.
         """
         ...
 
@@ -205,14 +205,14 @@ class Backend(Protocol):
         ...
 
     def host_blocks(self, layouts: Sequence[Layout]) -> Iterator[torch.Tensor]:
-        """Allocate one block of host memory, (numel,), for each layout, when it is asked for.
+        """Allocate a block of host memory, (numel,), for each layout, when the iterator reaches it.
 
-        So a model can move into its blocks one by one, without being there twice. Small blocks share pages.
+        So a model can move into its blocks one by one, without being in memory twice. Small blocks share pages.
         """
         ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether copies from and to this host tensor are asynchronous and at full speed."""
+        """Return whether copies from and to this host tensor are asynchronous and at full speed."""
         ...
 
     def host_touch(
@@ -222,16 +222,16 @@ class Backend(Protocol):
         ...
 
     def register(self, tensors: Iterable[torch.Tensor]) -> object:
-        """Pin the tensors' existing storages in place, for as long as the returned object lives.
+        """Pin the tensors' existing storages in place for as long as the returned object lives.
 
-        That object keeps the storages alive. Where pinning is refused they stay unpinned: see `is_pinned`.
+        That object keeps the storages alive. Where pinning is refused they stay unpinned; `is_pinned` tells.
         """
         ...
 
     def host_memory(self) -> HostUse:
-        """Bytes of host memory allocated and pinned through this backend, and the machine's total."""
+        """Return the bytes of host memory allocated and pinned through this backend, and the machine's total."""
         ...
 
     def close(self) -> None:
-        """Release streams and pooled memory. Work not waited for may be dropped. May be called twice."""
+        """Release streams and pooled memory. Work that nothing waited for may be dropped. May be called twice."""
         ...

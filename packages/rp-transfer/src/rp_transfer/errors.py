@@ -7,9 +7,9 @@
     ├── Closed               the backend was closed
     ├── BackendUnavailable   the requested devices cannot be opened on this machine
     └── PinningRefused       the system refused to pin memory; handled inside this package
-    PinningWarning (RuntimeWarning)  issued once per backend when pinning is refused
-    DeviceStringError (ValueError)   a malformed device string
-    NotConforming (AssertionError)   a backend broke a promise; raised by `rp_transfer.testing`
+    PinningWarning (RuntimeWarning)  issued once per backend when pinning is refused DeviceStringError (ValueError)
+    a malformed device string NotConforming (AssertionError)   a backend breaks the contract of `rp_transfer.api`;
+    raised by `rp_transfer.testing`
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class DeviceStringError(ValueError):
 
 
 class NotConforming(AssertionError):
-    """A backend breaks a promise of `rp_transfer.api`; the message has the seed or promise that reproduces it."""
+    """A backend breaks the contract of `rp_transfer.api`; the message has the seed or promise to reproduce it."""
 
 
-# What libraries that allocate past torch's allocator say in a RuntimeError.
+# Words in the RuntimeErrors of libraries that allocate outside torch's allocator.
 _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device's memory is short: torch's, CuPy's, cuBLAS's, cuDNN's or the driver's.
+    """Return whether an error of torch, CuPy, cuBLAS, cuDNN or the driver means too little device memory.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("too much"))
     True
@@ -66,7 +66,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("shapes differ"))
     False
     """
-    # `type(error)` rather than `isinstance`: a class of the user's may lie about what it is.
+    # `type(error)` rather than `isinstance`, since a user's class may override `__class__`.
     if issubclass(type(error), torch.OutOfMemoryError) or _is_of_cupy(type(error)):
         return True
     return issubclass(type(error), RuntimeError) and any(words in _text(error) for words in _OUT_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""Opening the backend that a device string such as ``cuda:0,2`` or ``cpu:4`` names."""
+"""Open the backend that a device string such as ``cuda:0,2`` or ``cpu:4`` names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rp_transfer.cpu.backend import CpuBackend
 from rp_transfer.errors import BackendUnavailable, DeviceStringError
 
 VARIABLE = "ROUNDPIPE_DEVICES"
-# Each virtual device has threads and clocks; more are no test of anything.
+# Each virtual device has threads and clocks; more devices test nothing new.
 MOST_CPU_DEVICES = 1024
-# More digits than the number of any device has; Python refuses to read some thousand.
+# No device has a longer number; Python refuses to parse numbers of thousands of digits.
 _MOST_DIGITS = 18
 _SYNTAX = re.compile(r"(?P<kind>cpu|cuda)(:(?P<which>\d+(,\d+)*))?")
 
@@ -71,7 +71,7 @@ def _cpu_choice(text: str, numbers: tuple[int, ...]) -> DeviceChoice:
 
 
 def default_devices() -> str:
-    """The value of ``ROUNDPIPE_DEVICES`` if it is set, else ``cuda`` if torch sees CUDA, else ``cpu``."""
+    """Return ``ROUNDPIPE_DEVICES`` if it is set, else ``cuda`` if torch sees CUDA, else ``cpu``."""
     return os.environ.get(VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -85,7 +85,7 @@ def open_backend(devices: str | None = None, *, strict: bool = True, memory_byte
         memory_bytes: memory of each CPU device, see `CpuBackend`; None for no limit.
 
     Raises `DeviceStringError` for a malformed string, `BackendUnavailable` for devices that cannot be opened here,
-    `ValueError` for a limit of CUDA devices, which torch sets.
+    `ValueError` for `memory_bytes` with CUDA devices, whose limit torch sets.
 
     >>> backend = open_backend("cpu:2")
     >>> backend.devices[1].name
@@ -105,15 +105,15 @@ def open_backend(devices: str | None = None, *, strict: bool = True, memory_byte
 def _open_cuda(indices: tuple[int, ...] | None) -> Backend:
     if not torch.cuda.is_available():
         raise BackendUnavailable(
-            "CUDA devices were asked for, but torch sees none here (no NVIDIA driver, or a torch built without "
-            "CUDA); ask for 'cpu' devices, or install the driver and a torch built for CUDA"
+            "CUDA devices were requested, but torch sees none here (no NVIDIA driver, or a torch built without "
+            "CUDA); choose 'cpu' devices, or install the driver and a torch built for CUDA"
         )
     visible = torch.cuda.device_count()
     wanted = tuple(range(visible)) if indices is None else indices
     missing = [index for index in wanted if index >= visible]
     if missing:
         raise BackendUnavailable(
-            f"cuda:{missing[0]} was asked for, but {visible} CUDA devices are visible; "
+            f"cuda:{missing[0]} was requested, but {visible} CUDA devices are visible; "
             f"choose indices below {visible}"
         )
     try:

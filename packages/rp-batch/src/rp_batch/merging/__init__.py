@@ -1,1 +1,1 @@
-"""Merging: aligning the parts of a tree and combining their leaves."""
+"""Merging: align the parts of a tree and combine their leaves."""

@@ -21,7 +21,7 @@ __all__ = ["Misfit", "brief", "combine", "default_rule", "suits"]
 _MESSAGE_ELEMENTS = 8
 _repr = Repr()
 _repr.maxstring = _repr.maxother = 80
-_ELSE = "give another spec (merge_output)"
+_ADVICE = "give another spec (merge_output)"
 
 
 class Misfit(Exception):
@@ -53,14 +53,14 @@ _EQUAL = Equal()
 
 
 def default_rule(value: Any) -> MergeRule:
-    """The rule for a leaf without a spec."""
+    """Return the rule for a leaf without a spec."""
     if isinstance(value, torch.Tensor):
         return _CONCAT if value.dim() > 0 else _MEAN
     return _EQUAL
 
 
 def suits(rule: MergeRule, value: Any) -> bool:
-    """Whether a rule given for a whole node applies to this leaf; if not, the leaf gets its default rule."""
+    """Return whether a rule for a whole node applies to this leaf. If not, the leaf gets its default rule."""
     if isinstance(rule, Concat):
         return isinstance(value, torch.Tensor) and value.dim() > 0
     if isinstance(rule, (Sum, Mean)):
@@ -70,10 +70,10 @@ def suits(rule: MergeRule, value: Any) -> bool:
 
 def _concatenate(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
     try:
-        return torch.cat(tuple(values), rule.dim) if len(values) > 1 else _alone(rule, values)
+        return torch.cat(tuple(values), rule.dim) if len(values) > 1 else _single(rule, values)
     except (RuntimeError, IndexError, TypeError) as error:
         _all_tensors(rule, values)
-        if _fit(rule, values):
+        if _can_concatenate(rule, values):
             raise  # for example out of memory
         raise Misfit(
             f"{rule} needs parts with the same device and other dimensions, but found {_shapes(values)}; "
@@ -81,15 +81,15 @@ def _concatenate(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
         ) from error
 
 
-def _alone(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
-    """The only value, not copied. It must pass the same checks as several values."""
+def _single(rule: Concat, values: Sequence[Any]) -> torch.Tensor:
+    """Return the only value, not copied. It must pass the same checks as several values."""
     _all_tensors(rule, values)
-    if not _fit(rule, values):
+    if not _can_concatenate(rule, values):
         raise IndexError(f"there is no dimension {rule.dim}")
     return values[0]
 
 
-def _fit(rule: Concat, values: Sequence[torch.Tensor]) -> bool:
+def _can_concatenate(rule: Concat, values: Sequence[torch.Tensor]) -> bool:
     first = values[0]
     if not -first.dim() <= rule.dim < first.dim() or any(value.dim() != first.dim() for value in values):
         return False
@@ -118,7 +118,7 @@ def _mean(rule: Mean, values: Sequence[Any], weights: Sequence[int]) -> Any:
 
 
 def _weighted(values: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
-    """The weighted sum in double precision, so that the order and sizes of the parts do not change the result."""
+    """Return the weighted sum in double precision, so that order and sizes of the parts do not change it."""
     wide = torch.complex128 if values[0].is_complex() else torch.float64
     # Skip parts of size 0: their mean is NaN, and 0 * NaN is NaN.
     terms = (value.to(wide) * weight for value, weight in zip(values, weights, strict=True) if weight)
@@ -164,14 +164,14 @@ def _all_alike(rule: MergeRule, values: Sequence[Any]) -> None:
     _all_tensors(rule, values)
     first = values[0]
     if any((value.shape, value.dtype) != (first.shape, first.dtype) for value in values):
-        raise Misfit(f"{rule} needs parts of the same shape and dtype, but found {_shapes(values)}; {_ELSE}")
+        raise Misfit(f"{rule} needs parts of the same shape and dtype, but found {_shapes(values)}; {_ADVICE}")
 
 
 def _all_numbers(rule: MergeRule, values: Sequence[Any]) -> Sequence[Any]:
     for index, value in enumerate(values):
         if not _is_number(value):
             raise Misfit(
-                f"{rule} needs tensors in all parts, or numbers, but part {index} has {brief(value)}; {_ELSE}"
+                f"{rule} needs tensors in all parts, or numbers, but part {index} has {brief(value)}; {_ADVICE}"
             )
     return values
 
@@ -185,14 +185,14 @@ def _shapes(values: Sequence[Any]) -> str:
 
 
 def brief(value: Any) -> str:
-    """A short text for a value, for error messages."""
+    """Return a short text for a value, for error messages."""
     if isinstance(value, torch.Tensor) and value.numel() > _MESSAGE_ELEMENTS:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return _repr.repr(value)
 
 
 def _first_difference(left: Any, right: Any) -> str:
-    """The first element that differs, for two tensors of the same kind that are too large to show; else empty."""
+    """Describe the first different element of two tensors of the same kind that are too large to show; else ""."""
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return ""
     places = differing(left, right)

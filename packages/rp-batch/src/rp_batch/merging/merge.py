@@ -22,7 +22,7 @@ __all__ = ["merge"]
 def merge(
     parts: Sequence[Any], spec: Any = None, sizes: Sequence[int] | None = None, *, name: str = "output"
 ) -> Any:
-    """Merge the parts of a tree, one a microbatch, into the whole.
+    """Merge the parts of a tree, one per microbatch, into the whole.
 
     >>> import torch
     >>> parts = [(torch.zeros(3), torch.tensor(1.0)), (torch.ones(1), torch.tensor(5.0))]
@@ -81,13 +81,13 @@ class _Merge:
 
     def _node(self, spec: Any, parts: list[Any], where: str) -> Any:
         """Merge a node child by child, each by its own spec."""
-        opened = tree.children(parts[0])
-        if opened is None or tree.children(spec) is None:
+        node = tree.children(parts[0])
+        if node is None or tree.children(spec) is None:
             raise specs.unusable(spec, where, merging=True)
-        others = [matched(opened, parts[0], part, where, index) for index, part in enumerate(parts[1:], 1)]
-        columns = map(list, zip(opened.values, *others, strict=True))
-        children = zip(spec_for_each(spec, opened, where), columns, opened.steps, strict=True)
-        return tree.rebuild(opened, [self.at(inner, column, where + step) for inner, column, step in children])
+        others = [matched(node, parts[0], part, where, index) for index, part in enumerate(parts[1:], 1)]
+        columns = map(list, zip(node.values, *others, strict=True))
+        children = zip(spec_for_each(spec, node, where), columns, node.steps, strict=True)
+        return tree.rebuild(node, [self.at(inner, column, where + step) for inner, column, step in children])
 
     def _whole(self, rule: MergeRule | None, parts: list[Any], where: str) -> Any:
         """Merge all leaves of a subtree by one rule, or by the default rules."""
@@ -125,7 +125,7 @@ class _Merge:
 
 
 def _rules(rule: MergeRule | None, leaves: list[Any], *, alone: bool) -> list[MergeRule]:
-    """The rule for each leaf: `rule` where it suits the leaf, else the default rule."""
+    """Return the rule for each leaf: `rule` where it suits the leaf, else the default rule."""
     if rule is None:
         return [default_rule(leaf) for leaf in leaves]
     return [rule if alone or suits(rule, leaf) else default_rule(leaf) for leaf in leaves]

@@ -1,1 +1,1 @@
-"""Splitting: inferring the batch of a tree and cutting it into parts."""
+"""Splitting: infer the batch size of a tree and cut the tree into parts."""

@@ -48,7 +48,7 @@ def split_tree(
 
 
 def _declared_sizes(returned: Any) -> tuple[int, ...] | None:
-    """The sizes that a function returned with its parts, if any."""
+    """Return the sizes that a function returned with its parts, if any."""
     return cast("Parts[Any]", returned).sizes if isinstance(returned, Parts) else None
 
 
@@ -61,7 +61,7 @@ def _is_kwargs(value: Any) -> bool:
 
 
 def _pairs(returned: Any) -> list[Any]:
-    """The items that should be (args, kwargs) pairs. torch's two lists are zipped into pairs."""
+    """Return the items that should be (args, kwargs) pairs. torch's two lists are zipped into pairs."""
     items = _items(returned) or []
     if len(items) != 2 or not isinstance(items[0], list) or not isinstance(items[1], list):
         return items
@@ -89,12 +89,12 @@ def _not_calls(found: str) -> SplitError:
 
 
 def _inferred_sizes(calls: list[Call]) -> tuple[int, ...] | None:
-    """The batch size of each part, inferred from its tensors; None if any cannot be inferred."""
+    """Return the batch size of each part, inferred from its tensors; None if any cannot be inferred."""
     try:
-        found = [decide(Subject.call(*call), None, batch_size=None).batch_size for call in calls]
+        sizes = [decide(Subject.call(*call), None, batch_size=None).batch_size for call in calls]
     except SizeError:
         return None
-    return None if None in found else tuple(cast("list[int]", found))
+    return None if None in sizes else tuple(cast("list[int]", sizes))
 
 
 def _brief(value: Any) -> str:

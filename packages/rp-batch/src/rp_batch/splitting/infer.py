@@ -60,12 +60,12 @@ def infer(
     """Report how `split` would split the arguments of a call, and why.
 
     >>> import torch
-    >>> found = infer((), {"ids": torch.zeros(8, 5), "mask": torch.zeros(8, 5), "table": torch.zeros(5, 5)})
-    >>> found.batch_size
+    >>> result = infer((), {"ids": torch.zeros(8, 5), "mask": torch.zeros(8, 5), "table": torch.zeros(5, 5)})
+    >>> result.batch_size
     8
-    >>> found.spec
+    >>> result.spec
     ((), {'ids': Split(dim=0), 'mask': Split(dim=0), 'table': Replicate()})
-    >>> found.reasons["kwargs['table']"].value
+    >>> result.reasons["kwargs['table']"].value
     'its leading dimension is not the batch'
 
     Positional tensors set the batch size and must agree on it. If there are none, the batch size is the leading
@@ -104,7 +104,7 @@ class Subject:
 
     @staticmethod
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
-        """The arguments of a call."""
+        """Flatten the arguments of a call."""
         leaves, treedef = tree.flatten_named((args, kwargs), "args", "kwargs")
         return Subject(
             (args, kwargs),
@@ -117,18 +117,18 @@ class Subject:
 
     @staticmethod
     def named(value: Any, name: str) -> Subject:
-        """Any tree. All its leaves count as positional."""
+        """Flatten any tree. All its leaves count as positional."""
         leaves, treedef = tree.flatten_named(value, name)
         return Subject(value, leaves, list(map(_leading, leaves)), treedef, len(leaves), (name,))
 
     def paths(self) -> list[str]:
-        """The path of each leaf, as the caller would write it in Python."""
+        """Return the path of each leaf, as the caller would write it in Python."""
         if len(self.roots) == 1:
             return tree.paths_of(self.treedef, self.roots[0])
         return tree.paths_below(self.treedef, self.roots)
 
     def place(self, spec: Any) -> Rules:
-        """The split rule that a spec gives each leaf; None for the default rule."""
+        """Return the split rule that a spec gives each leaf; None for the default rule."""
         if spec is None:
             return [None] * len(self.leaves)
         if len(self.roots) == 1:
@@ -138,7 +138,7 @@ class Subject:
 
 
 def _pair(spec: Any) -> tuple[Any, Any]:
-    """The specs for args and for kwargs that a spec for a call means."""
+    """Divide the spec for a call into the specs for args and for kwargs."""
     if specs.split_rule(spec, "spec") is not None:
         return spec, spec
     items = tuple(cast("Iterable[Any]", spec)) if isinstance(spec, (tuple, list)) else ()
@@ -161,22 +161,22 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The number and sizes of the parts in leaves of type `Parts`; None if unknown."""
+    """The number and sizes of the parts in leaves of type `Parts`, which are in parts already; None if unknown."""
 
     count: int | None = None
     sizes: tuple[int, ...] | None = None
 
 
 def decide(subject: Subject, spec: Any, *, batch_size: int | None) -> Decided:
-    """Choose the rule of each leaf: its spec, or else the default rule."""
+    """Choose the rule of each leaf: the rule of its spec, or else the default rule."""
     rules = subject.place(spec)
     batch = _Batch(subject, batch_size)
     apart = _read_parts(subject, rules, batch)
     _measure(subject, rules, batch)
     if batch.size is None:
         _vote(subject, rules, batch)
-    found = [_judge(rule, index, batch) for index, rule in enumerate(rules)]
-    return Decided([rule for rule, _ in found], [why for _, why in found], batch.size, apart)
+    chosen = [_rule_for(rule, index, batch) for index, rule in enumerate(rules)]
+    return Decided([rule for rule, _ in chosen], [why for _, why in chosen], batch.size, apart)
 
 
 class _Batch:
@@ -247,15 +247,15 @@ def sizes_of(parts: Parts[Any]) -> tuple[int, ...] | None:
     """`parts.sizes`, or else the sizes inferred from the tensors; None if they cannot be inferred."""
     if parts.sizes is not None:
         return parts.sizes
-    found = [_size_of(part) for part in parts]
-    return None if None in found else tuple(cast("list[int]", found))
+    sizes = [_size_of(part) for part in parts]
+    return None if None in sizes else tuple(cast("list[int]", sizes))
 
 
 def _size_of(part: Any) -> int | None:
-    """The batch size of one part; None if its tensors are ambiguous."""
+    """Return the batch size of one part; None if its tensors are ambiguous."""
     leaves, _ = tree.flatten(part)
-    found = {size for size in map(_leading, leaves) if size is not None}
-    certain = found - {1} or found
+    sizes = {size for size in map(_leading, leaves) if size is not None}
+    certain = sizes - {1} or sizes
     return certain.pop() if len(certain) == 1 else None
 
 
@@ -328,7 +328,7 @@ def _most_shared(subject: Subject, leading: Mapping[int, int]) -> int:
 
 
 def _is_inside(subject: Subject, leading: Mapping[int, int], size: int, *, first: int) -> bool:
-    """Whether a tensor with the leading dimension `first` has another dimension of this size."""
+    """Return whether a tensor with the leading dimension `first` has another dimension of this size."""
     return any(size in _shape(subject.leaves[index])[1:] for index in leading if leading[index] == first)
 
 
@@ -348,8 +348,8 @@ _SPLIT = Split(0)
 _REPLICATE = Replicate()
 
 
-def _judge(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitRule, Why]:
-    """The rule for one leaf, and its reason."""
+def _rule_for(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitRule, Why]:
+    """Return the rule for one leaf, and the reason for it."""
     if rule is not None:
         return rule, Why.APART if rule is Parts else Why.SPEC
     size = batch.subject.leading[index]
@@ -366,7 +366,7 @@ def _judge(rule: SplitRule | None, index: int, batch: _Batch) -> tuple[SplitRule
 
 
 def _leading(value: Any) -> int | None:
-    """The leading dimension of a tensor; None for other values and zero-dimensional tensors."""
+    """Return the leading dimension of a tensor; None for other values and zero-dimensional tensors."""
     if not isinstance(value, torch.Tensor):
         return None
     shape = _shape(value)
@@ -374,7 +374,7 @@ def _leading(value: Any) -> int | None:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor. A ragged nested tensor has only a length."""
+    """Return the shape of a tensor. A ragged nested tensor has only a length."""
     try:
         return tensor.shape
     except RuntimeError:

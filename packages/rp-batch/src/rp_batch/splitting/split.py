@@ -1,4 +1,4 @@
-"""Split a tree into microbatches: views of tensors, the same objects for other leaves."""
+"""Split a tree into microbatches: views of its tensors, and the same objects for other leaves."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def split(
     `FewerParts`. A value of type `Parts` sets the number of parts. With `exact`, any number but `parts` raises
     `SizeError`.
 
-    For a label, give the `batch_size` of its call, or the `sizes` of the call's parts. The label must have them,
-    is split into exactly `parts` parts, and is never taken for a pair (args, kwargs). `name`: the root of paths
-    in errors.
+    For a label, give the `batch_size` of its call, or the `sizes` of the call's parts. The label must have the
+    same, is split into exactly `parts` parts, and is never mistaken for a pair (args, kwargs). `name`: the root of
+    paths in errors.
     """
     _check_count(parts)
     if sizes is not None:
@@ -106,7 +106,7 @@ def _is_call(value: Any) -> bool:
 def _choose(
     subject: Subject, decided: Decided, parts: int, sizes: Sequence[int] | None, *, exact: bool
 ) -> tuple[int, ...]:
-    """The sizes of the parts. Leaves of type `Parts` take precedence over the number requested."""
+    """Return the sizes of the parts. Leaves of type `Parts` take precedence over the number requested."""
     batch_size, apart = decided.batch_size, decided.apart
     wanted = None if sizes is None else tuple(sizes)
     count = _count(batch_size, parts, exact=exact) if apart.count is None else apart.count
@@ -118,7 +118,7 @@ def _choose(
 
 
 def _count(batch_size: int | None, parts: int, *, exact: bool) -> int:
-    """The number of parts: no more than the batch has samples."""
+    """Return the number of parts, at most the number of samples in the batch."""
     fewer = max(1, min(parts, batch_size or 0))
     if exact and batch_size is None:
         return parts
@@ -169,7 +169,7 @@ def _cut(subject: Subject, rules: list[SplitRule], sizes: tuple[int, ...]) -> li
 
 
 def _views(subject: Subject, index: int, dim: int, sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
-    # Unlike tensor_split, whose backward makes a full-size gradient per part, this one concatenates once.
+    # The backward pass of tensor_split makes a full-size gradient per part; that of this one concatenates once.
     value: torch.Tensor = subject.leaves[index]
     try:
         return torch.split_with_sizes(value, sizes, dim)

@@ -1,1 +1,1 @@
-"""Checkpoints: a training's whole state in a folder that is whole or not there."""
+"""Checkpoints: the whole state of a training in a folder, which is either complete or absent."""

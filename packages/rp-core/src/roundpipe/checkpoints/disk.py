@@ -1,4 +1,4 @@
-"""Folders that are durable, and in their place at once or not at all."""
+"""Create and remove folders durably and atomically."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import socket
 import uuid
 from pathlib import Path
 
-# Folders that are being written or removed have such names beside the finished ones.
+# Name prefixes of folders that are being written or removed, beside the finished ones.
 _MAKING = ".saving-"
 _REMOVING = ".removing-"
 
 
 def new_folder_for(target: Path) -> Path:
-    """Make the folder in which the contents of `target` are written, on the same file system."""
+    """Create the folder in which the contents of `target` are written, on the same file system."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = target.parent / f"{_MAKING}{target.name}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    made.mkdir()
-    return made
+    new = target.parent / f"{_MAKING}{target.name}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    new.mkdir()
+    return new
 
 
-def put_in_place(made: Path, target: Path) -> None:
-    """Give a finished folder its name, for good."""
-    sync_tree(made)
-    os.rename(made, target)
+def put_in_place(new: Path, target: Path) -> None:
+    """Rename a finished folder to `target`, durably."""
+    sync_tree(new)
+    os.rename(new, target)
     sync_folder(target.parent)
 
 
@@ -46,25 +46,25 @@ def sync_file(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Force a folder's names, and those of the folders in it, to the disk."""
+    """Force the directory entries of a folder, and of the folders in it, to the disk."""
     for inner in sorted(path for path in folder.rglob("*") if path.is_dir()):
         sync_folder(inner)
     sync_folder(folder)
 
 
-# Folders are synced as files are.
+# Folders are synced like files.
 sync_folder = sync_file
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder; a half-removed one has another name."""
+    """Remove a folder; it is renamed first, so that a half-removed folder has another name."""
     gone = folder.parent / f"{_REMOVING}{folder.name}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     os.rename(folder, gone)
     shutil.rmtree(gone)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what processes of this machine that have ended left half-written or half-removed."""
+    """Remove the half-written or half-removed folders of ended processes of this machine."""
     for path in parent.glob(".*"):
         if path.name.startswith((_MAKING, _REMOVING)) and _is_left(path.name):
             shutil.rmtree(path, ignore_errors=True)

@@ -19,7 +19,7 @@ Kind = Literal["model", "adapter"]
 
 
 class Conversion(Protocol):
-    """Tensors that are saved in another form: see `rp_presets.Conversion`."""
+    """A conversion of tensors for saving: see `rp_presets.Conversion`."""
 
     @property
     def sources(self) -> Sequence[str]:
@@ -28,11 +28,11 @@ class Conversion(Protocol):
 
     @property
     def results(self) -> Mapping[str, torch.Tensor]:
-        """What they become, by saved name; on the meta device."""
+        """The converted tensors by saved name, on the meta device."""
         ...
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors to save."""
+        """Return the tensors to save."""
         ...
 
 
@@ -40,10 +40,9 @@ class Conversion(Protocol):
 class Layout:
     """How a model is saved.
 
-    `tensors`: its parameters and buffers by their names in its state dict, each once; of a packed weight codes and
-    scales. `computed`: what else the
-    state dict has. `exported`: the name of each weight of a whole model by its name in the files. `dropped`:
-    further names of tied tensors, with the one that counts.
+    `tensors`: its parameters and buffers by their names in its state dict, each once; for a packed weight, its
+    codes and scales. `computed`: the other values of the state dict. `exported`: maps names in the files to names
+    of a whole model's weights. `dropped`: maps the further names of tied tensors to the name that is saved.
     """
 
     kind: Kind
@@ -56,23 +55,23 @@ class Layout:
 
     @property
     def is_of_transformers(self) -> bool:
-        """Whether the model has files beside its weights."""
+        """Whether the model has configuration files beside its weights."""
         return self.kind == "model" and rp_presets.saves_itself(self.module)
 
     def write_configuration(self, folder: Path) -> None:
-        """Write the files beside the weights."""
+        """Write the configuration files beside the weights."""
         if self.is_of_transformers:
             rp_presets.write_configuration(self.module, folder)
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether the module's own `save_pretrained` saves adapters only."""
+    """Return whether the module's own `save_pretrained` saves adapters only."""
     is_peft = isinstance(getattr(module, "peft_config", None), Mapping) and hasattr(module, "base_model")
     return is_peft or bool(getattr(module, "_hf_peft_config_loaded", False))
 
 
 def layout_of(model: RoundPipeBase) -> Layout:
-    """How this model is saved."""
+    """Return the layout in which this model is saved."""
     module = model.named_model
     with as_it_is():
         every: dict[str, Any] = dict(module.state_dict(keep_vars=True))
@@ -109,16 +108,16 @@ def _parts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _outline(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or one like a packed weight without its memory."""
+    """Return the tensor, or for a packed weight one of its shape and dtype without memory of that size."""
     if isinstance(tensor, PackedWeight):
         return torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
     return tensor.detach()
 
 
 class _Expanded:
-    """A conversion, or none, of weights of which some are packed: these are saved expanded.
+    """Expands the packed ones of some weights, then applies a conversion, if given.
 
-    `names`: of the weights; `sources` has codes and scales in the place of packed ones.
+    `names`: the weights; `sources` has codes and scales in place of the packed ones.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class _Expanded:
         self.results = results
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors to save, by saved name, from those of `sources`."""
+        """Return the tensors to save, by saved name, from those of `sources`."""
         whole = {
             name: expand(self._packed[name], tensors[f"{name}.codes"], tensors[f"{name}.scales"])
             if name in self._packed

@@ -1,4 +1,4 @@
-"""`load_checkpoint`: goes on from a checkpoint, on any devices."""
+"""`load_checkpoint`: continue from a checkpoint, on any devices."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from roundpipe.models.base import RoundPipeBase
 from roundpipe.runtime.runtime import Runtime, lasting
 from roundpipe.state.master import is_split
 
-# What machines do together.
+# The name of this operation in messages between machines.
 _LOADING = "loading a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """What a checkpoint says beside what was loaded into the model and the optimizers.
+    """The contents of a checkpoint that are not loaded into the model or the optimizers.
 
-    `step`, `data`, `metric`: as they were saved. `notes`: what was changed to fit, in words. `plans`: the plans
-    of the calls, by the part's name ("" for a model in one part), mode and number of microbatches; with one as the
-    ``execute_plan`` of a `RoundPipeRunConfig`, sums are rounded as before. `num_microbatch`: the setting, by part.
+    `step`, `data`, `metric`: as they were saved. `notes`: what was changed to fit, as text. `plans`: the plans of
+    the calls, by the part's name ("" for a model in one part), mode and number of microbatches. With such a plan
+    as the ``execute_plan`` of a `RoundPipeRunConfig`, sums are rounded as before. `num_microbatch`: the setting,
+    by part.
     """
 
     path: Path
@@ -55,22 +56,22 @@ def load_checkpoint(
     schedulers: Any = (),
     random: bool = True,
 ) -> LoadedCheckpoint:
-    """Load what `save_checkpoint` wrote: training goes on as if it had not stopped.
+    """Load a checkpoint that `save_checkpoint` wrote; training continues as if it had not stopped.
 
     Args:
         path: a checkpoint.
         model: the same model, wrapped in any way, on any number and kind of devices. Its weights are overwritten.
-        optimizer, scaler, schedulers: as many, and of the same parameters, as were saved; or none, and they are
-            not loaded.
-        random: whether the process's random number generators get their states, too.
+        optimizer, scaler, schedulers: as many, and of the same parameters, as were saved; those that are None or
+            empty are not loaded.
+        random: whether to restore the states of the process's random number generators, too.
 
-    All files are read and compared with their checksums before anything is changed. Tensors then are read straight
-    into the model's blocks and masters, and the optimizer's state into memory of its own.
+    All files are read and compared with their checksums before anything is changed. Then tensors are read directly
+    into the model's blocks and masters, and the optimizer's state into new memory.
 
     With the same plan (see `LoadedCheckpoint.plans`) and devices of the same kind, losses and weights are the
     same as without the stop, to the last bit. Masters of another dtype, parameters that are frozen now or were
-    then, and an optimizer of another class are told by a `CheckpointWarning` and in `LoadedCheckpoint.notes`. The
-    settings of the optimizer, such as its learning rate, are those that were saved.
+    then, and an optimizer of another class cause a `CheckpointWarning` and an entry of `LoadedCheckpoint.notes`.
+    The settings of the optimizer, such as its learning rate, are those that were saved.
 
     >>> from tempfile import TemporaryDirectory
     >>> from roundpipe import RoundPipe, Runtime, save_checkpoint
@@ -80,11 +81,11 @@ def load_checkpoint(
     ...     load_checkpoint(saved.path, model).data
     {'epoch': 1}
 
-    Raises `CheckpointDamaged` for a folder that is not whole, with the file's name; `CheckpointMismatch` for one
-    of another model or optimizer, with the first names that differ; `CheckpointError` if it cannot be read;
-    `HostMemoryShort` if the masters and second weight blocks that it goes into do not fit beside what training
-    takes. The model is then as it was, unless a file became unreadable after it was checked: training is refused
-    until a state is loaded.
+    Raises `CheckpointDamaged` for an incomplete or changed folder, with the file's name; `CheckpointMismatch` for
+    a checkpoint of another model or optimizer, with the first names that differ; `CheckpointError` if it cannot be
+    read; `HostMemoryShort` if there is no host memory for the masters and second weight blocks that it needs. The
+    model is then unchanged, unless a file became unreadable after it was checked: training is then refused until a
+    state is loaded.
     """
     if not isinstance(model, RoundPipeBase):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
         raise TypeError(
@@ -116,7 +117,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a checkpoint is loaded into."""
+    """The objects that a checkpoint is loaded into."""
 
     layout: Layout
     optimizers: tuple[Any, ...]
@@ -124,7 +125,7 @@ class _Wanted:
     scaler: Any
 
     def open(self, path: Path) -> Opened:
-        """A checkpoint that fits."""
+        """Open a checkpoint; raise if it does not fit."""
         opened = Opened(path)
         refuse_other_model(opened, self.layout)
         refuse_other_counts(opened, self.optimizers, self.schedulers, self.scaler)
@@ -132,9 +133,9 @@ class _Wanted:
 
 
 def _opened_by_all(path: Path, runtime: Runtime, wanted: _Wanted) -> Opened:
-    """The checkpoint, which all machines have found whole, if there are several.
+    """Open a checkpoint; with several machines, on all of them.
 
-    Raises `MachineFailed` where another one could not open it, `rp_dist.Disagreement` where it is not the same.
+    Raises `MachineFailed` if another machine could not open it, `rp_dist.Disagreement` if theirs is not the same.
     """
     group = runtime.group
     if group is None:
@@ -168,7 +169,7 @@ def _load_tensor(
         return
     here = _master(held)
     if here is None:
-        # Frozen now: the last result, which an asynchronous step has not published yet.
+        # Frozen now: load the last result, even if an asynchronous step had not published it yet.
         source = master if master is not None and is_behind else published
         opened.stored(source).read_into(value, only_changes=True)
         if master is not None:
@@ -181,7 +182,7 @@ def _load_tensor(
         else:
             here.copy_(value)
         if entry["kind"] == "frozen":
-            notes.add("parameters that were frozen are trained now, from the weights on", name)
+            notes.add("parameters that were frozen are trained now, starting from the weights", name)
         return
     saved = opened.stored(master)
     if is_split(here):
@@ -192,7 +193,7 @@ def _load_tensor(
     elif not here.is_meta:
         saved.read_into(here)
     elif is_behind and held is not None and held.is_master:
-        # As its owner does, of whose master this is the upper half.
+        # Another machine owns the master, and this weight is its upper half: round it as the owner does.
         upper = SplitMaster(value)
         for start, part in saved.parts(here.dtype):
             upper.write(start, part)
@@ -203,9 +204,9 @@ def _load_tensor(
 
 
 def _load_computed(opened: Opened, layout: Layout) -> None:
-    found = opened.value("computed")
-    if found:
-        layout.module.load_state_dict(found, strict=False)
+    computed = opened.value("computed")
+    if computed:
+        layout.module.load_state_dict(computed, strict=False)
 
 
 # Optimizers
@@ -231,7 +232,7 @@ def _load_rest(opened: Opened, scaler: Any, schedulers: Iterable[Any]) -> None:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scaler's state as torch's has it."""
+    """Return a scaler's state in the format of torch's scaler."""
     if "latest" not in state:
         return dict(state)
     latest = dict(state["latest"])

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of one run, of which it keeps the last and the best."""
+"""`CheckpointManager`: saves the checkpoints of one run, and keeps the last and the best of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Kept:
-    """A finished checkpoint of a run: the later ones are greater."""
+    """A finished checkpoint of a run; later ones compare greater."""
 
     step: int
     again: int
@@ -34,17 +34,17 @@ class _Kept:
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run in one folder, ``step-00000100`` and so on, and finds the newest whole one.
+    """Saves one run's checkpoints in one folder, as ``step-00000100``, and finds the newest intact one.
 
     Args:
-        folder: made if it is not there. One process at a time saves in it.
-        keep_last: how many of the newest are kept; None keeps all.
+        folder: created if it does not exist. One process at a time saves in it.
+        keep_last: the number of newest checkpoints to keep; None keeps all.
         best: whether the smallest (``"min"``) or the largest (``"max"``) `metric` is the best, which is kept, too.
 
-    A checkpoint is removed only after a newer one is whole. Of those that this manager saved the last `keep_last`
-    stay, too, even if the folder has later steps of another run, which a `CheckpointWarning` tells. With
-    ``wait=False`` (the default) it is written while training goes on; if that fails, the error is logged, the next
-    `save` tells it by a `CheckpointWarning`, and `wait` raises it.
+    A checkpoint is removed only after a newer one is complete. The last `keep_last` that this manager saved are
+    kept, too, even if the folder has later steps of another run, for which there is a `CheckpointWarning`. With
+    ``wait=False`` (the default) a checkpoint is written while training continues. If that fails, the error is
+    logged, the next `save` issues a `CheckpointWarning` with it, and `wait` raises it.
 
     >>> from tempfile import TemporaryDirectory
     >>> import torch
@@ -58,7 +58,7 @@ class CheckpointManager:
     ...     [path.name for path in manager.checkpoints()], manager.load_latest(model).step
     (['step-00000020'], 20)
 
-    Raises `ValueError` for invalid arguments, `CheckpointError` if the folder cannot be made.
+    Raises `ValueError` for invalid arguments, `CheckpointError` if the folder cannot be created.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CheckpointManager:
         self._keep_last = keep_last
         self._best = best
         self._saving: SavingCheckpoint | None = None
-        # Those that this manager saved, in this order.
+        # The checkpoints that this manager saved, in order.
         self._saved: list[Path] = []
         self._metrics: dict[Path, float | None] = {}
         try:
@@ -94,7 +94,7 @@ class CheckpointManager:
         wait: bool = False,
         **options: Any,
     ) -> SavingCheckpoint:
-        """Save a checkpoint, after waiting for the one before; `options` are those of `save_checkpoint`.
+        """Save a checkpoint, after waiting for the previous one; `options` are those of `save_checkpoint`.
 
         Raises what `save_checkpoint` raises.
         """
@@ -111,22 +111,22 @@ class CheckpointManager:
         if not self._saved and newest and newest[0].step > step:
             warnings.warn(
                 f"{newest[0].path} is of a later step than {step}, which is saved now; load_latest loads the "
-                "later one: give each run a folder of its own, or remove what is of no use",
+                "later one: use a separate folder for each run, or remove the checkpoints that are not needed",
                 CheckpointWarning,
                 stacklevel=3,
             )
 
     def _finish_last(self) -> None:
-        """Wait for the last one; warn if it failed."""
+        """Wait for the last checkpoint; warn if it failed."""
         try:
             self.wait()
         except (CheckpointError, MachineFailed) as error:
             warnings.warn(f"an earlier checkpoint failed: {error}", CheckpointWarning, stacklevel=3)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on the disk, then remove those that need not be kept.
+        """Wait until the last checkpoint is on the disk, then remove the checkpoints that need not be kept.
 
-        Raises `CheckpointError` if it could not be written, once.
+        Raises `CheckpointError`, once, if the checkpoint could not be written.
         """
         saving = self._saving
         if saving is None:
@@ -146,25 +146,25 @@ class CheckpointManager:
         return self.folder / (f"{name}-{max(taken) + 1}" if taken else name)
 
     def _finished(self) -> list[_Kept]:
-        """Those with the marker, from the oldest to the newest."""
+        """List the checkpoints with the completion marker, oldest first."""
         try:
             names = os.listdir(self.folder)
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
-        return sorted(self._those(names))
+        return sorted(self._parsed(names))
 
-    def _those(self, names: list[str]) -> Iterator[_Kept]:
+    def _parsed(self, names: list[str]) -> Iterator[_Kept]:
         for name in names:
-            found = _NAME.fullmatch(name)
-            if found is not None and is_finished(self.folder / name):
-                yield _Kept(int(found[1]), int(found[2] or 0), self.folder / name)
+            match = _NAME.fullmatch(name)
+            if match is not None and is_finished(self.folder / name):
+                yield _Kept(int(match[1]), int(match[2] or 0), self.folder / name)
 
     def checkpoints(self) -> list[Path]:
-        """The finished checkpoints, from the oldest to the newest; their files are not looked at."""
+        """List the finished checkpoints, oldest first, without checking their files."""
         return [kept.path for kept in self._finished()]
 
     def best(self) -> Path | None:
-        """The checkpoint with the best metric; the newest of several. None if none has a metric."""
+        """Return the checkpoint with the best metric, the newest if several have it; None if none has a metric."""
         if self._best is None:
             return None
         sign = 1 if self._best == "max" else -1
@@ -178,8 +178,8 @@ class CheckpointManager:
     def _metric(self, path: Path) -> float | None:
         if path not in self._metrics:
             try:
-                found = json.loads((path / OWN / "training.json").read_bytes())
-                metric = found["facts"]["metric"]
+                description = json.loads((path / OWN / "training.json").read_bytes())
+                metric = description["facts"]["metric"]
                 self._metrics[path] = None if metric is None else float(metric)
             except (OSError, ValueError, LookupError, TypeError) as error:
                 _LOG.warning("%s has no metric that can be read: %s", path, in_words(error))
@@ -203,9 +203,9 @@ class CheckpointManager:
         optimizer: Optimizers = None,
         **options: Any,
     ) -> LoadedCheckpoint | None:
-        """Load the newest whole checkpoint; None if there is none. `options` are those of `load_checkpoint`.
+        """Load the newest intact checkpoint; None if there is none. `options` are those of `load_checkpoint`.
 
-        One that is damaged is told by a `CheckpointWarning` that names the file, and the one before it is tried.
+        For a damaged one a `CheckpointWarning` names the file, and the previous one is tried.
 
         Raises what `load_checkpoint` raises, and `CheckpointDamaged` if there are only damaged ones.
         """
@@ -217,7 +217,7 @@ class CheckpointManager:
             except (CheckpointDamaged, MachineFailed) as error:
                 if isinstance(error, MachineFailed) and CheckpointDamaged.__name__ not in str(error):
                     raise
-                warnings.warn(f"not loaded, the one before it is tried: {error}", CheckpointWarning, stacklevel=2)
+                warnings.warn(f"not loaded, the previous one is tried: {error}", CheckpointWarning, stacklevel=2)
                 last = error
         if last is not None:
             raise last

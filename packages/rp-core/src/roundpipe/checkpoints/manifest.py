@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files, and the marker that says that all of them are there."""
+"""The checksums of a checkpoint's files, and the marker file that shows that it is complete."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Checksum:
 
 
 def digest(content: bytes | memoryview) -> str:
-    """The SHA-256 of these bytes, in hexadecimal."""
+    """Return the SHA-256 of these bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def seal(folder: Path, known: Mapping[str, Checksum]) -> None:
-    """Write the manifest, and the marker last; all on the disk before it. `known`: checksums by relative path."""
+    """Write the manifest, then the marker, when all else is on the disk. `known`: checksums by relative path."""
     sums = dict(known)
     for name in _files(folder):
         if name not in sums:
@@ -61,27 +61,27 @@ def _summed(path: Path) -> Checksum:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the folder has the marker that is written last; its files are not looked at."""
+    """Return whether the folder has the marker, which is written last; its files are not checked."""
     return (folder / _MARKER).is_file()
 
 
 def digest_of(folder: Path) -> str:
-    """What tells a finished checkpoint from others: the SHA-256 of its manifest."""
+    """Return the SHA-256 of a finished checkpoint's manifest, which identifies it."""
     return _read(folder / _MARKER).decode()
 
 
 def check(folder: Path) -> tuple[str, ...]:
     """Read all files and compare them with the manifest; return their names.
 
-    Raises `CheckpointDamaged` with the first file that is not as it was written, `CheckpointError` for one that
-    cannot be read, and for a folder that has checkpoints in it.
+    Raises `CheckpointDamaged`, which names the first file that differs from the manifest, and `CheckpointError`
+    for a file that cannot be read and for a folder that contains checkpoints.
     """
     _refuse_several(folder)
     sums = _manifest(folder)
     with ThreadPoolExecutor(_READERS, "roundpipe-verify") as pool:
-        for found in pool.map(_compared, [folder / name for name in sums], sums.values()):
-            if found is not None:
-                raise found
+        for error in pool.map(_compared, [folder / name for name in sums], sums.values()):
+            if error is not None:
+                raise error
     return tuple(sums)
 
 
@@ -107,7 +107,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path} is missing, so this is no finished checkpoint") from error
+        raise CheckpointDamaged(f"{path} is missing, so this is not a finished checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -129,7 +129,7 @@ def _compared(path: Path, wanted: Checksum) -> CheckpointError | None:
 
 
 def _whole_read(file: Any) -> bytes:
-    """The next stride, however many reads that takes."""
+    """Read the next stride, in as many reads as needed."""
     pieces: list[bytes] = []
     left = STRIDE_BYTES
     while left and (piece := file.read(left)):
@@ -139,9 +139,9 @@ def _whole_read(file: Any) -> bytes:
 
 
 def checked_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """The safetensors files among these: the model's own, and the engine's."""
-    found: dict[str, list[str]] = {"": [], OWN: []}
+    """Return the safetensors files among these: "" for the model's, `OWN` for the engine's."""
+    files: dict[str, list[str]] = {"": [], OWN: []}
     for name in names:
         if name.endswith(".safetensors"):
-            found[OWN if name.startswith(f"{OWN}/") else ""].append(name)
-    return found
+            files[OWN if name.startswith(f"{OWN}/") else ""].append(name)
+    return files

@@ -1,6 +1,6 @@
 """The states of the process's random number generators.
 
-The engine keeps none of its own: each training call draws its seed from torch's CPU generator.
+The engine has no generator: each training call draws its seed from torch's CPU generator.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from roundpipe.errors import CheckpointWarning
 
 
 def random_states() -> dict[str, Any]:
-    """The states of torch's generators, Python's, and NumPy's if it is imported."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    """Return the states of torch's and Python's generators, and of NumPy's if it is imported."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_initialized():
-        found["cuda"] = [state.cpu() for state in torch.cuda.get_rng_state_all()]
+        states["cuda"] = [state.cpu() for state in torch.cuda.get_rng_state_all()]
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
-        found["numpy"] = (kind, torch.tensor(keys.tolist(), dtype=torch.uint32), *rest)
-    return found
+        states["numpy"] = (kind, torch.tensor(keys.tolist(), dtype=torch.uint32), *rest)
+    return states
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Give the generators these states. A `CheckpointWarning` tells of GPUs that are not there."""
+    """Restore the generators' states; warn with `CheckpointWarning` if there are fewer GPUs than states."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
@@ -42,9 +42,8 @@ def _restore_cuda(states: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state, index)
     if count < len(states):
         warnings.warn(
-            f"the checkpoint has the generators of {len(states)} GPUs, but {count} are here; layers do not use "
-            "them, "
-            "code outside of the model may draw other numbers",
+            f"the checkpoint has the generators of {len(states)} GPUs, but this machine has {count}; layers do "
+            "not use them, but code outside of the model may draw other numbers",
             CheckpointWarning,
             stacklevel=4,
         )

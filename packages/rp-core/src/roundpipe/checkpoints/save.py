@@ -1,4 +1,4 @@
-"""`save_checkpoint`: writes a training's whole state while the training goes on."""
+"""`save_checkpoint`: write the whole state of a training while the training continues."""
 
 from __future__ import annotations
 
@@ -49,33 +49,33 @@ def save_checkpoint(
     buffer_bytes: int = 1 << 30,
     shard_bytes: int = 4 << 30,
 ) -> SavingCheckpoint:
-    """Write what training goes on from, exactly: a folder that is whole or not there.
+    """Write a folder from which training continues exactly; it is either complete or absent.
 
     Args:
-        path: the folder, which must not exist, or be empty.
+        path: the folder, which must not exist or must be empty.
         model: a wrapped model.
         optimizer: the optimizer of `model.optim_parameters()`, or several; this library's, or torch's.
-        step: how many steps were taken; to be read after loading.
+        step: the number of steps taken; `load_checkpoint` returns it.
         scaler: a `GradScaler`, or torch's.
         schedulers: learning-rate schedulers; one, or several.
-        data: where the data is, such as an epoch and a position: numbers, text, lists, dicts and tensors.
+        data: the position in the data, such as an epoch and an index: numbers, text, lists, dicts and tensors.
         metric: a number, or a tensor of one, by which a `CheckpointManager` finds the best.
-        wait: whether to return when the folder is there. Otherwise this returns as soon as all steps so far are
-            over, and the folder is written while training goes on; `SavingCheckpoint.wait` tells how that ended.
-        buffer_bytes: host memory that the writing takes at most, beside what training takes; at least 64 MiB, and
-            otherwise no more than half of what is free.
-        shard_bytes: the largest file; a larger tensor has one of its own.
+        wait: whether to wait until the folder is complete. Otherwise this returns as soon as all steps so far have
+            ended, and the folder is written while training continues; `SavingCheckpoint.wait` raises its error.
+        buffer_bytes: the most host memory for writing, beside that of training; at least 64 MiB, and otherwise at
+            most half of the free memory.
+        shard_bytes: the largest size of a file; a larger tensor is alone in its file.
 
-    The checkpoint has the model as the steps launched so far leave it, weights, masters, states of optimizer,
-    scaler and schedulers, the random number generators of the process, and the plans of the calls; after an
-    asynchronous step also the weights that calls read, which are those of the step before. Gradients are not
-    saved: save after a step. The weights are in the layout of `save_pretrained`, so that
-    ``from_pretrained(path)`` loads them; for an adapted model (PEFT) these are the adapters, and the model they
-    were added to is not saved.
+    The checkpoint has the model as the steps launched so far leave it: weights, masters, states of optimizer,
+    scaler and schedulers, the random number generators of the process, and the plans of the calls. After an
+    asynchronous step it also has the weights that calls read, which are those of the previous step. Gradients are
+    not saved: save after a step. The weights are in the layout of `save_pretrained`, so that
+    ``from_pretrained(path)`` loads them; for an adapted model (PEFT) these are the adapters, and the base model is
+    not saved.
 
-    Calls and steps may go on at once, on any thread. The next step waits until all tensors are in the buffer or on
-    the disk, since it overwrites them; `SavingCheckpoint.waited_s` and the log tell for how long the disk was
-    waited for.
+    Calls and steps may continue immediately, on any thread. The next step waits until all tensors are in the
+    buffer or on the disk, since it overwrites them; `SavingCheckpoint.waited_s` and the log have the time that
+    this took.
 
     >>> from tempfile import TemporaryDirectory
     >>> from roundpipe import RoundPipe, Runtime
@@ -86,10 +86,10 @@ def save_checkpoint(
     ...     sorted(path.name for path in saved.path.iterdir())
     ['model.safetensors', 'roundpipe']
 
-    Raises `CheckpointError` if the folder cannot be written (a full disk, a folder that may only be read):
-    training can go on, and no other checkpoint is touched. Raises `ValueError` or `TypeError` for invalid
-    arguments, `StepFailed` after a failed step, and errors of earlier calls and steps that were not raised yet. A
-    `CheckpointWarning` tells if there were gradients.
+    Raises `CheckpointError` if the folder cannot be written (a full disk, a read-only folder): training can
+    continue, and no other checkpoint is touched. Raises `ValueError` or `TypeError` for invalid arguments,
+    `StepFailed` after a failed step, and errors of earlier calls and steps that were not raised yet. Warns with
+    `CheckpointWarning` if there are gradients.
     """
     target = _checked(path, model, step, buffer_bytes, shard_bytes)
     number = None if metric is None else _number(metric)
@@ -114,7 +114,7 @@ def _number(metric: object) -> float:
 
 
 class SavingCheckpoint:
-    """A checkpoint that is being written, or was. `path`: its folder once it is done. `step`: as given."""
+    """A checkpoint that is being written, or was. `path`: its folder when complete. `step`: as given."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
@@ -129,11 +129,11 @@ class SavingCheckpoint:
         self._waited_s = 0.0
 
     def begin(self, model: RoundPipeBase, training: Training, buffer_bytes: int, shard_bytes: int) -> None:
-        """Queue it, and wait until all that is small was read."""
+        """Queue the checkpoint, and wait until all small values have been read."""
         layout = layout_of(model)
         group = model.runtime.group
         if group is not None:
-            # In the order of calls: a machine that saves while others train on would wait for them in vain.
+            # In the order of calls: a machine that saves while others go on training would wait for them forever.
             model.runtime.visit(partial(group.calls.say, "saving a checkpoint"))
         together = self._together = None if group is None else Together.of(group, self.path)
         made: Path | None = None
@@ -190,7 +190,7 @@ class SavingCheckpoint:
                 stacklevel=4,
             )
 
-    # On the thread that waits for the others
+    # On the finisher's thread
 
     def _finish(self, captured: Outcome[None], layout: Layout, made: Path) -> None:
         writer, snapshot = self._writer, self._snapshot
@@ -204,10 +204,10 @@ class SavingCheckpoint:
             self._end(made, layout, snapshot, sums)
         except BaseException as error:
             self._give_up(made, "the files", error)
-            told = self._error = self._named(error)
-            _LOG.error("%s", told)
-            if told is not error:
-                raise told from error
+            named = self._error = self._named(error)
+            _LOG.error("%s", named)
+            if named is not error:
+                raise named from error
             raise
         finally:
             self._waited_s = writer.waited_s
@@ -219,8 +219,8 @@ class SavingCheckpoint:
         together = self._together
         if together is not None:
             sync_tree(made)
-            told = together.say("the files", {name: asdict(each) for name, each in sums.items()})
-            sums = {name: Checksum(**each) for found in told for name, each in found.items()}
+            from_all = together.say("the files", {name: asdict(each) for name, each in sums.items()})
+            sums = {name: Checksum(**each) for own in from_all for name, each in own.items()}
         if together is None or together.is_first:
             try:
                 _write_rest(made, layout, snapshot)
@@ -234,30 +234,30 @@ class SavingCheckpoint:
             together.is_over = True
 
     def _give_up(self, made: Path | None, what: str = "", error: BaseException | None = None) -> None:
-        """Remove what was made; tell the other machines of the error."""
+        """Remove the unfinished folder; report the error to the other machines."""
         if self._together is not None and error is not None:
             self._together.tell(what, error)
         _remove(made)
 
     def _named(self, error: BaseException) -> BaseException:
-        """The error to raise: where a machine is lost, that."""
+        """Return the error to raise: that of a lost machine, if there is one."""
         lost = None if self._together is None else self._together.lost
-        return lost or _told(self.path, error)
+        return lost or _in_context(self.path, error)
 
     # For users
 
     @property
     def waited_s(self) -> float:
-        """For how long the full buffer has waited for the disk, and with it perhaps the next step."""
+        """Seconds that the full buffer has waited for the disk, for which the next step may have waited, too."""
         return self._waited_s if self._writer is None else self._writer.waited_s
 
     @property
     def is_first(self) -> bool:
-        """Whether this machine has made the folder: the only one, or the first of several."""
+        """Whether this machine has created the folder: the only machine, or the first of several."""
         return self._together is None or self._together.is_first
 
     def done(self) -> bool:
-        """Whether it is written, or has failed."""
+        """Return whether it is written, or has failed."""
         return self._outcome is not None and self._outcome.done()
 
     def wait(self, timeout_s: float | None = None) -> Path:
@@ -279,14 +279,14 @@ def _write_rest(made: Path, layout: Layout, snapshot: Snapshot) -> None:
     write_durably(made / OWN / "training.json", json.dumps(snapshot.description, indent=1).encode())
 
 
-def _told(path: Path, error: BaseException) -> BaseException:
-    """An error that names the checkpoint, unless it is one of the engine's, or a machine is lost."""
+def _in_context(path: Path, error: BaseException) -> BaseException:
+    """Return an error that names the checkpoint; errors of the engine and of lost machines stay as they are."""
     if isinstance(error, RoundPipeError | DistError) or not isinstance(error, Exception):
         return error
-    told = error.strerror or str(error) if isinstance(error, OSError) else in_words(error)
+    cause = error.strerror or str(error) if isinstance(error, OSError) else in_words(error)
     return CheckpointError(
-        f"the checkpoint {path} could not be written: {told}; training can go on, and other checkpoints are as "
-        "they were"
+        f"the checkpoint {path} could not be written: {cause}; training can go on, and other checkpoints are "
+        "unchanged"
     )
 
 
@@ -315,7 +315,7 @@ def _refuse_taken(target: Path) -> None:
     try:
         is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError as error:
-        raise _told(target, error) from error
+        raise _in_context(target, error) from error
     if is_taken:
         raise CheckpointError(
             f"{target} exists already and is not replaced; choose another folder, or remove it first"
@@ -323,11 +323,11 @@ def _refuse_taken(target: Path) -> None:
 
 
 def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    found = _several(optimizer)
-    for one in found:
+    optimizers = _several(optimizer)
+    for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, but is a {type(one).__name__}")
-    return found
+    return optimizers
 
 
 def _several(given: Any) -> tuple[Any, ...]:
@@ -337,7 +337,7 @@ def _several(given: Any) -> tuple[Any, ...]:
 
 
 def _facts(model: RoundPipeBase) -> dict[str, Any]:
-    """What is told of the model and how it was trained."""
+    """Return the saved facts of the model and of how it was trained."""
     return {
         "class": f"{type(model.named_model).__module__}.{type(model.named_model).__qualname__}",
         "optim_dtype": model.optim_dtype,

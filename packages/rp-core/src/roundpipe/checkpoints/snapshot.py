@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read from a model between two steps."""
+"""Read the contents of a checkpoint from a model between two steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from roundpipe.state.master import is_split, published, reading
 
 FORMAT = 1
 VALUES = f"{OWN}/values.safetensors"
-# Tensors of at most so many elements are copied at once, into one file.
+# Tensors of at most this many elements are copied immediately, and written into one file.
 _FEW = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a training consists of beside its model. `facts`: what is written down as it is."""
+    """The objects of a training beside its model. `facts`: values that are saved unchanged."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     scaler: Any
@@ -37,11 +37,11 @@ class Training:
 
 @dataclass(slots=True)
 class Snapshot:
-    """A model, between two steps, on its way into files.
+    """Writes a model's state between two steps into files.
 
-    First `note_small` on the optimizer's thread, while the training loop waits; then `write_large` there, while it
-    goes on. `description`: the content of ``training.json``. `adapters`: the state dict of a model whose own
-    `save_pretrained` writes its adapters.
+    First call `note_small` on the optimizer's thread, while the training loop waits; then `write_large` there,
+    while the loop continues. `description`: the content of ``training.json``. `adapters`: the state dict of a
+    model whose own `save_pretrained` writes its adapters.
     """
 
     layout: Layout
@@ -59,15 +59,15 @@ class Snapshot:
     # While the training loop waits
 
     def note_small(self, captured: Captured) -> None:
-        """Read all that is small, and note which large tensors there are.
+        """Read all small values, and note which large tensors there are.
 
-        Raises `CheckpointError` for what a checkpoint cannot hold, and for parameters that are not the model's.
+        Raises `CheckpointError` for values that a checkpoint cannot hold and for parameters of other models.
         """
         self._is_behind = captured.is_behind
         self.has_gradients = captured.has_gradients
-        found = {id(held.tensor): held for held in captured.held}
+        known = {id(held.tensor): held for held in captured.held}
         self._held = {
-            name: found.get(id(tensor)) or _outside(tensor) for name, tensor in self.layout.tensors.items()
+            name: known.get(id(tensor)) or _outside(tensor) for name, tensor in self.layout.tensors.items()
         }
         self.description = {
             "format": FORMAT,
@@ -123,22 +123,22 @@ class Snapshot:
         }
 
     def _large(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What only a step may change."""
+        """Yield the tensors that only a step may change, by name."""
         yield from self._states.items()
         for name, held in self._held.items():
             if held.master is not None and not held.master.is_meta:
                 yield name, held.master
 
     def _owns(self, held: Held) -> bool:
-        """Whether this machine writes it down."""
+        """Return whether this machine saves the tensor."""
         return self.together is None or held.owner == self.together.rank
 
-    # While it goes on
+    # While the training loop continues
 
     def write_large(self, writer: Writer, shard_bytes: int) -> None:
         """Write all tensors; the next step waits for this.
 
-        Raises what the writer raises, and `CheckpointError` if a master or a state was written meanwhile.
+        Raises errors of the writer, and `CheckpointError` if a master or a state was written meanwhile.
         """
         exported = self._exported()
         entries = {name: self._entry(name, exported) for name, held in self._held.items() if self._owns(held)}
@@ -155,7 +155,7 @@ class Snapshot:
         self._refuse_written()
 
     def _writes_value(self, path: str) -> bool:
-        """Whether this machine writes a small value: of its own optimizer states; the first one all others."""
+        """Return whether this machine saves a small value: its optimizer states'; the first also all others."""
         is_first = self.together is None or self.together.is_first
         return is_first or any(
             path.startswith(f"optimizers.{index}.{name}.")
@@ -164,23 +164,23 @@ class Snapshot:
         )
 
     def _agreed(self, entries: dict[str, dict[str, Any]], shards: list[list[Source]]) -> dict[str, list[Source]]:
-        """Complete the description by what other machines write; return this machine's files of the model."""
+        """Complete the description by the other machines' contents; return this machine's files of the model."""
         own: dict[str, Any] = {
             "entries": entries,
             "states": [optimizer["state"] for optimizer in self.description["optimizers"]],
             "shards": [[[source.name, source.nbytes] for source in shard] for shard in shards],
         }
-        told: list[dict[str, Any]] = [own] if self.together is None else self.together.agree_on_contents(own)
-        found = {name: entry for each in told for name, entry in each["entries"].items()}
-        self.description["tensors"] = {name: found[name] for name in self._held}
+        of_all: list[dict[str, Any]] = [own] if self.together is None else self.together.agree_on_contents(own)
+        merged = {name: entry for each in of_all for name, entry in each["entries"].items()}
+        self.description["tensors"] = {name: merged[name] for name in self._held}
         for index, optimizer in enumerate(self.description["optimizers"]):
-            optimizer["state"] = {name: value for each in told for name, value in each["states"][index].items()}
-        every = [shard for each in told for shard in each["shards"]]
+            optimizer["state"] = {name: value for each in of_all for name, value in each["states"][index].items()}
+        every = [shard for each in of_all for shard in each["shards"]]
         names = [_shard_name("model", index, len(every)) for index in range(len(every))]
         if len(every) > 1:
             self.description["index"] = _index(dict(zip(names, every, strict=True)))
         before, _ = numbered(
-            [len(each["shards"]) for each in told], 0 if self.together is None else self.together.rank
+            [len(each["shards"]) for each in of_all], 0 if self.together is None else self.together.rank
         )
         return dict(zip(names[before:], shards, strict=False))
 
@@ -188,7 +188,7 @@ class Snapshot:
         return {own: saved for saved, own in self.layout.exported.items()}
 
     def _entry(self, name: str, exported: Mapping[str, str]) -> dict[str, Any]:
-        """Where the values of one tensor are: see `roundpipe.checkpoints.load`."""
+        """Describe where the values of one tensor are; `roundpipe.checkpoints.load` reads it."""
         held, saved = self._held[name], exported.get(name)
         entry: dict[str, Any] = {
             "shape": list(held.value.shape),
@@ -214,7 +214,7 @@ class Snapshot:
         return self._is_behind or bool(torch.equal(held.master, held.value))
 
     def _final(self, name: str) -> Source:
-        """What the model is after the last step, in its own dtype."""
+        """Return the source of a weight after the last step, in the model's dtype."""
         held = self._held[name]
         if held.master is None or not self._is_behind:
             return source_of(name, held.value)
@@ -228,7 +228,7 @@ class Snapshot:
         return source_of(name, published(held.master, held.value.dtype), held.value.dtype)
 
     def _model_shards(self, shard_bytes: int) -> list[list[Source]]:
-        """This machine's part of the model's own files."""
+        """Return this machine's part of the model's own files."""
         if self.layout.kind != "model":
             return []
         exported = [item for item in self.layout.exported.items() if self._owns(self._held[item[1]])]
@@ -277,7 +277,7 @@ class Snapshot:
 
 
 def scaler_state(scaler: Any) -> dict[str, Any] | None:
-    """The state of our scaler, also what an asynchronous update has left to do; or of torch's."""
+    """Return a scaler's state; for RoundPipe's scaler, with its pending asynchronous update."""
     if scaler is None:
         return None
     exact: Callable[[], dict[str, Any]] | None = getattr(scaler, "exact_state", None)
@@ -285,13 +285,13 @@ def scaler_state(scaler: Any) -> dict[str, Any] | None:
 
 
 def _outside(tensor: torch.Tensor) -> Held:
-    """A tensor that the engine does not know, such as a buffer of a module on the host: copied now."""
+    """Copy a tensor that the engine does not know, such as a buffer of a module on the host."""
     kind = "buffer" if not isinstance(tensor, torch.nn.Parameter) else "frozen"
     return Held(tensor, kind, tensor.detach().clone(), None)
 
 
 def _master(name: str, held: Held) -> Source:
-    """Whole, in the master's dtype, also if it is in halves, which are then joined part by part."""
+    """Return the source of a whole master in its dtype; halves are joined part by part."""
     assert held.master is not None
     master = held.master
     if not is_split(master):
@@ -317,18 +317,18 @@ def _converted(
     convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
     tensor: Callable[[str], torch.Tensor],
 ) -> list[Source]:
-    """Sources that convert together when the first is read; the last one frees the memory."""
-    made: dict[str, torch.Tensor] = {}
+    """Return sources that are converted together when the first is read; reading the last frees the memory."""
+    converted: dict[str, torch.Tensor] = {}
     left = set(results)
 
     def read(name: str) -> torch.Tensor:
-        if not made:
-            made.update(convert({own: tensor(own) for own in names}))
+        if not converted:
+            converted.update(convert({own: tensor(own) for own in names}))
         left.discard(name)
-        found = made[name]
+        result = converted[name]
         if not left:
-            made.clear()
-        return found
+            converted.clear()
+        return result
 
     return [
         Source(name, meta.dtype, tuple(meta.shape), lambda name=name: read(name)) for name, meta in results.items()
@@ -336,7 +336,7 @@ def _converted(
 
 
 def _index(shards: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
-    """The index of several files: names and bytes of the tensors in each."""
+    """Return the index of several files. `shards`: names and bytes of the tensors in each."""
     return {
         "metadata": {"total_size": sum(nbytes for shard in shards.values() for _, nbytes in shard)},
         "weight_map": {tensor: name for name, shard in shards.items() for tensor, _ in shard},
@@ -344,7 +344,7 @@ def _index(shards: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
 
 
 def _shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
-    """Consecutive sources in lists of at most so many bytes, or of one."""
+    """Divide sources, in order, into lists of at most `shard_bytes`, or of one source."""
     shards: list[list[Source]] = [[]]
     size = 0
     for source in sources:

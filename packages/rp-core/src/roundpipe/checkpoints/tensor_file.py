@@ -1,6 +1,6 @@
-"""The safetensors format, so that files can be written and read piece by piece.
+"""Write and read files in the safetensors format piece by piece.
 
-The library of that name writes a file from tensors that are all in memory, and holds the GIL meanwhile.
+The library of that name writes a file only from tensors that are all in memory, and holds the GIL meanwhile.
 https://github.com/huggingface/safetensors#format
 """
 
@@ -43,15 +43,15 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MOST_HEADER_BYTES = 100_000_000
 # Bytes that are cast, copied, hashed or read at a time.
 STRIDE_BYTES = 1 << 25
-# Elements that a sample looks at: they lie on a page or two of a mapped file.
+# The number of elements in a sample: they are on one or two pages of a mapped file.
 _SAMPLED = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor to write. `read`: returns it, of this shape, in any dtype; called when its turn has come.
+    """A tensor to write. `read`: returns it, in this shape and any dtype; called when it is written.
 
-    `read_part`: if there is one, returns the elements [start, stop) alone, flat, of `dtype`.
+    `read_part`: if given, returns the elements [start, stop) only, flat, in `dtype`.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Source:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Its bytes in order, as 1-dim uint8 tensors that are valid until the next one."""
+        """Yield its bytes in order, as 1-dim uint8 tensors, each valid until the next."""
         if self.read_part is not None:
             yield from self._parts(self.read_part)
             return
@@ -84,7 +84,7 @@ class Source:
 
 
 def source_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Source:
-    """The source that writes this tensor, cast to `dtype` if that is given.
+    """Return the source that writes this tensor, cast to `dtype` if that is given.
 
     >>> source = source_of("w", torch.ones(3), torch.bfloat16)
     >>> source.nbytes, [len(piece) for piece in source.pieces()]
@@ -94,7 +94,7 @@ def source_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None)
 
 
 def header(sources: Sequence[Source], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the tensors' own.
+    """Return the header of a file: the bytes before those of the tensors.
 
     Raises `CheckpointError` for a dtype that the format lacks.
     """
@@ -126,13 +126,13 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
-        """A new tensor with its values."""
-        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        self.read_into(found)
-        return found
+        """Return a new tensor with its values."""
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.read_into(tensor)
+        return tensor
 
     def parts(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        """The places of its parts, as numbers of elements, and their values, flat, in this dtype.
+        """Yield the offset of each part, in elements, and its values, flat, in this dtype.
 
         Raises `CheckpointError` if the file cannot be read.
         """
@@ -146,7 +146,7 @@ class Stored:
     def read_into(self, target: torch.Tensor, *, only_changes: bool = False) -> None:
         """Read it into a tensor of its shape, in strides; cast if the dtypes differ.
 
-        With `only_changes`, what is equal already is not written: pages of a mapped file then stay its own.
+        With `only_changes`, equal strides are not written, so that pages of a mapped file stay shared with it.
 
         Raises `CheckpointError` if the file cannot be read.
         """
@@ -166,9 +166,9 @@ class Stored:
 
 
 def catalogue(path: Path) -> dict[str, Stored]:
-    """The tensors in a file, by name.
+    """Return the tensors in a file, by name.
 
-    Raises `CheckpointDamaged` if it is no such file, `CheckpointError` if it cannot be read.
+    Raises `CheckpointDamaged` if it is not a safetensors file, `CheckpointError` if it cannot be read.
     """
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -209,7 +209,7 @@ def _fill(file: int, target: torch.Tensor, offset: int, path: Path) -> None:
 
 
 def sample(tensor: torch.Tensor) -> int:
-    """A checksum of the first few elements, by which tensors that are not saved are recognized.
+    """Return a checksum of the first elements, to recognize tensors that are not saved.
 
     >>> sample(torch.ones(9000)) == sample(torch.ones(9001)), sample(torch.ones(2)) == sample(torch.zeros(2))
     (True, False)
@@ -219,7 +219,7 @@ def sample(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which must outlive the view.
+    """Return a view of the bytes of a contiguous tensor, which must outlive it.
 
     >>> tensor = torch.full((2,), 65, dtype=torch.int8)
     >>> bytes(memory_of(tensor))

@@ -1,4 +1,4 @@
-"""Plain Python values as JSON, with their tensors apart: no pickle."""
+"""Encode plain Python values as JSON, and their tensors separately, without pickle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCALARS = (bool, int, float, str)
 
 
 def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
-    """The value as JSON has it. `path`: its name; `keep` is called with each tensor and the tensor's name.
+    """Encode a value for JSON. `path`: its name. `keep` is called with the name of each tensor and the tensor.
 
     >>> tensors = {}
     >>> encode({"a": (1, torch.ones(2))}, "x", tensors.__setitem__)
@@ -38,12 +38,12 @@ def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> 
         return item()
     raise CheckpointError(
         f"{_shown(path)} must be made of numbers, text, lists, dicts and tensors, which a checkpoint holds, but "
-        f"its type is {type(value).__name__}; leave it out, or save what its state_dict() returns"
+        f"its type is {type(value).__name__}; omit it, or save what its state_dict() returns"
     )
 
 
 def _shown(path: str) -> str:
-    """The name as the user gave it: ``facts`` are arguments of `save_checkpoint`."""
+    """Return the name as the user knows it: ``facts`` are arguments of `save_checkpoint`."""
     return path.removeprefix("facts.")
 
 
@@ -75,7 +75,7 @@ def _mapping(value: Mapping[Any, Any], path: str, keep: Callable[[str, torch.Ten
     return _marked(kind, items)
 
 
-_MADE: dict[str, Callable[[Any], Any]] = {
+_CONSTRUCTORS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
@@ -87,7 +87,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """What `encode` was given. `tensor`: returns a tensor by its name.
+    """Return the value that was given to `encode`. `tensor`: returns a tensor by its name.
 
     >>> decode(encode({1: (2.5, None)}, "x", lambda *_: None), lambda _: None)
     {1: (2.5, None)}
@@ -96,11 +96,11 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return [decode(item, tensor) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
-    found = cast("dict[str, Any]", value)
-    kind = found.get(_MARK)
+    encoded = cast("dict[str, Any]", value)
+    kind = encoded.get(_MARK)
     if kind is None:
-        return {key: decode(item, tensor) for key, item in found.items()}
+        return {key: decode(item, tensor) for key, item in encoded.items()}
     if kind == "tensor":
-        return tensor(found["value"])
-    inner = decode(found["value"], tensor)
-    return deque(inner, found["maxlen"]) if kind == "deque" else _MADE[kind](inner)
+        return tensor(encoded["value"])
+    inner = decode(encoded["value"], tensor)
+    return deque(inner, encoded["maxlen"]) if kind == "deque" else _CONSTRUCTORS[kind](inner)

@@ -1,4 +1,4 @@
-"""Writes tensors to files on threads of its own, through a buffer of limited size."""
+"""Write tensors to files on separate threads, through a buffer of limited size."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from roundpipe.checkpoints.tensor_file import STRIDE_BYTES, Source, header, memo
 
 _LOG = logging.getLogger(__name__)
 _THREADS = 4
-# A disk that takes longer than this for a stride is told.
+# A disk that takes longer than this for a stride is logged.
 _LONG_S = 30.0
 
 
 class _OneFile:
-    """A file under way: its descriptor, and the checksum of each stride."""
+    """A file that is being written: its descriptor, and the checksum of each stride."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class _OneFile:
             done += os.pwrite(self.descriptor, content[done:], offset + done)
 
     def close(self, *, sync: bool) -> None:
-        """Force it to the disk, unless it is given up."""
+        """Close the file, after forcing it to the disk if `sync`."""
         if not self.is_open:
             return
         self.is_open = False
@@ -51,15 +51,15 @@ class _OneFile:
             os.close(self.descriptor)
 
     def checksum(self) -> Checksum:
-        """That of all strides."""
+        """Return the checksum of all strides."""
         return Checksum(self.nbytes, tuple(self.strides[offset] for offset in sorted(self.strides)))
 
 
 class Writer:
     """Copies tensors into a buffer, from which its threads write files.
 
-    `buffer_bytes`: what the buffer takes at most. `waited_s`: for how long `write` has waited for the disk,
-    because the buffer was full. `nbytes`: written so far.
+    `buffer_bytes`: the largest size of the buffer. `waited_s`: seconds that `write` has waited for the disk,
+    because the buffer was full. `nbytes`: bytes written so far.
 
     >>> from tempfile import TemporaryDirectory
     >>> from roundpipe.checkpoints.tensor_file import source_of
@@ -85,12 +85,12 @@ class Writer:
         self.nbytes = 0
 
     def start(self) -> None:
-        """Start the threads, before that of what waits for them: at exit the later ones end first."""
+        """Start the threads, before the thread that waits for them: at exit, those started later end first."""
         for worker in self._workers:
             worker.submit(_nothing)
 
     def write(self, name: str, sources: Sequence[Source], metadata: Mapping[str, str]) -> None:
-        """Take these tensors for a new file. When this returns, they may change.
+        """Copy these tensors to the buffer for a new file. They may change when this returns.
 
         Raises the first error of the writing threads.
         """
@@ -108,7 +108,7 @@ class Writer:
         return [content[at : at + self._stride_bytes] for at in range(0, content.numel(), self._stride_bytes)]
 
     def _buffer(self) -> torch.Tensor:
-        """An empty buffer; waits for one if all are full."""
+        """Return an empty buffer; wait for one if all are full."""
         self.raise_error()
         try:
             return self._free.get_nowait()
@@ -128,8 +128,10 @@ class Writer:
             try:
                 return self._free.get(timeout=_LONG_S)
             except Empty:
-                told = "the checkpoint in %s: the disk has taken nothing for %.0f s; the next step waits for it"
-                _LOG.warning(told, self._folder, _LONG_S)
+                _LOG.warning(
+                    "the checkpoint in %s: the disk has accepted no data for %.0f s; the next step waits for it",
+                    *(self._folder, _LONG_S),
+                )
 
     def _send(self, file: _OneFile, buffer: torch.Tensor, length: int) -> None:
         offset = file.nbytes
@@ -184,7 +186,7 @@ class _Stride:
         self._filled: int = 0
 
     def take(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Copy this in; yield each buffer that is full then."""
+        """Copy a piece into the buffer; yield each buffer that becomes full."""
         while piece.numel():
             if self._buffer is None:
                 self._buffer = self._new()
@@ -198,7 +200,7 @@ class _Stride:
                 yield full
 
     def rest(self) -> tuple[torch.Tensor | None, int]:
-        """The last buffer, and how much of it is filled."""
+        """Return the last buffer, and the number of bytes in it."""
         return self._buffer, self._filled
 
 

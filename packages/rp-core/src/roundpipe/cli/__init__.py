@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     input and for a model that host memory is too small for, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
-        arguments: the arguments after the command's name; None takes those of the process.
+        arguments: the arguments after the command's name; None for those of the process.
     """
-    _show_anything(sys.stdout)
+    _escape_unencodable(sys.stdout)
     try:
         _run(parse(sys.argv[1:] if arguments is None else arguments))
     except (Refused, HostMemoryShort) as refusal:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Given) -> None:
     # Imported late, so that help and a mistyped option need not wait for torch.
     if given.command == "env":
-        _tell(given)
+        _print_environment(given)
         return
     if given.command == "plan":
         from roundpipe.cli.estimate.options import read_plan_options
@@ -73,12 +73,12 @@ def _run(given: Given) -> None:
 
 
 def _is_alone() -> bool:
-    """Whether torchrun has not started several processes."""
+    """Return whether there is one process only, rather than several started by torchrun."""
     return os.environ.get("WORLD_SIZE", "1") in ("", "1")
 
 
-def _tell(given: Given) -> None:
-    """Tell of this machine, and of the network to others if there are some."""
+def _print_environment(given: Given) -> None:
+    """Print facts about this machine and, if there are others, about the network to them."""
     from roundpipe.cli.crew import joined
     from roundpipe.cli.env import env
 
@@ -92,7 +92,7 @@ def _checked(given: Given) -> Options | FineTuning:
 
 
 def _train(options: Options | FineTuning, crew: Crew | None = None) -> None:
-    """Train on the machines of `crew`, or on this one alone."""
+    """Train on the machines of `crew`, or only on this one."""
     if isinstance(options, FineTuning):
         from roundpipe.cli.finetune.run import fine_tune
 
@@ -103,14 +103,14 @@ def _train(options: Options | FineTuning, crew: Crew | None = None) -> None:
     train(options, crew=crew)
 
 
-def _show_anything(stdout: Any) -> None:  # Any: a text file, or what a test puts in its place
+def _escape_unencodable(stdout: Any) -> None:  # Any: a text file, or a test's replacement
     """Write characters that the terminal cannot encode, for example in paths, as backslash escapes."""
     if hasattr(stdout, "reconfigure"):
         stdout.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:
-    """If stdout cannot be written, redirect it to the null device, or Python would fail again at exit."""
+    """Redirect stdout to the null device if it cannot be written, or Python would fail again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str]) -> options.Given:
 
 
 def known_options() -> dict[str, str]:
-    """What each option of `train` takes, a ``"value"``, ``"values"`` or nothing (a ``"flag"``), by its name.
+    """Return what each option of `train` takes by its name: a ``"value"``, ``"values"`` or nothing (a ``"flag"``).
 
     >>> known_options()["lora_targets"], known_options()["sync"]
     ('values', 'flag')

@@ -1,4 +1,4 @@
-"""Options of `roundpipe train` in a YAML file, by the names that they have on the command line."""
+"""Read options of `roundpipe train` from a YAML file, with the names that they have on the command line."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any, cast
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.options import EITHER, Given
 
-# Those that a file has no use for.
-_NOT_HERE = frozenset({"command", "json", "config"})
+# Options that a file cannot have.
+_NOT_IN_FILES = frozenset({"command", "json", "config"})
 
 
 def with_config(given: Given, known: Mapping[str, str]) -> Given:
-    """The options with those of the file ``--config`` added; what the command line has counts first.
+    """Return the options with those of the file ``--config`` added; the command line takes precedence.
 
-    So do options of which only one may be given: ``--steps`` counts instead of ``epochs`` in the file.
+    This includes options that exclude each other: ``--steps`` replaces ``epochs`` of the file.
 
     Args:
-        known: what each option of the command takes: ``"value"``, ``"values"`` or ``"flag"``, by its name.
+        known: what each option of the command takes by its name: ``"value"``, ``"values"`` or ``"flag"``.
 
-    Raises `Refused` for a file that cannot be read, an unknown name (with a known one that is near, if any), and a
+    Raises `Refused` for a file that cannot be read, an unknown name (with the nearest known name, if any), and a
     value of another kind.
     """
     if given.config is None:
         return given
     path = Path(given.config)
-    found = {name: _value(path, name, value, known[name]) for name, value in _named(path, known).items()}
+    in_file = {name: _value(path, name, value, known[name]) for name, value in _named(path, known).items()}
     others = {other for pair in EITHER for one, other in (pair, pair[::-1]) if one in vars(given)}
-    kept = {name: value for name, value in found.items() if name not in others}
+    kept = {name: value for name, value in in_file.items() if name not in others}
     return Given(**{**kept, **vars(given)})
 
 
 def _named(path: Path, known: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for key, value in _content(path).items():
         name = str(key).replace("-", "_")
-        if name not in known or name in _NOT_HERE:
-            names = [one.replace("_", "-") for one in known if one not in _NOT_HERE]
+        if name not in known or name in _NOT_IN_FILES:
+            names = [one.replace("_", "-") for one in known if one not in _NOT_IN_FILES]
             nearest = difflib.get_close_matches(str(key).replace("_", "-"), names, n=1)
             hint = f"the nearest one is {nearest[0]!r}" if nearest else "`roundpipe train --help` lists them"
             raise Refused(f"--config {path} has an unknown option {key!r}; {hint}")
-        if name in found:
+        if name in named:
             raise Refused(f"--config {path} has {key!r} twice")
-        found[name] = value
-    return found
+        named[name] = value
+    return named
 
 
 def _content(path: Path) -> Mapping[Any, Any]:
@@ -69,19 +69,19 @@ def _content(path: Path) -> Mapping[Any, Any]:
 
 
 def _value(path: Path, name: str, value: object, kind: str) -> Any:
-    """The text that the command line would have."""
-    told = f"--config {path}: {name.replace('_', '-')} must be"
+    """Return the value as the command line would have it: text, a list of texts, or a bool for a flag."""
+    must_be = f"--config {path}: {name.replace('_', '-')} must be"
     if kind == "flag":
         if not isinstance(value, bool):
-            raise Refused(f"{told} true or false, but is {value!r}")
+            raise Refused(f"{must_be} true or false, but is {value!r}")
         return value
     if kind == "values":
         items = cast("list[object]", value) if isinstance(value, list) else [value]
-        return [_text(told, item) for item in items]
-    return _text(told, value)
+        return [_text(must_be, item) for item in items]
+    return _text(must_be, value)
 
 
-def _text(told: str, value: object) -> str:
+def _text(must_be: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise Refused(f"{told} a number or text, but is {value!r}")
+        raise Refused(f"{must_be} a number or text, but is {value!r}")
     return str(value)

@@ -1,4 +1,4 @@
-"""`Crew`: the processes that torchrun started for one training; they decide alike, and the first one speaks."""
+"""`Crew`: the processes that torchrun started for one training; they decide together, and the first one prints."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from roundpipe.cli.interrupt import Interrupted
 from roundpipe.errors import HostMemoryShort, MachineFailed
 
 _Result = TypeVar("_Result")
-# Beyond those of the engine.
+# A channel beyond the engine's.
 _CHANNEL = 1 << 20
 FAILED, REFUSED = 1, 2
 
 
 class Crew:
-    """The machines of one training; without `machines` this process alone, and then nothing is exchanged.
+    """The machines of one training; without `machines`, only this process, which then exchanges nothing.
 
-    All machines call the same methods in the same order, and none of these while a call of a model is under way.
+    All machines call the same methods in the same order, and none of them during a call of a model.
 
     >>> Crew().is_first, Crew().most(15), Crew().lead(lambda: 3)
     (True, 15, 3)
@@ -37,11 +37,11 @@ class Crew:
 
     @property
     def is_first(self) -> bool:
-        """Whether this machine prints, and writes what all have in common."""
+        """Whether this machine prints, and writes the common files."""
         return self.rank == 0
 
     def all(self, work: Callable[[], _Result]) -> _Result:
-        """What this machine's `work` returns, which calls no model; if it fails on any machine, it does on all.
+        """Return the result of this machine's `work`, which calls no model; if it fails anywhere, fail everywhere.
 
         The first machine raises the error: its own, or another one's with its number. The others raise
         `ToldElsewhere`.
@@ -52,32 +52,32 @@ class Crew:
             done, error = work(), None
         except (Refused, Unwritable, HostMemoryShort) as refusal:
             done, error = None, refusal
-        told = self._exchange(None if error is None else [_code(error), str(error)])
-        failed = [rank for rank, each in enumerate(told) if each is not None]
+        errors = self._exchange(None if error is None else [_code(error), str(error)])
+        failed = [rank for rank, each in enumerate(errors) if each is not None]
         if failed:
-            code, words = told[failed[0]]
+            code, words = errors[failed[0]]
             self._raise(code, f"machine {failed[0]}: {words}" if failed[0] else words, error)
         return done  # type: ignore[return-value] # it has not failed
 
     def lead(self, work: Callable[[], _Result]) -> _Result:
-        """What `work` returns on the first machine, which alone calls it: a value that JSON can hold."""
-        found = self.all(lambda: work() if self.is_first else None)
-        return found if self.machines is None else self._exchange(found)[0]  # type: ignore[return-value] # as above
+        """Call `work` on the first machine only; return its result, a JSON value, on all machines."""
+        done = self.all(lambda: work() if self.is_first else None)
+        return done if self.machines is None else self._exchange(done)[0]  # type: ignore[return-value] # as above
 
     def most(self, number: int) -> int:
-        """The largest of the machines' numbers."""
+        """Return the largest of the machines' numbers."""
         return number if self.machines is None else max(self._exchange(number))
 
     def same(self, facts: Mapping[str, Any]) -> None:
-        """Check that these are the same on all machines; `facts`: values that JSON can hold, by option.
+        """Check that these are the same on all machines. `facts`: JSON values, by option.
 
         Raises `Refused` on the first machine, with what differs, `ToldElsewhere` on the others.
         """
         if self.machines is None:
             return
-        told: list[dict[str, Any]] = self._exchange(dict(facts))
+        of_all: list[dict[str, Any]] = self._exchange(dict(facts))
         for name in facts:
-            values = [each.get(name) for each in told]
+            values = [each.get(name) for each in of_all]
             if any(value != values[0] for value in values):
                 each = ", ".join(f"{_words(value)} on machine {rank}" for rank, value in enumerate(values))
                 self._raise(
@@ -85,13 +85,13 @@ class Crew:
                 )
 
     def see(self, sees: Callable[[], bool], what: str) -> None:
-        """Check that all machines see something that the first has made, such as its folder.
+        """Check that all machines see something that the first has created, such as its folder.
 
         Raises `Refused` on the first machine, `ToldElsewhere` on the others.
         """
         if self.machines is None:
             return
-        blind = [str(rank) for rank, found in enumerate(self._exchange(sees())) if not found]
+        blind = [str(rank) for rank, is_seen in enumerate(self._exchange(sees())) if not is_seen]
         if blind:
             self._raise(
                 REFUSED,
@@ -105,7 +105,7 @@ class Crew:
             raise Refused(f"{flag} must be at least {self.size}, the number of machines, but is {count}")
 
     def is_in_order(self, error: BaseException) -> bool:
-        """Whether all machines end with this error, so that none need be told."""
+        """Return whether all machines end with this error, so that it need not be reported to them."""
         return error is self._agreed or isinstance(error, ToldElsewhere | Interrupted | Diverged | Unwritable)
 
     def _exchange(self, value: object) -> list[Any]:
@@ -114,11 +114,11 @@ class Crew:
 
     def _raise(self, code: int, words: str, own: BaseException | None = None) -> NoReturn:
         if self.is_first:
-            told = own if own is not None else Refused(words) if code == REFUSED else Unwritable(words)
+            error = own if own is not None else Refused(words) if code == REFUSED else Unwritable(words)
         else:
-            told = ToldElsewhere(code)
-        self._agreed = told
-        raise told from None
+            error = ToldElsewhere(code)
+        self._agreed = error
+        raise error from None
 
 
 ALONE = Crew()
@@ -126,22 +126,22 @@ ALONE = Crew()
 
 @contextmanager
 def joined() -> Generator[Crew]:
-    """The crew that torchrun started. Inside only the first machine prints to stdout.
+    """Join the crew that torchrun started. Inside the context, only the first machine prints to stdout.
 
-    Leaving it waits for the others, or tells them with what error this machine ends.
+    On exit, wait for the others, or report to them the error with which this machine ends.
 
-    Raises `Lost` if a machine does not come or is lost, `Refused` if torchrun's environment variables are missing
-    or machines have other versions.
+    Raises `Lost` if a machine does not connect or is lost, `Refused` if torchrun's environment variables are
+    missing or machines have other versions.
     """
     crew = Crew(_opened())
     assert crew.machines is not None
-    with _speaking(crew):
+    with _quiet_unless_first(crew):
         try:
             yield crew
             crew.machines.close()
         except BaseException as error:
             _leave(crew, crew.machines, error)
-            raise _as_told(crew, error) from error
+            raise _to_report(crew, error) from error
 
 
 def _opened() -> Machines:
@@ -159,7 +159,7 @@ def _opened() -> Machines:
 
 
 @contextmanager
-def _speaking(crew: Crew) -> Generator[None]:
+def _quiet_unless_first(crew: Crew) -> Generator[None]:
     if crew.is_first:
         yield
         return
@@ -177,8 +177,8 @@ def _leave(crew: Crew, machines: Machines, error: BaseException) -> None:
         print(f"roundpipe: machine {crew.rank}: {lost}", file=sys.stderr)
 
 
-def _as_told(crew: Crew, error: BaseException) -> BaseException:
-    """The error that this process ends with: others than the first are silent about what all raise."""
+def _to_report(crew: Crew, error: BaseException) -> BaseException:
+    """Return the error that this process ends with. Only the first machine reports an error that all raise."""
     if isinstance(error, DistError | MachineFailed):
         return Lost(f"machine {crew.rank}: {error}")
     if crew.is_first:

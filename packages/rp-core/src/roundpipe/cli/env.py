@@ -1,4 +1,4 @@
-"""The command `roundpipe env`: tells of this machine and installation what a report of a problem needs."""
+"""The command `roundpipe env`: print the facts of this machine and installation that a bug report needs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def env(devices: str | None, *, json: bool, crew: Crew | None = None) -> None:
-    """Print versions, memory, devices, rates, kernels, and what is missing with the command that mends it.
+    """Print versions, memory, devices, rates, kernels, and what is missing with the command that installs it.
 
-    `crew`: the machines that torchrun started, of which the first prints what it is, and the network between them.
+    `crew`: the machines that torchrun started. The first prints its facts, and the network between them.
 
     Raises `Refused` for a devices string or a limit of memory that cannot be parsed.
     """
@@ -33,7 +33,7 @@ def env(devices: str | None, *, json: bool, crew: Crew | None = None) -> None:
 
 
 def _network(crew: Crew | None) -> Iterator[Section]:
-    """What was measured when the machines opened."""
+    """Yield the rate of the network, measured when the machines connected."""
     if crew is not None and crew.machines is not None:
         rate, connections = crew.machines.link_gb_s, crew.machines.connections
         words = f"{rate:.3g} GB/s from each and as much to it, over {connections} connections to each other"
@@ -51,7 +51,7 @@ def _refused(refusals: Mapping[str, str | None]) -> Iterator[str]:
 
 
 def _missing() -> Iterator[str]:
-    """What is not there, and what to do."""
+    """Yield what is missing, and what to do about it."""
     if _DRIVER.exists() and torch.version.cuda is None:
         yield "a torch built for CUDA, for the NVIDIA GPUs here: choose one at pytorch.org/get-started/locally"
     elif _DRIVER.exists() and not torch.cuda.is_available():

@@ -18,7 +18,7 @@ class Lost(Exception):
 
 
 class ToldElsewhere(Exception):
-    """All machines end so, and the first one tells why; `main` prints nothing and returns `exit_code`."""
+    """All machines end with an error that the first one prints; `main` prints nothing and returns `exit_code`."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"exit code {exit_code}; the first machine tells why")

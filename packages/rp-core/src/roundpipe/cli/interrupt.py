@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM that lets the current training step finish."""
+"""Handle Ctrl-C and SIGTERM so that the current training step finishes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _NOTICE = b"\nroundpipe: stopping after this step; press Ctrl-C again to stop at once\n"
-# As shells report a process that a signal has ended.
+# Shells report a process that a signal has ended by this number plus the signal's.
 _ENDED_BY = 128
 
 
@@ -26,8 +26,9 @@ class Interrupted(Exception):
 class Interruption:
     """Inside the context the first Ctrl-C is noted and prints a notice; the second raises `KeyboardInterrupt`.
 
-    So does SIGTERM, whose second one ends the process. Does nothing outside the main thread, which alone receives
-    signals. `agree`: with other machines, from the signal that came here to the one that all heed; 0 for none.
+    The same applies to SIGTERM, but the second one ends the process. Does nothing outside the main thread, since
+    only that receives signals. `agree`: agrees with other machines on a signal, given the one received here; 0 for
+    none.
     """
 
     def __init__(self, agree: Callable[[int], int] = int) -> None:
@@ -42,7 +43,7 @@ class Interruption:
         return self._heeded
 
     def is_asked(self) -> bool:
-        """Whether a signal asks to end, here or on another machine; all machines ask at the same places."""
+        """Return whether to stop after a signal here or on another machine; all machines call it together."""
         if not self._heeded:
             self._heeded = self._agree(self._noted)
         return self._heeded != 0

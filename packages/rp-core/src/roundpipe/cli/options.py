@@ -15,7 +15,7 @@ from roundpipe.packing.formats import FORMATS
 MOST_STEPS = 10**9
 MOST_SEQ_LEN = 2**17
 MOST_BATCH_BYTES = 2**22
-# The planner's own limit.
+# The planner's limit.
 MOST_MICROBATCHES = 2**14
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,7 +54,7 @@ NEED_A_MODEL = frozenset(
 )
 
 
-# Options of which one may be given; of a config file's and the command line's, the command line's counts.
+# Pairs of options that exclude each other; one on the command line replaces the other one in a config file.
 EITHER = (("resume", "overwrite"), ("epochs", "steps"), ("eval_data", "held_out"))
 
 
@@ -121,8 +121,8 @@ class Given(argparse.Namespace):
 class Options:
     """The checked options of a training job.
 
-    None: for `data`, the standard library's source; for `output` and `profile`, write nothing; for `dtype` and
-    `devices`, choose by the machine.
+    None means, for `data`: the standard library's source; `output` and `profile`: write nothing; `dtype` and
+    `devices`: choose by the machine.
     """
 
     data: tuple[Path, ...] | None
@@ -150,7 +150,7 @@ class Options:
 
 
 def read_options(given: Given) -> Options:
-    """Check the values of all options, except for checks that need the data or the devices.
+    """Check the values of all options, apart from checks that need the data or the devices.
 
     >>> read_options(Given(lr="1e-3")).lr
     0.001
@@ -179,7 +179,7 @@ def read_options(given: Given) -> Options:
         step_in_backward=step_in_backward(given),
     )
     if options.step_in_backward and options.dtype == "float16":
-        raise Refused("--step-in-backward keeps no gradients, so --dtype float16 cannot scale them: take bfloat16")
+        raise Refused("--step-in-backward keeps no gradients, so --dtype float16 cannot scale them: use bfloat16")
     _check_batch(options)
     return options
 
@@ -188,7 +188,7 @@ def _check_batch(options: Options) -> None:
     if options.batch_size < options.num_microbatch:
         raise Refused(
             f"--batch-size must be at least --num-microbatch, but is {options.batch_size} for "
-            f"{options.num_microbatch} microbatches; raise the one or lower the other"
+            f"{options.num_microbatch} microbatches; raise the former or lower the latter"
         )
 
     if options.batch_tokens > MOST_BATCH_BYTES:
@@ -199,7 +199,7 @@ def _check_batch(options: Options) -> None:
 
 
 def whole(flag: str, text: str, *, least: int, most: int, also: str = "", why: str = "") -> int:
-    """A whole number. `also`: what else may be given; `why`: where the limit comes from."""
+    """Parse a whole number. `also`: what else is allowed; `why`: the reason for the limit."""
     number = _number(text)
     if number is None or not least <= number <= most:
         raise Refused(
@@ -209,7 +209,7 @@ def whole(flag: str, text: str, *, least: int, most: int, also: str = "", why: s
 
 
 def seed(text: str) -> int:
-    """A seed that torch takes."""
+    """Parse a seed for torch."""
     number = _number(text)
     if number is None or not 0 <= number < 2**63:
         raise Refused(f"--seed must be a whole number from 0 to 2**63 - 1, but is {text!r}")
@@ -224,7 +224,7 @@ def _number(text: str) -> int | None:
 
 
 def positive(flag: str, text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -241,14 +241,14 @@ def _dtype(flag: str, text: str) -> str:
 
 
 def optimizer_state(text: str) -> str:
-    """How the optimizer's state is kept."""
+    """Check the format of the optimizer's state."""
     if text not in OPTIMIZER_STATES:
         raise Refused(f"--optimizer-state must be one of {', '.join(OPTIMIZER_STATES)}, but is {text!r}")
     return text
 
 
 def master(given: Given) -> str:
-    """How masters are kept."""
+    """Check the format of masters."""
     if given.master not in MASTERS:
         raise Refused(f"--master must be one of {', '.join(MASTERS)}, but is {given.master!r}")
     if given.master == "split" and given.optim_dtype != "float32":
@@ -257,25 +257,25 @@ def master(given: Given) -> str:
 
 
 def step_in_backward(given: Given) -> bool:
-    """Whether the optimizer steps during backward."""
+    """Return whether the optimizer steps during backward."""
     if given.step_in_backward and not given.sync:
-        raise Refused("--step-in-backward updates weights in the call itself, so it does not go with --no-sync")
+        raise Refused("--step-in-backward updates weights in the call itself, so it cannot be used with --no-sync")
     return given.step_in_backward
 
 
 def packing(given: Given) -> str | None:
-    """How frozen weights are packed; None if they are not."""
+    """Check the format of packed frozen weights; return None if they are not packed."""
     if given.pack is None:
         return None
     if given.pack not in PACKINGS:
         raise Refused(f"--pack must be one of {', '.join(PACKINGS)}, but is {given.pack!r}")
     if given.lora is None:
-        raise Refused("--pack needs --lora: packed weights are frozen, so adapters are what is trained")
+        raise Refused("--pack needs --lora: packed weights are frozen, so only adapters can be trained")
     return given.pack
 
 
 def path(flag: str, text: str) -> Path:
-    """A path that a system may have."""
+    """Parse a path."""
     if not text or "\0" in text:
         raise Refused(f"{flag} must name a path, but is {text!r}")
     return Path(text)

@@ -21,10 +21,10 @@ METRICS = "metrics.jsonl"
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
-# What only fine-tunings write, and what the built-in job does, whose model is in the folder itself.
+# Results that only fine-tunings write, and those of the built-in job, whose model is in the folder itself.
 OF_FINE_TUNINGS = (MODEL, CHECKPOINTS, TENSORBOARD)
 _OF_THE_TOY = ("config.json", "generation_config.json", "model.safetensors")
-# The options last: by these a folder is recognized.
+# The options are last, since they identify a folder of this command.
 ALL_RESULTS = (*OF_FINE_TUNINGS, METRICS, *_OF_THE_TOY, OPTIONS)
 _LOCK = ".lock"
 # The descriptors of the locks that this process has.
@@ -36,7 +36,7 @@ _MOST_OPTIONS_BYTES = 2**20
 
 
 def check_output(folder: Path, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Raise `Refused` unless the path is new, or an empty folder, or has a run that may be replaced or goes on."""
+    """Raise `Refused` unless the path is new, an empty folder, or has a run that may be replaced or resumed."""
     try:
         _check(folder, replaceable=overwrite or resume)
     except OSError as error:
@@ -45,11 +45,11 @@ def check_output(folder: Path, *, overwrite: bool = False, resume: bool = False)
 
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """Make the folder and keep other processes of this command out of it; nothing is left if nothing is put in it.
+    """Create the folder and lock out other processes of this command. Removes the folder if it stays empty.
 
-    The system frees the lock of a process that is killed, also if one that it has forked, such as a DataLoader's
-    worker, lives on. Raises `Refused` if another process has it, or if the folder cannot be written to; prints a
-    line where the file system has no locks.
+    The system frees the lock of a killed process, even if a process that it has forked, such as a DataLoader's
+    worker, lives on. Raises `Refused` if another process has the lock, or if the folder cannot be written to;
+    prints a warning if the file system has no locks.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -61,7 +61,7 @@ def locked(folder: Path) -> Generator[None]:
     try:
         yield
     finally:
-        # A forked process has no lock to give back.
+        # A forked process has no lock to release.
         if file in _LOCKS:
             _LOCKS.remove(file)
             _unlock(folder, file, made)
@@ -72,13 +72,13 @@ def _unlock(folder: Path, file: int, made: Sequence[Path]) -> None:
         (folder / _LOCK).unlink()
     os.close(file)
     with suppress(OSError):
-        # Those with something in them stay.
+        # Folders that are not empty stay.
         for path in made:
             path.rmdir()
 
 
 def _leave_locks() -> None:
-    """In a forked process: close the descriptors, each of which would keep its lock after the first process."""
+    """In a forked process, close the descriptors, which would keep the locks after the parent has ended."""
     while _LOCKS:
         os.close(_LOCKS.pop())
 
@@ -98,10 +98,10 @@ def _locked_file(folder: Path) -> int:
                 f"--output {folder} is in use by another process; wait for its end, or name another folder"
             ) from None
         except OSError as error:
-            told = f"{folder} cannot be locked ({error.strerror}): see to it that no other process writes there"
-            print(f"roundpipe: {told}", file=sys.stderr)
+            problem = f"{folder} cannot be locked ({error.strerror}): make sure that no other process writes there"
+            print(f"roundpipe: {problem}", file=sys.stderr)
             return file
-        # Whoever had the lock before may just have removed this file.
+        # The previous holder of the lock may just have removed this file.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), path.stat()):
                 return file
@@ -109,7 +109,7 @@ def _locked_file(folder: Path) -> int:
 
 
 def mark(folder: Path) -> str:
-    """Write a word into the lock that this process has, and return it: whoever reads it there sees this folder."""
+    """Write a random word to this process's lock file; return it. A machine that reads it shares the folder."""
     word = secrets.token_hex(8)
     with writing(f"--output {folder}"):
         (folder / _LOCK).write_text(word, encoding="ascii")
@@ -117,7 +117,7 @@ def mark(folder: Path) -> str:
 
 
 def is_marked(folder: Path, word: str) -> bool:
-    """Whether the folder's lock has this word in it."""
+    """Return whether the folder's lock file has this word in it."""
     try:
         return (folder / _LOCK).read_text(encoding="ascii") == word
     except (OSError, ValueError):
@@ -125,20 +125,20 @@ def is_marked(folder: Path, word: str) -> bool:
 
 
 def has_run(folder: Path) -> bool:
-    """Whether the folder is the output of an earlier run of this command."""
+    """Return whether the folder is the output of an earlier run of this command."""
     return folder.is_dir() and _is_earlier_run(folder)
 
 
 def earlier_options(folder: Path) -> dict[str, Any]:
-    """The options of the run that the folder is the output of."""
-    found: dict[str, Any] = json.loads((folder / OPTIONS).read_bytes())
-    return found
+    """Return the options of the run whose output the folder is."""
+    options: dict[str, Any] = json.loads((folder / OPTIONS).read_bytes())
+    return options
 
 
 def remove_results(folder: Path, names: Sequence[str]) -> None:
     """Remove these results of earlier runs.
 
-    Raises `Refused` if it cannot be removed.
+    Raises `Refused` if one cannot be removed.
     """
     try:
         for name in names:
@@ -152,7 +152,7 @@ def remove_results(folder: Path, names: Sequence[str]) -> None:
 
 
 def create_output(folder: Path, options: Mapping[str, object]) -> None:
-    """Make the folder and write the options file, by which later runs recognize it as this command's.
+    """Create the folder and write the options file, by which later runs recognize it as this command's.
 
     Raises `Refused` if the folder cannot be written to.
     """
@@ -166,13 +166,13 @@ def create_output(folder: Path, options: Mapping[str, object]) -> None:
 
 
 def check_profile(path: Path, *, replaceable: bool) -> None:
-    """Raise `Refused` for a file that has something in it, unless it may be replaced."""
+    """Raise `Refused` for a file that is not empty, unless it may be replaced."""
     if not replaceable and path.is_file() and path.stat().st_size:
-        raise Refused(f"--profile {path} is there already; name another file, or replace it by --overwrite")
+        raise Refused(f"--profile {path} exists already; name another file, or replace it by --overwrite")
 
 
 def create_profile(path: Path) -> None:
-    """Make the file for the trace; raises `Refused` if it cannot be written."""
+    """Create the file for the trace; raise `Refused` if it cannot be written."""
     try:
         path.open("w", encoding="utf-8").close()
     except OSError as error:
@@ -230,7 +230,7 @@ def _check(folder: Path, *, replaceable: bool) -> None:
         raise Refused(f"--output {folder} has other files in it; name a new or empty folder")
     if not replaceable:
         raise Refused(
-            f"--output {folder} has a run already; go on with it by --resume, replace it by --overwrite, or name "
+            f"--output {folder} has a run already; continue it by --resume, replace it by --overwrite, or name "
             "another folder"
         )
 
@@ -241,10 +241,10 @@ def _is_earlier_run(folder: Path) -> bool:
     if not path.is_file() or path.stat().st_size > _MOST_OPTIONS_BYTES:
         return False
     try:
-        found: Any = json.loads(path.read_bytes())  # Any: whatever the file holds
+        content: Any = json.loads(path.read_bytes())  # Any: whatever the file holds
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and _MARK in cast("dict[Any, Any]", found)
+    return isinstance(content, dict) and _MARK in cast("dict[Any, Any]", content)
 
 
 def _unusable(folder: Path, error: OSError) -> Refused:

@@ -1,4 +1,4 @@
-"""The command `roundpipe plan`: whether a model can be trained on a machine, how fast, and what would help."""
+"""The command `roundpipe plan`: tell whether a model fits a machine, how fast it trains, and what would help."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from roundpipe.cli.estimate.options import PlanOptions
 
 
 def plan(options: PlanOptions) -> None:
-    """Print the answer.
+    """Print the answer to the case that the options describe.
 
     Raises `Refused` for a model or a machine that cannot be planned for.
     """
     workload = workload_of(options)
     case = Case(workload, machine_of(options), options.batch, options.num_microbatch, options.network)
-    found = foretell(case)
+    answer = foretell(case)
     show = as_json if options.json else as_text
-    print(show(found, changes(options, found)), flush=True)
+    print(show(answer, changes(options, answer)), flush=True)

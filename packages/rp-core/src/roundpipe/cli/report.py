@@ -1,4 +1,4 @@
-"""A running job's progress bar and metrics file."""
+"""Report a running job: progress bar, metrics file, TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roundpipe.telemetry.tables import readable_bytes
 class StepFigures:
     """Measurements of one training step.
 
-    `loss`: nats per token. `steps_late`: by how many steps the weights of this loss are older than the newest.
+    `loss`: nats per token. `steps_late`: the number of steps by which this loss's weights lag the newest.
     `tokens_per_s`: without padding. Device bytes: one number for each device.
     """
 
@@ -43,7 +43,7 @@ class StepFigures:
 def figures_of(
     runtime: Runtime, *, step: int, loss: float, late: int, tokens: int, rate: float, seconds: float
 ) -> StepFigures:
-    """The figures of a step, with the memory in use now."""
+    """Return the figures of a step, with the memory in use now."""
     memory = runtime.memory()
     return StepFigures(
         step=step,
@@ -59,14 +59,14 @@ def figures_of(
 
 
 class Report(Protocol):
-    """What records a training."""
+    """Records a training."""
 
     def step(self, figures: StepFigures) -> None:
         """Record one training step. Raises `Unwritable`."""
         ...
 
     def held_out(self, step: int, loss: float) -> None:
-        """Record the held-out loss after so many steps. Raises `Unwritable`."""
+        """Record the held-out loss after step `step`. Raises `Unwritable`."""
         ...
 
     def close(self) -> None:
@@ -75,35 +75,35 @@ class Report(Protocol):
 
 
 class Reports:
-    """Several reports; one that cannot be written is told of at once, and ends no training.
+    """Several reports. If one cannot be written, a line is printed, and the training continues.
 
-    Leaving the context closes them, and raises `Unwritable` for what was not written, unless another error does.
+    Leaving the context closes them, and raises `Unwritable` for missing writes, unless there is another error.
     """
 
     def __init__(self, *reports: Report) -> None:
         self._reports = reports
-        self._told: set[Report] = set()
+        self._reported: set[Report] = set()
 
     def step(self, figures: StepFigures) -> None:
         """Record one training step."""
         for report in self._reports:
-            with self._going_on(report):
+            with self._continuing(report):
                 report.step(figures)
 
     def held_out(self, step: int, loss: float) -> None:
-        """Record the held-out loss after so many steps."""
+        """Record the held-out loss after step `step`."""
         for report in self._reports:
-            with self._going_on(report):
+            with self._continuing(report):
                 report.held_out(step, loss)
 
     @contextmanager
-    def _going_on(self, report: Report) -> Generator[None]:
+    def _continuing(self, report: Report) -> Generator[None]:
         try:
             yield
         except Unwritable as error:
-            if report not in self._told:
-                self._told.add(report)
-                tqdm.write(f"roundpipe: {error}; the training goes on", file=sys.stderr)
+            if report not in self._reported:
+                self._reported.add(report)
+                tqdm.write(f"roundpipe: {error}; the training continues", file=sys.stderr)
 
     def __enter__(self) -> Reports:
         return self
@@ -122,14 +122,14 @@ class Reports:
 
 
 class Metrics:
-    """Writes measurements to a file as JSON lines, each at once; writes nothing if `path` is None.
+    """Writes measurements to a file as JSON lines, without buffering; writes nothing if `path` is None.
 
     A training step is a line with the fields of `StepFigures`; an evaluation is a line with `step`, the number of
     steps done so far, and `held_out_loss`.
 
-    `after`: go on with a file whose lines are of the steps up to this one; later lines are dropped.
+    `after`: continue a file after the lines of the steps up to this one; later lines are dropped.
 
-    What cannot be written raises `Unwritable`, is kept, and is tried again with the next line.
+    A line that cannot be written raises `Unwritable`, is kept, and is tried again with the next line.
     """
 
     def __init__(self, path: Path | None, *, after: int | None = None) -> None:
@@ -140,7 +140,7 @@ class Metrics:
             with writing(f"--output {path}"):
                 self._file = FileIO(path, "w" if after is None else "a")
                 if after is not None:
-                    # Shortened in place, which needs no room.
+                    # Shortened in place, which needs no disk space.
                     self._file.truncate(_bytes_up_to(path, after))
 
     def step(self, figures: StepFigures) -> None:
@@ -148,7 +148,7 @@ class Metrics:
         self._write(json.dumps(asdict(figures)) + "\n")
 
     def held_out(self, step: int, loss: float) -> None:
-        """Record the held-out loss after so many steps."""
+        """Record the held-out loss after step `step`."""
         self._write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Metrics:
 
 
 def _bytes_up_to(path: Path, step: int) -> int:
-    """The length of the whole lines of steps up to this one; a killed run may have left part of a line."""
+    """Return the length of the complete lines up to a step; a killed run may have left part of a line."""
     length = 0
     for line in path.read_bytes().splitlines(keepends=True):
         try:
@@ -180,7 +180,7 @@ def _bytes_up_to(path: Path, step: int) -> int:
 
 
 class TensorBoard:
-    """Writes the same as `Metrics` to a folder for TensorBoard; nothing if it is None.
+    """Writes the same measurements as `Metrics` to a folder for TensorBoard; nothing if it is None.
 
     Raises `Refused` if TensorBoard is not installed.
     """
@@ -199,7 +199,7 @@ class TensorBoard:
             self._add(f"training/{name}", getattr(figures, name), figures.step)
 
     def held_out(self, step: int, loss: float) -> None:
-        """Record the held-out loss after so many steps."""
+        """Record the held-out loss after step `step`."""
         self._add("held_out/loss", loss, step)
 
     def _add(self, name: str, value: float, step: int) -> None:
@@ -213,7 +213,7 @@ class TensorBoard:
             raise
 
     def close(self) -> None:
-        """Write what is left. Raises again what was raised before: what was not written then is lost."""
+        """Write the rest. Raises an earlier error again, since the values of that time are lost."""
         if self._writer is not None:
             with writing(f"--output {self._folder}"):
                 self._writer.close()
@@ -222,7 +222,7 @@ class TensorBoard:
 
 
 def tensorboard_writer() -> Any:  # Any: torch leaves it untyped
-    """The class that writes for TensorBoard. Raises `Refused` if that is not installed."""
+    """Return the class that writes for TensorBoard. Raises `Refused` if that is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -231,7 +231,7 @@ def tensorboard_writer() -> Any:  # Any: torch leaves it untyped
 
 
 class Progress:
-    """The progress bar, on stderr. `done`: steps of an earlier run. `is_shown`: whether there is one."""
+    """The progress bar, on stderr. `done`: steps of an earlier run. `is_shown`: whether to show it."""
 
     def __init__(self, steps: int, *, done: int = 0, is_shown: bool = True) -> None:
         self._bar = tqdm(
@@ -259,7 +259,7 @@ class Progress:
 
 
 def say(line: str) -> None:
-    """Print a line to stdout; where a progress bar is on the same terminal, above it."""
+    """Print a line to stdout, above a progress bar on the same terminal."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
 

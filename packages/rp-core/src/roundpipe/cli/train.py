@@ -1,4 +1,4 @@
-"""The command `roundpipe train`: trains a small model, evaluates it, and writes the results."""
+"""The command `roundpipe train`: train a small model, evaluate it, and write the results."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from roundpipe.cli.training.model import ModelSize
 def train(given: Options, size: ModelSize | None = None, crew: Crew | None = None) -> None:
     """Train a model as the options say, print the held-out losses, and write the model to the output folder.
 
-    `crew`: the machines that train together; None is this one alone. Those beside the first write nothing, and
-    raise `ToldElsewhere` for what all raise.
+    `crew`: the machines that train together; None for only this one. All but the first write nothing, and raise
+    `ToldElsewhere` for errors that all raise.
 
-    Raises `Refused`, before a model is made, for options or data that cannot be used; `Diverged` if the loss is
+    Raises `Refused`, before a model is created, for options or data that cannot be used; `Diverged` if the loss is
     not finite; `Unwritable` if a result cannot be written; `Interrupted` after Ctrl-C, which ends the training
     after the current step.
     """
@@ -41,7 +41,7 @@ def train(given: Options, size: ModelSize | None = None, crew: Crew | None = Non
 def _check_machines(given: Options, crew: Crew) -> None:
     crew.check_divides("--num-microbatch", given.num_microbatch)
     if crew.size > 1 and given.dtype == "float16":
-        raise Refused("--dtype float16 is for one machine: its gradients are looked at whole; take bfloat16")
+        raise Refused("--dtype float16 is for one machine: all gradients are checked together; use bfloat16")
 
 
 def _take_output(given: Options, stack: ExitStack) -> None:
@@ -52,7 +52,7 @@ def _take_output(given: Options, stack: ExitStack) -> None:
         return
     output.check_output(given.output, overwrite=given.overwrite)
     stack.enter_context(output.locked(given.output))
-    # Whoever had the lock may have written there.
+    # The process that had the lock may have written there.
     output.check_output(given.output, overwrite=given.overwrite)
 
 
@@ -68,11 +68,11 @@ def _train_in_it(given: Options, size: ModelSize | None, crew: Crew) -> None:
 
 
 def _facts(options: Options, corpus: Corpus) -> dict[str, object]:
-    """What must be the same on all machines, by the names that users know."""
-    found = {f"--{name.replace('_', '-')}": value for name, value in _jsonable(options).items()}
+    """Return the values that must be the same on all machines, by the names that users know."""
+    values = {f"--{name.replace('_', '-')}": value for name, value in _jsonable(options).items()}
     own = ("--data", "--devices", "--output", "--profile")
     text = [zlib.crc32(corpus.training), zlib.crc32(corpus.held_out)]
-    return {**{name: value for name, value in found.items() if name not in own}, "the text of --data": text}
+    return {**{name: value for name, value in values.items() if name not in own}, "the text of --data": text}
 
 
 def _make_output(options: Options) -> None:
@@ -115,7 +115,7 @@ def _save(job: Job, folder: Path | None) -> None:
 
 
 def _steps(job: Job, metrics: Reports, interruption: Interruption, *, is_shown: bool) -> int:
-    """Train, with a profile if one is wanted; return the number of steps done, fewer than all after Ctrl-C."""
+    """Train, with a profile if requested; return the number of steps done, fewer than all after Ctrl-C."""
     path = job.options.profile
     if path is None:
         return _train(job, metrics, interruption, is_shown=is_shown)

@@ -46,7 +46,7 @@ class Arrived:
     doors: list[torch.Tensor | None]
 
     def tree(self) -> Any:
-        """The tree that a layer receives."""
+        """Return the tree that a layer receives."""
         return rp_batch.unflatten(self.treedef, self.inside)
 
 
@@ -64,7 +64,7 @@ class Origins:
         self._hosts[id(tensor)] = (weakref.ref(tensor), tensor._version, host)
 
     def find(self, leaf: object) -> torch.Tensor | None:
-        """The host copy of exactly this tensor; None if unknown or if the tensor was written since."""
+        """Return the host copy of exactly this tensor; None if unknown or if the tensor was written since."""
         known, version, host = self._hosts.get(id(leaf), (None, 0, None))
         tensor = None if known is None else known()
         return host if tensor is not None and tensor is leaf and tensor._version == version else None
@@ -172,10 +172,10 @@ class Courier:
                 f"tensors that layers return or save must be dense tensors, but one has layout {tensor.layout}; "
                 "convert it in the layer that made it"
             )
-        found = tensor.detach().resolve_conj().resolve_neg()
+        resolved = tensor.detach().resolve_conj().resolve_neg()
         # A layer may return its own weight or buffer for every microbatch: each downloads a clone.
-        is_copied = in_use or self._is_weight(found)
-        return found.clone(memory_format=torch.contiguous_format) if is_copied else found.contiguous()
+        is_copied = in_use or self._is_weight(resolved)
+        return resolved.clone(memory_format=torch.contiguous_format) if is_copied else resolved.contiguous()
 
     def _download(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._backend.host_empty(tensor.shape, tensor.dtype, short_lived=True)
@@ -184,7 +184,7 @@ class Courier:
         return host
 
     def let_go(self, done: Event, still: Iterable[Any] = ()) -> None:
-        """Release uploaded memory once `done` has happened, except where tensors in `still` use it."""
+        """Release uploaded memory after the event `done`, except memory that tensors in `still` use."""
         tensors = [leaf for leaf in still if isinstance(leaf, torch.Tensor)]
         if not all(map(is_dense, tensors)):
             # A sparse gradient's indices and values may lie in this memory: keep all until the next call.

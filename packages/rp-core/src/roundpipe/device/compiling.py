@@ -28,7 +28,7 @@ class Compiler:
 
     Args:
         options: arguments of `torch.compile`, such as ``{"mode": "max-autotune-no-cudagraphs"}``.
-        num_devices: multiplies the compiler's recompile limits, since each device needs variants of its own.
+        num_devices: multiplies the compiler's recompile limits, since each device needs its own variants.
     """
 
     def __init__(self, options: CompileOptions, num_devices: int) -> None:
@@ -44,10 +44,10 @@ class Compiler:
             setattr(config, name, max(getattr(config, name), one_device * self._num_devices))
 
     def compile(self, twin: nn.Module) -> None:
-        """Compile a twin, or those of its submodules that it names; torch does so in their first call.
+        """Compile a twin, or the submodules that it names; torch compiles them in their first call.
 
-        A layer may have an attribute ``compiled_submodules``, names of submodules, if the code around them differs
-        from layer to layer.
+        A layer names submodules in an attribute ``compiled_submodules`` if the code around them differs from layer
+        to layer.
         """
         names: Sequence[str] | None = getattr(twin, "compiled_submodules", None)
         for part in [twin] if names is None else map(twin.get_submodule, names):
@@ -72,10 +72,11 @@ def options_of(compile_layers: object) -> CompileOptions | None:
 
 
 def launched_from_cpp(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """A backend of `torch.compile`: inductor, whose kernels are launched by C++ code that releases the GIL.
+    """Compile a graph with inductor so that C++ code launches its kernels without the GIL.
 
-    With Python code each kernel takes the GIL, for which the threads of all devices compete. Graphs on the CPU are
-    compiled as usual. So are graphs for which inductor has no C++ code, with a warning.
+    A backend of `torch.compile`. Kernels launched from Python take the GIL, for which the threads of all devices
+    compete. Graphs on the CPU are compiled as usual. So are graphs for which inductor has no C++ code, with a
+    warning.
     """
     inductor = _inductor()
     if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs):
@@ -130,8 +131,8 @@ def _keep_device_guard() -> None:
 
 
 def _call_while_others_trace() -> None:
-    # Torch 2.11 notes for the whole process that FX is tracing, as each compilation does. A device's thread that
-    # calls a compiled layer meanwhile would be refused as if it were being traced.
+    # Torch 2.11 has one flag in the process that says that FX is tracing, which each compilation sets. Meanwhile,
+    # another device's thread could not call a compiled layer: torch would take it for traced code.
     if hasattr(symbolic_trace, "_is_fx_tracing_flag"):
         config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage] - as in `Compiler.raise_limits`
         config.force_compile_during_fx_trace = True

@@ -1,4 +1,4 @@
-"""Entrances: a module's `forward` that leads to the devices, while the module stays where it is."""
+"""Entrances: a replacement of a module's `forward` that runs on the devices."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Entrance:
 
 
 def entrance_of(module: torch.nn.Module) -> Entrance | None:
-    """The entrance that is this module's forward, or None."""
-    found = vars(module).get("forward")
-    return found if isinstance(found, Entrance) else None
+    """Return the entrance that is this module's forward, or None."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, Entrance) else None
 
 
 def _own_forward(module: torch.nn.Module, before: Callable[..., Any] | None) -> Callable[..., Any]:

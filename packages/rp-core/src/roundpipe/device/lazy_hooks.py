@@ -1,4 +1,4 @@
-"""Hooks that transformers registers in a model's first call: register them before twins, which share them."""
+"""Register hooks that transformers would register in a model's first call before twins exist, which share them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def register_lazy_hooks(module: torch.nn.Module) -> None:
-    """Register the hooks by which transformers collects outputs, in all Hugging Face models in this module.
+    """Register the hooks with which transformers collects outputs, in all Hugging Face models in this module.
 
-    Transformers registers them in the first call that asks for such outputs, and notes it on the model. A twin
-    would register them in the tables that all twins share, once for each twin, and every output would be collected
-    as often. The package is not imported: it is there if the module is one of its models.
+    Transformers registers them in the first call that requests such outputs, and sets a flag on the model. Each
+    twin would register them again in the hook tables that all twins share, and every output would be collected as
+    often. The package is not imported here: the module is one of its models only if it already is.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     register: Callable[[torch.nn.Module], None] = getattr(capturing, "maybe_install_capturing_hooks", _nothing)
@@ -22,7 +22,7 @@ def register_lazy_hooks(module: torch.nn.Module) -> None:
 
 
 def _nothing(model: torch.nn.Module) -> None:
-    # No transformers, or one that collects in another way.
+    # Transformers is not imported, or collects outputs in another way.
     del model
 
 

@@ -13,7 +13,7 @@ from rp_transfer import Backend, Event
 Arrival = Callable[[Any], Event | None]
 
 
-def _here(leaf: Any) -> None:
+def _no_arrival(leaf: Any) -> None:
     del leaf
 
 
@@ -42,7 +42,7 @@ class Packet:
     events: tuple[Event, ...] = ()
 
     @classmethod
-    def of(cls, backend: Backend, tree: Any, *, with_grads: bool, arrival: Arrival = _here) -> Packet:
+    def of(cls, backend: Backend, tree: Any, *, with_grads: bool, arrival: Arrival = _no_arrival) -> Packet:
         """Copy a user's tree to host memory that devices copy from, so that the user may then change the original.
 
         `arrival(leaf)`: the event of a leaf that an earlier call is still downloading to such memory, otherwise
@@ -58,16 +58,16 @@ class Packet:
         return cls(treedef, held, grads, tuple(dict.fromkeys(event for event in arrivals if event)))
 
     def tree(self) -> Any:
-        """The tree of host tensors; readable after `events`."""
+        """Return the tree of host tensors; readable after `events`."""
         return rp_batch.unflatten(self.treedef, self.leaves)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The leaves that are tensors."""
+        """Return the leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided, neither sparse nor nested."""
+    """Return whether a tensor is strided, neither sparse nor nested."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 

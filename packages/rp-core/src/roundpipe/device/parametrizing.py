@@ -1,4 +1,4 @@
-"""Weights that layers parametrize in forward, as PEFT does; torch's cache of them, safe for several devices."""
+"""Make torch's cache of parametrized weights safe for several devices; PEFT's layers use it in forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 
 class ThreadCounter(threading.local):
-    """A count of its own for each thread, in place of a number that code adds to and subtracts from.
+    """A counter with a separate value in each thread, for code that adds to and subtracts from a number.
 
     >>> counter = ThreadCounter()
     >>> counter += 1
@@ -34,11 +34,11 @@ class ThreadCounter(threading.local):
 
 
 def cache_by_thread() -> None:
-    """Let ``parametrize.cached()`` cache for the thread that is inside it only.
+    """Make ``parametrize.cached()`` cache only for the thread that is inside it.
 
-    PEFT computes adapted expert weights (``target_parameters``) in it, anew in each forward. Torch counts for the
-    whole process who is inside, and empties the cache when nobody is. While another device's thread is inside, a
-    twin's next microbatch would get the weights that the one before has computed.
+    PEFT computes adapted expert weights (``target_parameters``) in it, anew in each forward. Torch counts how many
+    of all threads are inside, and empties the cache when none is. While another device's thread is inside, a
+    twin's next microbatch would get the weights that were computed for the one before.
     """
     torch_has: Any = parametrize
     if not isinstance(torch_has._cache_enabled, ThreadCounter):
@@ -46,7 +46,7 @@ def cache_by_thread() -> None:
 
 
 def parametrizes_in_forward(module: nn.Module) -> bool:
-    """Whether each forward parametrizes weights inside, as PEFT does for ``target_parameters``.
+    """Return whether a module's forward parametrizes weights, as PEFT's does for ``target_parameters``.
 
     Torch then sets such a weight to itself, which counts as writing it.
     """

@@ -30,7 +30,7 @@ class Drawer(NamedTuple):
     layer: int = 0
 
     def place(self, num_layers: int) -> int:
-        """A number unique in the model: first the layers, then the loss function, then the layers' `prepare`."""
+        """Return a number unique in the model: first layers, then the loss function, then layers' `prepare`."""
         match self.what:
             case "layer":
                 return self.layer
@@ -43,7 +43,7 @@ class Drawer(NamedTuple):
 
 
 def mix(seed: int, layer: int, microbatch: int) -> int:
-    """The seed of one layer and microbatch in a call (SplitMix64; Steele, Lea and Flood, 2014)."""
+    """Return the seed of one layer and microbatch in a call (SplitMix64; Steele, Lea and Flood, 2014)."""
     value = (seed + 0x9E3779B97F4A7C15 * (1 + (layer << 20) + microbatch)) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -108,7 +108,7 @@ def _set_state(state: torch.Tensor) -> None:
 
 
 def _drawn_since(state: torch.Tensor) -> bool:
-    """Whether numbers were drawn from the CPU generator since it was in this state."""
+    """Return whether numbers were drawn from the CPU generator since it was in this state."""
     return not torch.equal(state, _state())
 
 
@@ -116,7 +116,7 @@ _GATE = _Gate()
 
 
 class Randomness:
-    """The random numbers of one call, of the microbatches from `first` on; `seed`: what the call drew.
+    """The random numbers of one call, for the microbatches from `first` on. `seed`: the call's, from `draw_seed`.
 
     `quiet`: the drawers last seen not to draw from the CPU generator, shared by all calls of the model. `drew` and
     `drew_on_device`: the drawers and microbatches that drew from the CPU generator, or the device's, in this call.
@@ -169,7 +169,7 @@ class Randomness:
         return mix(self.seed, drawer.place(self._num_layers), self._first + microbatch)
 
     def drew_any(self) -> bool:
-        """Whether any layer drew, so that its recomputation will seed a generator of the caller's again."""
+        """Return whether any layer drew, so that its recomputation will seed a generator again."""
         return bool(self.drew or self.drew_on_device)
 
     @staticmethod

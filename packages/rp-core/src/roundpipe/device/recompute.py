@@ -21,7 +21,7 @@ class Shelf(Protocol):
     """Stores the data that a run's layers save for their recomputation."""
 
     def will_recompute(self, layer: int, microbatch: int) -> bool:
-        """Whether the layer will be recomputed for this microbatch."""
+        """Return whether the layer will be recomputed for this microbatch."""
         ...
 
     def keep(self, slot: Slot, packet: Packet) -> None:
@@ -29,7 +29,7 @@ class Shelf(Protocol):
         ...
 
     def fetch(self, slot: Slot) -> Packet | None:
-        """The slot's packet; None if it has none."""
+        """Return the slot's packet; None if it has none."""
         ...
 
     def drop(self, slot: Slot) -> None:
@@ -38,13 +38,13 @@ class Shelf(Protocol):
 
 
 def prepares(layer: nn.Module) -> bool:
-    """Whether a layer has a second method, ``prepare(x)``, whose result its ``forward(x, prepared=...)`` takes.
+    """Return whether a layer has a method ``prepare(x)`` whose result its ``forward(x, prepared=...)`` takes.
 
     ``prepare`` computes what must not be recomputed, such as a router's choices. Its result is detached, kept, and
     passed to `forward` again by the recomputation, which does not call ``prepare``. It must not write buffers.
     """
-    found = callable(getattr(layer, "prepare", None))
-    return found and "prepared" in inspect.signature(layer.forward).parameters
+    has_prepare = callable(getattr(layer, "prepare", None))
+    return has_prepare and "prepared" in inspect.signature(layer.forward).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Memory:
         self._shelf = shelf
 
     def first(self, layer: int, microbatch: int) -> LayerCtx:
-        """The context of a layer's first forward; if it is retried, the earlier try's data is dropped."""
+        """Return the context of a layer's first forward; if it is retried, the earlier try's data is dropped."""
         if not self._shelf.will_recompute(layer, microbatch):
             return ForwardCtx(None)
         saved = Slot("saved", layer, microbatch)
@@ -71,16 +71,16 @@ class Memory:
         return ForwardCtx(partial(self._keep, saved))
 
     def again(self, layer: int, microbatch: int) -> LayerCtx:
-        """The context of a layer's recomputation, with the saved data uploaded."""
+        """Return the context of a layer's recomputation, with the saved data uploaded."""
         packet = self._shelf.fetch(Slot("saved", layer, microbatch))
         return RecomputeCtx(() if packet is None else self._fetch(packet))
 
     def keep_prepared(self, layer: int, microbatch: int, prepared: Any) -> Any:
         """Detach the result of `prepare` and return it; keep it if the layer will be recomputed."""
-        found = rp_batch.map_leaves(_detached, prepared)
+        detached = rp_batch.map_leaves(_detached, prepared)
         if self._shelf.will_recompute(layer, microbatch):
-            self._keep(Slot("prepared", layer, microbatch), (found,))
-        return found
+            self._keep(Slot("prepared", layer, microbatch), (detached,))
+        return detached
 
     def prepared(self, layer: int, microbatch: int) -> Any:
         """Fetch the result that `prepare` returned before the layer's first forward."""
@@ -90,21 +90,21 @@ class Memory:
 
     def _keep(self, slot: Slot, data: tuple[Any, ...]) -> None:
         leaves, treedef = rp_batch.flatten(data)
-        held = list(map(self._parted, leaves))
+        held = list(map(self._marked, leaves))
         # `in_use`: the layer may write these tensors in place after saving them.
         packet = self._courier.send(treedef, held, [False] * len(held), Origins(), in_use=True)
         self._shelf.keep(slot, packet)
 
-    def _parted(self, leaf: Any) -> Any:
+    def _marked(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.device != self._device:
             return _Elsewhere(leaf.detach().clone())
         return leaf
 
     def _fetch(self, packet: Packet) -> tuple[Any, ...]:
-        return rp_batch.unflatten(packet.treedef, _joined(self._courier.bring(packet)))
+        return rp_batch.unflatten(packet.treedef, _unmarked(self._courier.bring(packet)))
 
 
-def _joined(leaves: Sequence[Any]) -> list[Any]:
+def _unmarked(leaves: Sequence[Any]) -> list[Any]:
     return [leaf.tensor if isinstance(leaf, _Elsewhere) else leaf for leaf in leaves]
 
 

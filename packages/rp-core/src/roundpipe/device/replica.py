@@ -42,12 +42,12 @@ _HOOK_TABLES = (
 
 def named_modules(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """``module.named_modules(prefix=prefix)`` with complete types."""
-    found = module.named_modules(prefix=prefix)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return cast("Iterator[tuple[str, torch.nn.Module]]", found)
+    named = module.named_modules(prefix=prefix)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast("Iterator[tuple[str, torch.nn.Module]]", named)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether any hook is registered on the module itself.
+    """Return whether any hook is registered on the module itself.
 
     >>> has_hooks(torch.nn.Tanh())
     False
@@ -56,7 +56,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def hooks_of(module: torch.nn.Module) -> Iterator[object]:
-    """The hooks that are registered on the module itself.
+    """Yield the hooks that are registered on the module itself.
 
     >>> layer = torch.nn.Tanh()
     >>> _ = layer.register_forward_hook(print)
@@ -120,11 +120,11 @@ class Twins:
         self._prepares[index] = prepares(module)
 
     def prepares(self, index: int) -> bool:
-        """Whether the layer has a `prepare` of its own, see `recompute.prepares`."""
+        """Return whether the layer has a `prepare`, see `recompute.prepares`."""
         return self._prepares[index]
 
     def module(self, index: int, training: tuple[bool, ...]) -> torch.nn.Module:
-        """A layer's twin, with its training flags set to these, in the order of the host layer's ``modules()``."""
+        """Return a layer's twin, with these training flags, in the order of the host layer's ``modules()``."""
         twin = self._modules[index]
         if self._flags.get(index) != training:
             # In the order of building: forward may since have removed a module and added it again at the end.
@@ -144,11 +144,11 @@ class Twins:
         self.expansions.enter_backward(index, self._packed_in[index])
 
     def outside(self, index: int, output: Any) -> Any:
-        """A layer's output as others may read it after the layer's packed weights were freed."""
+        """Return a layer's output in a form that stays valid after its packed weights are freed."""
         return self.expansions.outside(output) if self._packed_in[index] else output
 
     def check(self, index: int) -> None:
-        """Refuse a layer whose forward wrote a parameter, or added, replaced or removed one, a module or buffer.
+        """Refuse a layer whose forward wrote a parameter or added, replaced or removed a tensor or module.
 
         Only the twin would change, not the host layer. Raises `TypeError` that names the layer and the change. The
         twin is rebuilt for the next call.
@@ -185,7 +185,7 @@ class Twins:
             twin.grad = gradient
 
     def detach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
-        """Take ``.grad`` off again; a gradient that autograd put elsewhere is copied into its sum.
+        """Remove ``.grad`` again; copy a gradient that autograd put elsewhere into its sum.
 
         While a layer's forward runs, its parameters have no ``.grad``: torch could not compile it otherwise.
         """
@@ -195,7 +195,7 @@ class Twins:
             twin.grad = None
 
     def tensors(self, block: Block) -> list[torch.Tensor]:
-        """The block's device tensors, in its order."""
+        """Return the block's device tensors, in its order."""
         return [self._tensors[id(tensor)] for tensor in block.tensors]
 
     def release(self, block: Block) -> None:
@@ -205,7 +205,7 @@ class Twins:
             self._nothing[dtype] = _nothing(dtype, self._device)
         for twin in self.tensors(block):
             twin.data = self._nothing[dtype]
-        # They may be of this block.
+        # Expanded weights may belong to this block.
         self.expansions.forget()
 
     def _built(self, layer: LayerState) -> torch.nn.Module:
@@ -252,13 +252,13 @@ _Part = tuple[str, str, object]
 _Table = Mapping[str, object]
 
 _WRITTEN = (
-    "layer {0} wrote its parameter {1!r} in forward, which changes the device's copy alone; write it between "
-    "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: make it without)"
+    "layer {0} wrote its parameter {1!r} in forward, which changes only the device's copy; write it between "
+    "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: create it without)"
 )
 
 
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:
-    """All submodules, parameters and buffers of a module."""
+    """Yield all submodules, parameters and buffers of a module."""
     for name, owner in named_modules(module):
         for kind, table in _tables(owner).items():
             for own, part in table.items():
@@ -270,7 +270,7 @@ def _tables(owner: torch.nn.Module) -> dict[str, _Table]:
 
 
 def _content(owners: Iterable[torch.nn.Module]) -> list[object]:
-    """The names and object ids in the tables of all owners. Ids stay valid only while the objects are kept."""
+    """Return the names and object ids in the tables of all owners. Ids are valid only while the objects exist."""
     return [(*table, *map(id, table.values())) for owner in owners for table in _tables(owner).values()]
 
 
@@ -287,7 +287,7 @@ def _refusal(index: int, kind: str, name: str, *, was_there: bool) -> str:
 
 
 def _watched(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters whose version counters tell whether forward writes them."""
+    """Yield the parameters whose version counters tell whether forward writes them."""
     parametrized = {one for part in module.modules() if parametrizes_in_forward(part) for one in part.parameters()}
     return ((name, one) for name, one in module.named_parameters() if one not in parametrized)
 

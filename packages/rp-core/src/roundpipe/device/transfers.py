@@ -44,7 +44,7 @@ class Delivery:
             with self._waiting("turn", "wait for gradients of {}", block):
                 ticket.enter()
             if written and block.gradient is not None:
-                with self._told(block, block.gradient.arriving_nbytes):
+                with self._traced(block, block.gradient.arriving_nbytes):
                     self._receive(block.gradient, memory, written)
             ticket.leave(conveyor.record())
         conveyor.drain()
@@ -64,7 +64,7 @@ class Delivery:
         porter = self.porter
         return self.tracer.on_stream(porter.device, porter.stream, "wait", name, *parts, reason=reason)
 
-    def _told(self, block: Block, nbytes: int) -> AbstractContextManager[None]:
+    def _traced(self, block: Block, nbytes: int) -> AbstractContextManager[None]:
         porter = self.porter
         return self.tracer.on_stream(
             porter.device, porter.stream, "download", "gradients of {}", block, nbytes=nbytes
@@ -86,7 +86,7 @@ def bring(
     tracer: Tracer,
     saved: torch.Tensor | None = None,
 ) -> Event:
-    """Upload a block into device memory (numel,) and leave its turn; a buffer keeps it, as layers may write there.
+    """Upload a block into device memory (numel,) and leave its turn, except a buffer's, which layers may write.
 
     `saved`: what `save` returned, (numel,) on the host: uploaded instead, without a turn.
 
@@ -95,9 +95,9 @@ def bring(
     if saved is not None:
         porter.conveyor.upload(memory, saved)
         return porter.conveyor.record()
-    with _told(tracer, porter, block, "wait"):
+    with _traced(tracer, porter, block, "wait"):
         ticket.enter(None if block.is_staged else porter.stream)
-    with _told(tracer, porter, block, "upload"):
+    with _traced(tracer, porter, block, "upload"):
         moving = None if times is None else times.transfers.begin(porter.device.name, porter.stream)
         for target, source in block.pieces(memory):
             porter.conveyor.upload(target, source)
@@ -118,7 +118,7 @@ def save(porter: Porter, memory: torch.Tensor, arrived: Event) -> torch.Tensor:
     return held
 
 
-def _told(
+def _traced(
     tracer: Tracer, porter: Porter, block: Block, kind: Literal["wait", "upload"]
 ) -> AbstractContextManager[None]:
     device, stream = porter.device, porter.stream

@@ -1,1 +1,1 @@
-"""Optimizer steps, which run on a thread of their own, and their results in the weights."""
+"""Optimizer steps, which run on a separate thread, and the publication of their results to the weights."""

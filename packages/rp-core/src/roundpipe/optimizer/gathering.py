@@ -1,4 +1,4 @@
-"""New weights on their way from the machines that own them to all others."""
+"""Send new weights from the machines that own them to all others."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from roundpipe.state.master import is_split
 from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import GATHER, SILENT, Tracer
 
-# How many blocks' turns a publication holds while their weights come from other machines.
+# A publication holds the turns of at most this many blocks while their weights arrive from other machines.
 _HELD = 3
 
 
 class Copies:
-    """One block's new weights under way, in pieces that have one owner each; used on one thread at a time.
+    """Transfers of one block's new weights, in pieces that have one owner each; used on one thread at a time.
 
-    `number`: of the first piece among the group's transfers. What others own is expected from the beginning; what
-    this machine owns is sent when it is complete.
+    Pieces of other owners are received from the start; this machine's own pieces are sent when they are complete.
     """
 
     def __init__(self, group: MachineGroup, block: Block) -> None:
@@ -33,7 +32,7 @@ class Copies:
         self._block = block
         self._pieces = block.gathered()
         self._number = group.count_gathered(len(self._pieces))
-        # By piece; one that was sent too early has another one.
+        # By piece; one that was sent too early has a further transfer.
         self._works: dict[int, list[Work]] = {}
         self._is_stale: set[int] = set()
         for place, (owner, _) in enumerate(self._pieces):
@@ -45,16 +44,16 @@ class Copies:
         self._works.setdefault(place, []).append(self._group.gather(piece, owner, number))
 
     def note_complete(self, index: int) -> None:
-        """A parameter of a second block has its result: send its segment, if that has all of them."""
+        """Note that a parameter's result is in the second block; send its segment if all results are."""
         place = next(at for at, segment in enumerate(self._block.segments) if index in segment.indices)
         if place in self._works:
-            # Another optimizer, or another step of this one, in the same step function.
+            # Updated again by another optimizer, or by another step, in the same step function.
             self._is_stale.add(place)
         elif all(each in self._block.complete for each in self._block.segments[place].indices):
             self._launch(place, self._number + place)
 
     def stale(self, is_stale: Callable[[int], bool]) -> list[int]:
-        """The segments whose parameters were changed after they were sent. `is_stale`: of a parameter's index."""
+        """Return the segments whose parameters were changed after they were sent. `is_stale`: by index."""
         changed = {
             place
             for place in self._works
@@ -64,7 +63,7 @@ class Copies:
         return sorted(self._is_stale | changed)
 
     def send_rest(self) -> None:
-        """Send what was not sent yet."""
+        """Send the pieces that were not sent yet."""
         for place in range(len(self._pieces)):
             if place not in self._works:
                 self._launch(place, self._number + place)
@@ -76,7 +75,7 @@ class Copies:
         self._launch(place, self._group.count_gathered(1))
 
     def wait(self) -> None:
-        """Wait until all pieces have arrived here, and elsewhere those of this machine."""
+        """Wait until all pieces have arrived here, and this machine's pieces elsewhere."""
         for work in self._all():
             work.wait()
 
@@ -84,7 +83,7 @@ class Copies:
         return [work for works in self._works.values() for work in works]
 
     def tell(self, tracer: Tracer) -> None:
-        """Tell of what this machine has sent."""
+        """Trace the transfers that this machine has sent."""
         for place, (owner, piece) in enumerate(self._pieces):
             for work in self._works[place] if owner == self._group.rank else ():
                 if work.ended_s is not None:
@@ -93,10 +92,10 @@ class Copies:
 
 
 class Gathering:
-    """The new weights of one model; used on the optimizer's thread, or when that has nothing to do.
+    """The new weights of one model; used on the optimizer's thread, or while that thread is idle.
 
-    With a second block they come there while devices read the first, each segment as soon as a step has updated
-    its parameters; without one, in the block's turn.
+    With a second block, weights arrive in it while devices read the first, each segment as soon as a step has
+    updated its parameters. Without one, they arrive in the block's turn.
     """
 
     def __init__(self, group: MachineGroup, state: ModelState) -> None:
@@ -107,18 +106,18 @@ class Gathering:
     # A step, with second blocks
 
     def expect(self) -> None:
-        """A step begins: its results come to the second blocks from now on."""
+        """Begin a step: from now on, receive its results in the second blocks."""
         for block in self._state.trainable:
             if block.back is not None and block not in self._under_way:
                 self._under_way[block] = Copies(self._group, block)
 
     def note_complete(self, block: Block, index: int) -> None:
-        """A parameter has its result, in the second block."""
+        """Note that a parameter's result is in the second block."""
         if (copies := self._under_way.get(block)) is not None:
             copies.note_complete(index)
 
     def changed(self) -> list[list[int]]:
-        """The segments, of each block, that this machine has to send again when all have taken the step."""
+        """Return, for each block, the segments that this machine must send again after all have taken the step."""
         return [copies.stale(self._is_stale(block)) for block, copies in self._under_way.items()]
 
     def _is_stale(self, block: Block) -> Callable[[int], bool]:
@@ -126,7 +125,10 @@ class Gathering:
         return lambda index: block.complete.get(index) != masters[index]._version
 
     def complete(self, changed: Sequence[Sequence[Sequence[int]]]) -> None:
-        """All machines have taken the step: send the rest, and what has changed, as each machine told."""
+        """Complete a step that all machines have taken: send the rest, and again the segments that changed.
+
+        `changed`: from each machine, what its own `changed` has returned.
+        """
         try:
             self._complete(changed)
         except BaseException as error:
@@ -138,13 +140,13 @@ class Gathering:
             block.write(self._state.backend, self._masters(block))
             copies.send_rest()
         for number, copies in enumerate(self._under_way.values()):
-            for place in sorted(place for told in changed for place in told[number]):
+            for place in sorted(place for machine in changed for place in machine[number]):
                 copies.send_again(place)
 
     def give_up(self) -> None:
-        """The step has failed: the others wait for what they expect of it, which nobody uses."""
+        """After a failed step, send the pieces that other machines wait for, although nobody uses them."""
         copies = [self._under_way.pop(block) for block in list(self._under_way)]
-        # Where a machine is lost, the step has raised that.
+        # If a machine was lost, the step has raised that.
         with suppress(DistError):
             for each in copies:
                 each.send_rest()
@@ -152,7 +154,7 @@ class Gathering:
                 each.wait()
 
     def skip(self) -> None:
-        """A step could not begin here: the others wait for what they expect of it, as in `give_up`."""
+        """Send the pieces that other machines wait for, as `give_up` does, if a step could not begin here."""
         with suppress(DistError):
             self.wait()
             self._under_way.clear()
@@ -220,7 +222,7 @@ class Gathering:
         return True
 
     def _refuse_changed(self, block: Block) -> None:
-        """The others have what the step left."""
+        """Refuse parameters that were changed after the step, since other machines have the step's result."""
         masters = self._masters(block)
         if any(masters[index]._version != version for index, version in block.complete.items()):
             raise AloneOnly(
@@ -231,7 +233,7 @@ class Gathering:
     # Between steps
 
     def take_over(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The masters of these parameters were just set from them, on every machine: publish that, too."""
+        """Publish these parameters' values, too: on every machine, their masters were just set from them."""
         chosen = set(parameters)
         for block in list(self._under_way):
             self._take_over(block, [index for index, one in enumerate(block.tensors) if one in chosen])
@@ -247,7 +249,7 @@ class Gathering:
             block.complete[index] = masters[index]._version
 
     def results(self) -> dict[torch.Tensor, torch.Tensor]:
-        """What the last step made of each trained parameter, where calls do not read it yet: in second blocks.
+        """Return the last step's result for each trained parameter, from second blocks that calls do not read yet.
 
         Raises `AloneOnly` if this machine has not all of them: without second blocks they come in a publication.
         """
@@ -258,13 +260,13 @@ class Gathering:
                 "or wrap the model with double_buffer=True"
             )
         self.wait()
-        found: dict[torch.Tensor, torch.Tensor] = {}
+        values: dict[torch.Tensor, torch.Tensor] = {}
         for block in self._under_way:
             assert block.back is not None
             self._refuse_changed(block)
             self._state.backend.host_touch(read=(block.back,), what="a state dict")
-            found.update(zip(block.tensors, block.back_values, strict=True))
-        return found
+            values.update(zip(block.tensors, block.back_values, strict=True))
+        return values
 
     def wait(self) -> None:
         """Wait until the results that are under way are in the second blocks."""

@@ -24,7 +24,7 @@ from roundpipe.telemetry.tracing import OPTIMIZER, SILENT, Tracer
 
 
 class Consumed:
-    """How many of a step's loans have given up their gradients, whose memory other blocks then use; in order."""
+    """Counts the loans of a step that have released their gradients, in order; other blocks reuse the memory."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -35,11 +35,13 @@ class Loan:
 
     `ticket`: the turn on the gradients, entered when the step first reads one of them. A failed step leaves the
     weights that devices read unchanged, since they are published only after the step function has returned.
-    `reduced`: the gradients' sum over machines, if there are several, `share`: asks the others, and `gathering`:
-    sends them results. `weights`: the turn to publish the result in, if the step does that at its end. Masters in
-    halves without a second block are updated in place in this turn, so a failed step leaves torn weights.
-    `turn`: of a step during backward, which gives up each block's gradients when it has read them: its place in
-    their order; `consumed`: how many it has given up.
+    `weights`: the turn to publish the result in, if the step publishes at its end. Masters in halves without a
+    second block are updated in place in this turn, so a failed step leaves torn weights.
+
+    With several machines: `reduced`: the gradients' sum over machines. `share`: exchanges values with the others.
+    `gathering`: sends them results. In a step during backward, which releases each block's gradients when it has
+    read them: `turn`: the block's position in that order. `consumed`: counts the blocks whose gradients it has
+    released.
     """
 
     def __init__(
@@ -58,12 +60,12 @@ class Loan:
     ) -> None:
         self._turn = turn
         self._consumed = consumed or Consumed()
-        # Whose gradients are yet to be read, by a step during backward.
+        # In a step during backward, the parameters whose gradients it has not read yet.
         self._unread: set[int] = set()
         self._weights = weights
         self._writes_in_place = False
         self._thread = 0
-        # When the masters were unlinked.
+        # Whether the step had updated any master when they were unlinked.
         self._has_changed = False
         self._reduced = reduced
         self._gathering = gathering
@@ -80,25 +82,25 @@ class Loan:
         self._versions: list[int] = []
         # How long the step waited for these gradients.
         self.waited_s = 0.0
-        # Of which parameters the step function has dropped them, once it has ended, whoever owns them.
+        # After the step function: the parameters whose gradients it has dropped, whichever machine owns them.
         self.dropped: list[int] = []
 
     def of(self, state: ModelState) -> bool:
-        """Whether the block is this model's."""
+        """Return whether the block is this model's."""
         return self._state is state
 
     @property
     def is_consumed(self) -> bool:
-        """Whether the step is one during backward, which leaves no gradients."""
+        """Whether the step runs during backward, so that it consumes the gradients."""
         return self._turn is not None
 
     def masters(self) -> list[torch.nn.Parameter]:
-        """The master weights of the block's parameters, in the block's order."""
+        """Return the master weights of the block's parameters, in the block's order."""
         return [self._state.masters[parameter] for parameter in self.block.tensors]
 
     def lend(self) -> None:
         """Link every master to its place in the gradient block."""
-        # Left over from a step that failed.
+        # A failed step may have left results.
         self.block.complete = {}
         self._thread = threading.get_ident()
         for index, master in enumerate(self.masters()):
@@ -119,7 +121,7 @@ class Loan:
         return self.gradient.source(index) if self._reduced is None else self._reduced.sum(index)
 
     def has_changed(self) -> bool:
-        """Whether the step has updated any of the masters."""
+        """Return whether the step has updated any of the masters."""
         versions = [master._version for master in self._lent]
         return self._has_changed or bool(self.block.complete) or versions != self._versions
 
@@ -137,7 +139,7 @@ class Loan:
     def _moved(
         self, reduced: ReducedBlock, remains: Sequence[torch.Tensor | object | None]
     ) -> list[torch.Tensor | object | None]:
-        # What is left of a sum accumulates on its owner alone.
+        # Gradients that remain after the step accumulate on their owner only.
         return [reduced.sum(index) if each is UNCHANGED else each for index, each in enumerate(remains)]
 
     def drop(self) -> None:
@@ -166,19 +168,19 @@ class Loan:
             self.consume()
 
     def consume(self) -> None:
-        """In a step during backward: give up the gradients; the next block's may then arrive in their memory."""
+        """In a step during backward, release the gradients, so that the next block's can use their memory."""
         if self._turn is not None and self._consumed.count == self._turn:
             self.gradient.drop()
             self._ticket.leave()
             self._consumed.count += 1
 
     def refuse_unread(self) -> None:
-        """The optimizer has stepped: raise if it has passed by a gradient of this block, which would be lost."""
+        """Raise if the optimizer has stepped without reading a gradient of this block, which would be lost."""
         if self._unread:
             raise RoundPipeError(
-                f"the optimizer has passed by {len(self._unread)} of the gradients of {self.block}, as where code "
+                f"the optimizer has not read {len(self._unread)} of the gradients of {self.block}, as when code "
                 "sets .grad to None while forward_backward(optimizer=...) steps; with step_in_backward=True they "
-                "would be lost, so leave zero_grad() and the like out, or freeze what is not to be trained"
+                "would be lost, so omit zero_grad() and the like, or freeze the parameters that are not trained"
             )
 
     def _note_read(self, index: int) -> None:
@@ -203,18 +205,18 @@ class Loan:
         # The call would wait for itself.
         if self._turn is not None and threading.get_ident() != self._thread:
             raise RoundPipeError(
-                f"the gradients of {self.block} were asked for while forward_backward(optimizer=...) steps: a "
+                f"the gradients of {self.block} were requested while forward_backward(optimizer=...) steps: a "
                 "loss function, a layer, a hook or another thread cannot read them or step the optimizer, which "
-                "steps in this call by itself; leave that out, or wrap the model without step_in_backward"
+                "steps in this call by itself; omit that, or wrap the model without step_in_backward"
             )
 
     def _refuse_early(self) -> None:
         if self._turn is None or self._arrived or self._consumed.count == self._turn:
             return
         raise RoundPipeError(
-            f"the gradients of {self.block} were asked for before those above were consumed, but with "
-            "step_in_backward=True they are not in memory together, so they cannot be clipped, logged or left out "
-            "of the step; wrap the model without it for that"
+            f"the gradients of {self.block} were requested before those of later layers were consumed, but with "
+            "step_in_backward=True they are not in memory together, so they cannot be clipped, logged or omitted "
+            "from the step; wrap the model without it for that"
         )
 
     def _is_there(self) -> bool:
@@ -238,11 +240,11 @@ class Loan:
         return self.block.back_values[index] if there else None
 
     def _in_place(self, index: int) -> torch.Tensor:
-        """The weight that calls read, once all that were launched before the step have read it."""
+        """Return the weight that calls read, after all calls that were launched before the step have read it."""
         if not self._writes_in_place:
             assert self._weights is not None
             begun = time.perf_counter()
-            name = f"wait for those who read the weights of {self.block}"
+            name = f"wait for readers of the weights of {self.block}"
             with self._tracer.on_host(OPTIMIZER, "wait", name, reason="readers"):
                 self._weights.enter()
             self.waited_s += time.perf_counter() - begun
@@ -251,7 +253,7 @@ class Loan:
         return self.block.values[index]
 
     def is_torn(self) -> bool:
-        """Whether the step has begun to update weights in place."""
+        """Return whether the step has begun to update weights in place."""
         return self._writes_in_place and self.has_changed()
 
     def _note_complete(self, index: int) -> None:
@@ -261,7 +263,7 @@ class Loan:
 
 
 def take_back(loans: Sequence[Loan]) -> None:
-    """Unlink all masters. Gradients that the step function left in ``.grad`` accumulate further, as in torch."""
+    """Unlink all masters. Gradients that the step function left in ``.grad`` go on accumulating, as in torch."""
     moved: list[tuple[Gradient, int, torch.Tensor]] = []
     if any(loan.is_consumed for loan in loans):
         _drop_all(loans)
@@ -282,7 +284,7 @@ def take_back(loans: Sequence[Loan]) -> None:
 
 
 def _drop_all(loans: Sequence[Loan]) -> None:
-    """End a step during backward: what it has not read is given up, too."""
+    """End a step during backward: release all gradients. Raises if the step has not read some of them."""
     for loan in loans:
         loan.arrive()
         loan.check_complete()

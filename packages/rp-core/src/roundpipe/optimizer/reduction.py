@@ -1,8 +1,8 @@
-"""The gradients of one step summed over the machines, block by block as they arrive, for the owners of parameters.
+"""Sum the gradients of one step over the machines, block by block as they arrive, for the owners of parameters.
 
-The thread that reduces goes through the blocks from the last layer to the first, as backward completes them. For
-each, the machines first tell each other which parameters have a gradient, in which dtype they add them, and
-whether a call has failed: then none of them sums this block or a later one.
+The reducing thread goes through the blocks from the last layer to the first, as backward completes them. For each
+block, the machines first exchange which parameters have a gradient, the dtype of the sum, and whether a call has
+failed. If one has, none of them sums this block or a later one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from roundpipe.telemetry.tracing import REDUCE, Tracer
 class Incomplete(BaseException):
     """A run failed before it completed the gradients of this step.
 
-    Not an `Exception`, so that a step function does not catch it and carry on. `cause`: the error to raise
+    Not an `Exception`, so that a step function does not catch it and continue. `cause`: the error to raise
     instead, if no call of this machine raises its own.
     """
 
@@ -37,9 +37,9 @@ class Incomplete(BaseException):
 
 
 class ReducedBlock:
-    """One block's gradients in one step: this machine's part, then the sum of what this machine owns.
+    """One block's gradients in one step: first this machine's part, then the sums that this machine owns.
 
-    `ticket`: the turn on the gradients, entered by the thread that reduces.
+    `ticket`: the turn on the gradients, which the reducing thread enters.
     """
 
     def __init__(self, state: ModelState, block: Block, ticket: Ticket, num_runs: int) -> None:
@@ -55,11 +55,11 @@ class ReducedBlock:
         self._nbytes: list[int] = []
         # By index: the sums of this machine's parameters that have a gradient on any machine.
         self._sums: dict[int, torch.Tensor] = {}
-        # Settled when sums are under way, or never will be.
+        # Settled when the sums have started, or never will.
         self._begun: Outcome[None] = Outcome(_nothing)
         self._is_over = False
 
-    # On the thread that reduces
+    # On the reducing thread
 
     def reduce(self, group: MachineGroup) -> None:
         """Wait for this machine's part, agree with the others, and begin to sum.
@@ -68,16 +68,16 @@ class ReducedBlock:
         """
         words = self._arrive()
         try:
-            told = group.blocks.say(f"the gradients of {self.block}", self._facts(), error=words)
+            from_all = group.blocks.say(f"the gradients of {self.block}", self._facts(), error=words)
         except MachineFailed as failure:
             raise Incomplete(str(failure), None if words is not None else failure) from None
-        written = {index for facts in told for index in facts["written"]}
+        written = {index for facts in from_all for index in facts["written"]}
         if written:
-            self._begin(group, written, wide=any(facts["wide"] for facts in told))
+            self._begin(group, written, wide=any(facts["wide"] for facts in from_all))
         self._begun.carry_out()
 
     def cancel(self, error: BaseException) -> None:
-        """These gradients will not be reduced."""
+        """Note that these gradients will not be reduced, so that waiting raises `error`."""
         self._begun.cancel(error)
 
     def _arrive(self) -> str | None:
@@ -108,7 +108,7 @@ class ReducedBlock:
     # On the optimizer's thread
 
     def done(self) -> bool:
-        """Whether `wait` returns or raises at once."""
+        """Return whether `wait` would return or raise without waiting."""
         return self._is_over or (self._begun.done() and all(work.done() for work in self._works))
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class ReducedBlock:
         """Wait until nothing reads or writes these gradients any more."""
         self._begun.wait()
         for work, nbytes in zip(self._works, self._nbytes, strict=True):
-            # The step has raised it, or another error.
+            # The step has already raised this error or another one.
             with suppress(Exception):
                 work.wait()
             if work.ended_s is not None:
@@ -138,12 +138,12 @@ class ReducedBlock:
                 tracer.past(REDUCE, "reduce", name, work.launched_s, work.ended_s, nbytes)
 
     def sum(self, index: int) -> torch.Tensor | None:
-        """The sum of one parameter's gradients over the machines, contiguous.
+        """Return the sum of one parameter's gradients over the machines, contiguous.
 
         None if no machine has one, or if this machine does not own the parameter.
         """
-        found = self._sums.get(index)
-        return None if found is None else found.contiguous()
+        total = self._sums.get(index)
+        return None if total is None else total.contiguous()
 
 
 class Reduction:

@@ -18,11 +18,11 @@ class GradScaler(rp_optim.GradScaler):
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        runtime: that of the models whose losses are scaled; default: the shared default runtime.
+        runtime: the runtime of the models whose losses are scaled; default: the shared default runtime.
 
     Scale the loss in the loss function, call ``scaler.step(optimizer)`` in the step function, and call `update`
-    after ``model.step``. The training loop does not wait for the latest update: it uses the scale of the one
-    before. Each gradient is unscaled with the scale that its loss was multiplied with.
+    after ``model.step``. The training loop does not wait for the latest update: it uses the scale of the previous
+    one. Each gradient is unscaled with the scale that its loss was multiplied by.
 
     >>> import torch
     >>> from roundpipe import RoundPipe
@@ -56,14 +56,14 @@ class GradScaler(rp_optim.GradScaler):
         super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled, thread=thread)
 
     def scale(self, outputs: _Outputs) -> _Outputs:
-        """Multiply a tensor, or each tensor of an iterable, nested ones too, by the scale.
+        """Multiply a tensor, or each tensor of an iterable, which may be nested, by the scale.
 
         Raises `TypeError` for anything else; `RoundPipeError` in a call in which the optimizer steps.
         """
         if self.enabled and is_stepping_in_backward():
             raise RoundPipeError(
-                "a GradScaler's scale was asked for in a call in which the optimizer steps "
-                "(step_in_backward=True): gradients are consumed before all could be looked at for infinities; "
+                "a GradScaler's scale was requested in a call in which the optimizer steps "
+                "(step_in_backward=True): gradients are consumed before all could be checked for infinities; "
                 "train in bf16, which needs no scale, or wrap the model without step_in_backward"
             )
         return super().scale(outputs)

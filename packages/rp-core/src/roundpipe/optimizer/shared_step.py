@@ -1,4 +1,4 @@
-"""One step that several machines take together: all take it, or none publishes it."""
+"""A step that several machines take together: either all take it, or none publishes it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from roundpipe.telemetry.tracing import Tracer
 
 
 class SharedStep:
-    """What a step needs of the other machines; used on the optimizer's thread.
+    """A step's communication with the other machines; used on the optimizer's thread.
 
-    Gradients are reduced from now on, as they arrive. Once a machine has told that its step has failed, no machine
-    waits for another one in this step. `stepped`: which optimizers have stepped in it, and with what settings.
+    Gradients are reduced from now on, as they arrive. Once a machine has reported that its step has failed, no
+    machine waits for another one in this step. `stepped`: returns which optimizers have stepped in it, and with
+    what settings.
     """
 
     def __init__(
@@ -32,14 +33,15 @@ class SharedStep:
 
     def share(self, purpose: str, values: Sequence[float | None], /) -> list[float | None]:
         """See `rp_optim.masters.Share`."""
-        told: list[list[float | None]] = self._say(purpose, list(values))
-        if len({len(each) for each in told}) > 1:
+        from_all: list[list[float | None]] = self._say(purpose, list(values))
+        if len({len(each) for each in from_all}) > 1:
             self._is_over = True
             raise Disagreement(
-                f"a norm is of {len(values)} parameters on this machine, but of {[len(each) for each in told]} on "
-                "all; give the same parameters on every machine, as model.optim_parameters() does"
+                f"a norm is of {len(values)} parameters on this machine, but of "
+                f"{[len(each) for each in from_all]} on all; pass the same "
+                "parameters on every machine, as model.optim_parameters() does"
             )
-        columns = zip(*told, strict=True)
+        columns = zip(*from_all, strict=True)
         return [next((value for value in column if value is not None), None) for column in columns]
 
     def _say(self, kind: str, value: Any = None, *, error: BaseException | None = None) -> list[Any]:
@@ -52,34 +54,34 @@ class SharedStep:
             raise
 
     def end(self, changed: object, dropped: Sequence[Sequence[int]]) -> list[Any]:
-        """The step function has ended; returns what each machine has `changed`, JSON, since it was sent.
+        """End the step function; return the `changed`, JSON, of each machine: its changes since it has sent.
 
-        `dropped`: of which parameters of each block it has dropped the gradients, or set them to zero.
+        `dropped`: for each block, the parameters whose gradients were dropped or set to zero.
 
-        Raises as `Talk.say` does if it has failed elsewhere, and `rp_dist.Disagreement` if optimizers have
-        stepped otherwise there, or gradients were dropped otherwise.
+        Raises as `Talk.say` does if the step has failed elsewhere, and `rp_dist.Disagreement` if other optimizers
+        have stepped there, or other gradients were dropped.
         """
         count = sum(map(len, dropped))
         facts = {
             "what optimizers stepped": self._stepped(),
             "gradients that the step function dropped or set to zero": f"{count}, {_digest(dropped)}",
         }
-        told = self._say("ending a step", [facts, changed])
+        from_all = self._say("ending a step", [facts, changed])
         self._is_over = True
-        check_same("a step", [facts for facts, _ in told])
-        return [found for _, found in told]
+        check_same("a step", [facts for facts, _ in from_all])
+        return [each for _, each in from_all]
 
     def tell(self, error: BaseException) -> None:
-        """The step has failed here."""
+        """Report to the other machines that the step has failed here."""
         with suppress(Exception):
             self._say("ending a step", error=error)
 
     def has_changed(self, here: bool) -> bool:
-        """Whether a step without all of its gradients has changed any master on any machine."""
+        """Return whether a step without all of its gradients has changed a master on any machine."""
         try:
             return any(self._say("ending a step", here))
         except Exception:
-            # Whoever cannot tell may have.
+            # A machine that cannot answer may have changed one.
             return True
         finally:
             self._is_over = True
@@ -89,5 +91,5 @@ class SharedStep:
         self._reduction.settle(tracer)
 
 
-def _digest(found: object) -> str:
-    return f"{zlib.crc32(repr(found).encode()):08x}"
+def _digest(value: object) -> str:
+    return f"{zlib.crc32(repr(value).encode()):08x}"

@@ -1,4 +1,4 @@
-"""Optimizers are watched where they step: some would train nothing, or with settings that change meanwhile."""
+"""Check optimizers when they step: some would train nothing, or with settings that change meanwhile."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _OPTIMIZER = "AdamW(model.optim_parameters(), lr=1e-5)"
 _SETTINGS = (
     "an optimizer's settings, such as its learning rate, were changed outside of the step function while steps "
     "are asynchronous, so it is left to chance which step they apply to; change them in the step function: "
-    "model.step(lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad())). Or give model.step "
-    "is_async=False, or call synchronize() before"
+    "model.step(lambda: (optimizer.step(), scheduler.step(), optimizer.zero_grad())). Or pass is_async=False to "
+    "model.step, or call synchronize() before"
 )
 
 # The settings of each group of parameters.
@@ -36,43 +36,43 @@ _Settings = list[dict[str, Any]]
 class Watched:
     """The optimizers that step in one model's step functions.
 
-    `check`: called with each before it steps. Settings that change outside of step functions while one may be
-    running are told in one `TrainingWarning`.
+    `check`: called with each before it steps. One `TrainingWarning` is given if settings change outside of step
+    functions while one may be running.
     """
 
     def __init__(self, check: Callable[[Optimizer], None]) -> None:
         self._check = check
         self._lock = threading.Lock()
-        # As they were when the last step function had ended.
+        # The settings at the end of the last step function.
         self._known: WeakKeyDictionary[Optimizer, _Settings] = WeakKeyDictionary()
         self._stepping: WeakKeyDictionary[Optimizer, _Settings] = WeakKeyDictionary()
         # Whether nothing has been waited for since the last step.
-        self._is_loose = False
-        self._is_told = False
+        self._is_unsettled = False
+        self._has_warned = False
 
     def launch(self, step_fn: Callable[[], object], *, is_async: bool, is_idle: bool) -> Callable[[], None]:
-        """A step is launched now; returns what runs its function, on the optimizer's thread.
+        """Note that a step is launched; return a function that runs `step_fn`, on the optimizer's thread.
 
-        `is_idle`: all steps before it have ended; one that runs may itself change settings.
+        `is_idle`: all earlier steps have ended; a running step may change settings itself.
         """
         before: dict[Optimizer, _Settings] | None = None
         if is_idle:
             with self._lock:
                 known = dict(self._known)
-            if self._is_loose:
+            if self._is_unsettled:
                 self._compare(known)
             before = {optimizer: _settings(optimizer) for optimizer in known}
-        self._is_loose = is_async
+        self._is_unsettled = is_async
         return lambda: self._run(step_fn, before)
 
     def settle(self) -> None:
-        """All steps have been waited for."""
-        self._is_loose = False
+        """Note that all steps have been waited for."""
+        self._is_unsettled = False
 
     def _run(self, step_fn: Callable[[], object], before: Mapping[Optimizer, _Settings] | None) -> None:
         with self._lock:
             known = dict(self._known)
-        # Launched beside a step: as that one left them.
+        # Launched while another step ran: compare with the settings that it left.
         self._compare(known if before is None else before)
         token = _WATCHED.set(self)
         try:
@@ -83,24 +83,24 @@ class Watched:
                 self._known.update({optimizer: _settings(optimizer) for optimizer in list(self._known)})
 
     def begin(self, optimizer: Optimizer) -> None:
-        """An optimizer steps now."""
+        """Note that an optimizer begins a step; check it."""
         self._check(optimizer)
         with self._lock:
             self._known.setdefault(optimizer, [])
             self._stepping[optimizer] = _settings(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
-        """It has stepped, which takes as long as its gradients do to arrive."""
+        """Note that the optimizer has stepped; warn if its settings changed while it waited for gradients."""
         self._compare({optimizer: self._stepping.pop(optimizer, [])})
 
     def _compare(self, before: Mapping[Optimizer, _Settings]) -> None:
-        if not self._is_told and any(_differ(then, _settings(one)) for one, then in before.items()):
-            self._is_told = True
+        if not self._has_warned and any(_differ(then, _settings(one)) for one, then in before.items()):
+            self._has_warned = True
             warnings.warn(_SETTINGS, TrainingWarning, stacklevel=2)
 
 
 def described(optimizer: Optimizer, places: Mapping[int, int]) -> str:
-    """Which parameters an optimizer steps, and with what settings. `places`: by the parameter's id."""
+    """Describe which parameters an optimizer steps, and with what settings. `places`: by the parameter's id."""
     groups = [
         f"parameters {[places.get(id(parameter)) for parameter in group['params']]} with "
         + ", ".join(f"{name}={_rounded(value)}" for name, value in sorted(group.items()) if name != "params")
@@ -110,7 +110,7 @@ def described(optimizer: Optimizer, places: Mapping[int, int]) -> str:
 
 
 def _rounded(value: object) -> str:
-    # The last bits of a schedule may differ from processor to processor.
+    # The last bits of a schedule's values may differ between processors.
     if isinstance(value, torch.Tensor):
         return _rounded(value.item()) if value.numel() == 1 else str(tuple(value.shape))
     if isinstance(value, tuple | list):
@@ -129,19 +129,19 @@ def _is_plain(value: object) -> bool:
 
 
 def _differ(before: _Settings, after: _Settings) -> bool:
-    """Whether a setting that both have differs; a scheduler adds some of its own."""
+    """Return whether a setting that both have differs; settings that a scheduler adds do not count."""
     pairs = zip(before, after, strict=False)
     return any(one[name] != other[name] for one, other in pairs for name in one.keys() & other.keys())
 
 
-# Whose step function runs.
+# The object whose step function runs in this context.
 _WATCHED: ContextVar[Watched | None] = ContextVar("_WATCHED", default=None)
 
 
 def tell_thawed(name: str, states: Sequence[ModelState]) -> None:
-    """Warn, in the first step after it, of parameters that were unfrozen and that no optimizer can have.
+    """Warn, in the first step afterwards, of parameters that were unfrozen and that no optimizer can have.
 
-    An optimizer gets them by asking for the model's, which makes their masters.
+    They have no masters: these are created when an optimizer's parameters are requested from the model.
     """
     known = {each for state in states for each in state.masters}
     thawed = [
@@ -150,7 +150,7 @@ def tell_thawed(name: str, states: Sequence[ModelState]) -> None:
     if known and thawed:
         warnings.warn(
             f"parameters of model {name!r} ({len(thawed)}, the first in {thawed[0]}) were unfrozen after its "
-            "optimizer was made, which does not train them: make it anew over model.optim_parameters(), or add "
+            "optimizer was made, which does not train them: make a new one over model.optim_parameters(), or add "
             "theirs by optimizer.add_param_group",
             TrainingWarning,
             stacklevel=2,
@@ -159,9 +159,9 @@ def tell_thawed(name: str, states: Sequence[ModelState]) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Look at all optimizers of the process before they step.
+    """Register hooks that check all optimizers of the process when they step.
 
-    Once and for good: torch must not find other hooks while it goes through them on another thread.
+    They are registered once and never removed: torch may be iterating over hooks on another thread.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
@@ -182,14 +182,14 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _refuse_nothing(optimizer: Optimizer, *, is_inside: bool) -> None:
-    """Raise if the optimizer has parameters of the engine, and no parameter has a gradient."""
+    """Raise if the optimizer has parameters of the engine, but no parameter has a gradient."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(link_of(parameter) is not None or own_grad(parameter) is not None for parameter in parameters):
         return
     if not is_inside and any(map(is_from_engine, parameters)):
         raise TrainsNothing(
             "an optimizer stepped outside of a step function, where its parameters have no gradients; write "
-            f"{_STEP}; or, of a model with step_in_backward=True, leave it out: forward_backward(..., "
+            f"{_STEP}; or, with step_in_backward=True, omit the step: forward_backward(..., "
             f"optimizer=optimizer) has stepped{advice()}"
         )
     for parameter in parameters:

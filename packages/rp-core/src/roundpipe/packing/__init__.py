@@ -1,1 +1,1 @@
-"""Frozen weights in few bits: formats, the parameter that holds one, and packing a model's."""
+"""Frozen weights in few bits: the formats, the packed parameter, and functions that pack a model's weights."""

@@ -1,4 +1,4 @@
-"""Packed weights on a device: expanded for one layer at a time, in forward and again in backward."""
+"""Expand packed weights on a device for one layer at a time, in forward and again in backward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from roundpipe.packing.weight import PackedWeight, expand
 class PackedTwin:
     """A packed weight of the host, and its copy on a device.
 
-    `parameter`: an ordinary frozen one, which the layer reads; it is empty unless the layer is the expanded one.
+    `parameter`: the ordinary frozen parameter that the layer reads; empty unless its layer is the expanded one.
     `codes` and `scales` are bound to the task's blocks.
     """
 
     def __init__(
         self, weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor, device: torch.device
     ) -> None:
-        # The host's weight stays here: ids of others must not become its own.
+        # Keeps the host's weight alive, so that no other object gets its id.
         self._weight = weight
         self._codes = codes
         self._scales = scales
@@ -31,21 +31,21 @@ class PackedTwin:
         self.parameter = torch.nn.Parameter(self._nothing, requires_grad=False)
 
     def expand(self) -> torch.Tensor:
-        """The weight in new memory on the device."""
+        """Return the weight in new memory on the device."""
         return expand(self._weight, self._codes, self._scales)
 
     def fill(self, expanded: torch.Tensor) -> None:
-        """Let the layer read it."""
+        """Set the parameter to the expanded weight."""
         self.parameter.data = expanded
 
     def empty(self) -> None:
-        """Let the layer keep none of it."""
+        """Set the parameter to empty memory."""
         self.parameter.data = self._nothing
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What autograd keeps in the place of an expanded weight, or of a view of one."""
+    """The note that autograd keeps in place of an expanded weight, or of a view of one."""
 
     layer: int
     weight: PackedTwin
@@ -55,9 +55,9 @@ class _Saved:
 
 
 class Expansions:
-    """The expanded weights of one layer, the one that ran last on the device; used by the device's thread only.
+    """The expanded weights of the layer that ran last on the device; used by the device's thread only.
 
-    Autograd keeps views of weights for backward. Here it keeps a note, and the weights are expanded again when
+    Autograd keeps a note in place of each view of a weight, and the weights are expanded again when
     backward reaches the layer.
     """
 
@@ -71,7 +71,7 @@ class Expansions:
         return sum(tensor.nbytes for tensor in self._expanded.values())
 
     def forget(self) -> None:
-        """Free them."""
+        """Free the expanded weights."""
         for weight in self._expanded:
             weight.empty()
         self._expanded = {}
@@ -90,13 +90,13 @@ class Expansions:
     def enter_backward(self, layer: int, weights: Sequence[PackedTwin]) -> None:
         """Expand a layer's weights for its backward, which may run parts of its forward again.
 
-        Nothing is done if backward is below that layer already: its output may have passed through others.
+        Does nothing if backward is already below that layer, whose output may have skipped other layers.
         """
         if weights and (self._layer is None or layer <= self._layer):
             self._fill(layer, weights)
 
     def outside(self, output: Any) -> Any:
-        """A layer's output, in which other tensors stand for the weights themselves."""
+        """Return a layer's output, in which weights themselves are replaced by detached tensors."""
         held = {id(weight.parameter) for weight in self._expanded}
         if held.isdisjoint(map(id, rp_batch.flatten(output)[0])):
             return output
@@ -122,7 +122,7 @@ class Expansions:
         def note(tensor: torch.Tensor) -> torch.Tensor | _Saved:
             weight = None if tensor.layout != torch.strided else places.get(_place(tensor))
             if weight is None or tensor.dtype != weight.parameter.dtype:
-                # Without its graph: a graph that keeps an output of its own operations would never be freed.
+                # Without its graph: a graph that keeps its own output would never be freed.
                 return tensor.detach()
             return _Saved(layer, weight, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 

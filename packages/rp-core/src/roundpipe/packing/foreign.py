@@ -1,4 +1,4 @@
-"""Refuses weights that another library has packed: on devices its modules would not find what belongs to them."""
+"""Refuse weights that another library has packed, whose modules would lack related tensors on devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a format of packed weights is, and what formats have in common."""
+"""The protocol of formats of packed weights, and functions that formats share."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from roundpipe.packing.kernel.layout import Layout
 
 
 class Format(Protocol):
-    """How the elements of a weight become codes, in bytes, and scales, one for each block of elements."""
+    """Converts the elements of a weight to codes, in bytes, and scales, one for each block of elements."""
 
     @property
     def name(self) -> str:
-        """What users write, such as ``nf4``."""
+        """The name that users write, such as ``nf4``."""
         ...
 
     def specs(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-        """The shape of the codes, and shape and dtype of the scales.
+        """Return the shape of the codes, and shape and dtype of the scales.
 
         Raises `ValueError` if weights of this shape cannot be packed.
         """
@@ -32,11 +32,11 @@ class Format(Protocol):
         ...
 
     def expand(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the weight by torch's operations, in fp32 and rounded once. `out`: contiguous, where codes are."""
+        """Write the weight by torch operations in fp32, rounded once. `out`: contiguous, on the codes' device."""
         ...
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        """Where codes and scales of a weight of this shape are, for a kernel that does what `expand` does."""
+        """Return the layout of the codes and scales of a weight of this shape, for a kernel that expands it."""
         ...
 
 
@@ -46,17 +46,17 @@ def matrices(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_and_columns(shape: Sequence[int], name: str) -> tuple[int, int]:
-    """The last two dimensions of a shape. Raises `ValueError` if it has fewer."""
+    """Return the last two dimensions of a shape. Raises `ValueError` if it has fewer."""
     if len(shape) < 2:
         raise ValueError(f"{name} packs matrices, but a weight has the shape {tuple(shape)}")
     return shape[-2], shape[-1]
 
 
 def table(values: tuple[float, ...], columns: int, like: torch.Tensor) -> torch.Tensor:
-    """These numbers as fp32 on a tensor's device, (rows, columns); made once, unless operations are traced."""
-    # A tracer's tensors have no numbers, and no other tracer takes them.
-    made = _kept_table if type(like) is torch.Tensor else _table
-    return made(values, columns, like.device)
+    """Return these numbers as fp32 on a tensor's device, (rows, columns); cached, unless operations are traced."""
+    # A tracer's tensors have no values, and cannot be used by another tracer.
+    make = _kept_table if type(like) is torch.Tensor else _table
+    return make(values, columns, like.device)
 
 
 def _table(values: tuple[float, ...], columns: int, device: torch.device) -> torch.Tensor:
@@ -68,5 +68,5 @@ _kept_table = cache(_table)
 
 
 def blocks(length: int, block: int) -> int:
-    """How many blocks hold so many elements."""
+    """Return how many blocks hold `length` elements."""
     return math.ceil(length / block)

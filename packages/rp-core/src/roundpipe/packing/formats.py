@@ -1,4 +1,4 @@
-"""The formats by name."""
+"""Look up formats by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = ("fp8", "int8", "nf4", "mxfp4")
 
 
 def format_of(name: Any, *, transposed: bool = False) -> Format:
-    """The format of this name. `transposed`: of a weight whose last dimension is that of its outputs.
+    """Return the format of this name. `transposed`: for a weight whose last dimension is that of its outputs.
 
     >>> format_of("nf4")
     Nf4(name='nf4')

@@ -23,8 +23,8 @@ _MOST = torch.finfo(_DTYPE).max
 class Fp8:
     """Blocks of 128 by 128 in E4M3, as DeepSeek-V3 and Qwen3 are published: 1 byte an element.
 
-    The scales are what those checkpoints call ``weight_scale_inv``: an element is its code times the scale. At the
-    ends of a weight blocks may be smaller.
+    Those checkpoints call the scales ``weight_scale_inv``: an element is its code times the scale. At the ends of
+    a weight blocks may be smaller.
 
     >>> Fp8().specs((3, 200, 128))
     ((3, 200, 128), (3, 2, 1), torch.float32)
@@ -73,13 +73,13 @@ class Fp8:
 
 
 def _numbers(codes: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """The codes' numbers, as torch converts them; on the host by table, which is ten times as fast."""
-    found = scratch.take("numbers", codes.shape, torch.float32)
+    """Return the codes' numbers, as torch converts them; on the host by a table, which is ten times as fast."""
+    numbers = scratch.take("numbers", codes.shape, torch.float32)
     if codes.device.type != "cpu" or type(codes) is not torch.Tensor:
-        return found.copy_(codes.view(_DTYPE))
+        return numbers.copy_(codes.view(_DTYPE))
     index = scratch.take("index", codes.shape, torch.int32).copy_(codes)
-    torch.index_select(_all_numbers(), 0, index.view(-1), out=found.view(-1))
-    return found
+    torch.index_select(_all_numbers(), 0, index.view(-1), out=numbers.view(-1))
+    return numbers
 
 
 @cache
@@ -93,19 +93,19 @@ def _blocks(rows: slice) -> slice:
 
 
 def _most(sizes: torch.Tensor) -> torch.Tensor:
-    """The largest of each block: (number, blocks of rows, blocks of columns)."""
+    """Return the largest number of each block: (number, blocks of rows, blocks of columns)."""
     return _most_in_a_row(_most_in_a_row(sizes).transpose(-1, -2)).transpose(-1, -2)
 
 
 def _most_in_a_row(sizes: torch.Tensor) -> torch.Tensor:
-    # Filled with zeros to the end of the last block.
+    # Padded with zeros to the end of the last block.
     lacking = -sizes.shape[-1] % BLOCK
     whole = torch.nn.functional.pad(sizes, (0, lacking)) if lacking else sizes
     return whole.reshape(*sizes.shape[:-1], -1, BLOCK).amax(-1)
 
 
 def _by_blocks(numbers: torch.Tensor, factors: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of the numbers, and the factors to broadcast over each."""
+    """Yield views of the numbers, and the factors to broadcast over each."""
     columns = numbers.shape[-1]
     wide = factors.repeat_interleave(BLOCK, -2)[:, : numbers.shape[-2]]
     count = columns // BLOCK

@@ -17,7 +17,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PackedBytes(NamedTuple):
-    """Bytes of the weights that were packed, before and after. `weights`: their number."""
+    """Bytes of the packed weights, before and after packing. `weights`: their number."""
 
     weights: int
     before: int
@@ -32,8 +32,9 @@ def pack_frozen(
     Args:
         model: on the host. Names, shapes and dtypes of its parameters stay.
         format: ``"fp8"``, ``"int8"``, ``"nf4"`` or ``"mxfp4"``.
-        select: called with name and parameter, of two dimensions or more; whether to pack it. Default: weights of
-            linear layers and stacked experts (of three dimensions), without the output head.
+        select: returns whether to pack a parameter, given its name and itself; called for those of two dimensions
+            or more. Default: weights of linear layers and stacked experts (of three dimensions), without the
+            output head.
 
     Only frozen parameters are packed: freeze a model or a tower first, or add adapters, which freezes the rest.
     Packing rounds. On devices the weights arrive packed and are expanded for the layer that runs.
@@ -45,10 +46,10 @@ def pack_frozen(
     >>> tower[0].weight
     PackedWeight(nf4, shape=(64, 64), dtype=torch.float32)
 
-    Raises `TypeError` for what is no module; `ValueError` for an unknown format, a model without frozen matrices,
-    a weight that does not fit the format, and a parameter that `select` chooses though it is trained, or of
-    another dtype than float32, bfloat16 and float16. Nothing is packed then. `ValueError` for a weight with a NaN
-    or an infinity: those before it are packed.
+    Raises `TypeError` if `model` is not a module; `ValueError` for an unknown format, a model without frozen
+    matrices, a weight that does not fit the format, and a parameter that `select` chooses although it is trained,
+    or of another dtype than float32, bfloat16 and float16. Nothing is packed then. `ValueError` for a weight with
+    a NaN or an infinity: the weights before it are packed.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users need not check types
         raise TypeError(f"model must be a torch.nn.Module, but is {model!r}")
@@ -61,7 +62,7 @@ def pack_frozen(
     _check_all(zip(chosen, forms, strict=True))
     before = sum({id(place.parameter): place.parameter.nbytes for place in chosen}.values())
     todo = deque(zip(chosen, forms, strict=True))
-    # A weight's last place is its last owner: each is freed before the next one is packed.
+    # The queue holds the last references to the weights: each is freed before the next one is packed.
     del chosen
     packed = _pack_each(todo)
     return PackedBytes(len(packed), before, sum(cast(PackedWeight, one).packed_nbytes for one in packed))
@@ -86,7 +87,7 @@ def unpack_frozen(model: nn.Module) -> int:
 
 
 class _Place(NamedTuple):
-    """Where a parameter is."""
+    """A module and the name of one of its parameters."""
 
     module: nn.Module
     own: str
@@ -94,7 +95,7 @@ class _Place(NamedTuple):
     parameter: nn.Parameter
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Put another parameter there."""
+        """Replace the parameter by another one."""
         self.module.register_parameter(self.own, parameter)
 
 
@@ -114,29 +115,29 @@ def _is_chosen(place: _Place, select: Callable[[str, nn.Parameter], bool] | None
 
 
 def _is_matrix(place: _Place) -> bool:
-    """Whether it is a linear layer's weight, or stacked experts."""
+    """Return whether the parameter is a linear layer's weight, or stacked experts."""
     if place.parameter.dtype not in _FLOATS:
         return False
     if isinstance(place.module, nn.Linear) or type(place.module).__name__ == "Conv1D":
         return place.own == "weight"
     is_convolution = isinstance(place.module, nn.modules.conv._ConvNd)  # pyright: ignore[reportPrivateUsage] - the class of all
-    # One of a kind is no stack: vision towers have position embeddings of shape (1, patches, width).
+    # A first dimension of 1 is not a stack: vision towers have position embeddings of shape (1, patches, width).
     return place.parameter.ndim == 3 and not is_convolution and min(place.parameter.shape) > 1
 
 
 def _heads(model: nn.Module) -> set[int]:
-    """The output head's weight, and those of embeddings, which it may be tied to."""
-    found = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    """Return the ids of the output head's weight and of those of embeddings, to which it may be tied."""
+    heads = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     for module in model.modules():
         get: Any = getattr(module, "get_output_embeddings", None)
         head = get() if callable(get) else None
         if isinstance(head, nn.Module):
-            found |= {id(parameter) for parameter in head.parameters()}
-    return found
+            heads |= {id(parameter) for parameter in head.parameters()}
+    return heads
 
 
 def _pack_each(todo: deque[tuple[_Place, Format]]) -> list[nn.Parameter]:
-    """Pack the weights of these places, each once."""
+    """Pack the weights in these places, each once."""
     packed: dict[int, nn.Parameter] = {}
     while todo:
         place, form = todo.popleft()
@@ -159,12 +160,12 @@ def _nothing_chosen(model: nn.Module, *, is_selected: bool) -> str:
     packed = next((one for one in model.parameters() if isinstance(one, PackedWeight)), None)
     if packed is not None:
         return (
-            f"all frozen matrices are packed already, as {packed.format.name}; to pack them otherwise, call "
+            f"all frozen matrices are packed already, as {packed.format.name}; to change the format, call "
             "roundpipe.unpack_frozen(model) first"
         )
     return (
-        "there is no frozen matrix to pack, of float32, bfloat16 or float16; freeze what is not trained first, as "
-        "in model.requires_grad_(False), or add adapters"
+        "there is no frozen matrix to pack, of float32, bfloat16 or float16; freeze the model first, as in "
+        "model.requires_grad_(False), or add adapters"
     )
 
 
@@ -176,7 +177,7 @@ def _check_all(chosen: Iterable[tuple[_Place, Format]]) -> None:
 def _check(place: _Place, form: Format) -> None:
     if place.parameter.requires_grad:
         raise ValueError(
-            f"{place.name} is trained, and packed weights are frozen: freeze it first, or leave it out"
+            f"{place.name} is trained, but packed weights are frozen: freeze it first, or do not select it"
         )
     if place.parameter.dtype not in _FLOATS:
         raise ValueError(f"{place.name} is {place.parameter.dtype}, but weights to pack must be one of {_FLOATS}")

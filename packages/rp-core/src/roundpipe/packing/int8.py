@@ -1,4 +1,4 @@
-"""int8: each row of a weight as whole numbers from -127 to 127, times one fp32 scale."""
+"""int8: each row of a weight as integers from -127 to 127, times one fp32 scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """Rows in 8 bits, as LLM.int8 has weights (Dettmers et al., 2022): 1 byte an element, 4 bytes a row.
+    """Rows in 8 bits, as LLM.int8 stores weights (Dettmers et al., 2022): 1 byte an element, 4 bytes a row.
 
     >>> codes, scales = torch.empty(1, 2, dtype=torch.uint8), torch.empty(1)
     >>> Int8().pack(torch.tensor([[-2.0, 1.0]]), codes, scales)

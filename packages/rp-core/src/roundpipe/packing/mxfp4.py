@@ -1,4 +1,4 @@
-"""MXFP4: E2M1 numbers in 4 bits, and a power of two for each 32 elements of a row."""
+"""MXFP4: E2M1 numbers in 4 bits, and a power of two for every 32 elements of a row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIGNED = (*_VALUES, *(-value for value in _VALUES))
 _PAIRS = tuple(_SIGNED[nibble] for byte in range(256) for nibble in (byte & 15, byte >> 4))
 _POWERS = (*(2.0 ** (byte - 127) for byte in range(255)), math.nan)
 _BIAS = 127
-# The exponent of 4.0, that of the largest values.
+# The exponent of 4.0, which is that of the largest values.
 _MOST_EXPONENT = 2
 
 
@@ -45,8 +45,8 @@ class Mxfp4:
             rows, columns = columns, rows
         if columns % BLOCK:
             raise ValueError(
-                f"mxfp4 packs {BLOCK} elements of a row but a weight of shape {tuple(shape)} has rows of "
-                f"{columns}; take another format for it"
+                f"mxfp4 packs {BLOCK} elements of a row, but a weight of shape {tuple(shape)} has rows of "
+                f"{columns}; use another format for it"
             )
         scales = (*shape[:-2], rows, columns // BLOCK)
         return (*scales, BLOCK // 2), scales, torch.uint8
@@ -77,8 +77,8 @@ class Mxfp4:
         def expand(where: tuple[slice, slice], scratch: Scratch) -> None:
             part = bytes_[where]
             index = scratch.take("index", part.shape, torch.int32).copy_(part).view(-1)
-            found = scratch.take("pairs", index.shape, torch.int64)
-            numbers = torch.index_select(pairs, 0, index, out=found).view(torch.float32)
+            chosen = scratch.take("pairs", index.shape, torch.int64)
+            numbers = torch.index_select(pairs, 0, index, out=chosen).view(torch.float32)
             numbers = numbers.view(*powers[where].shape, BLOCK).mul_(_power(powers[where]).unsqueeze(-1))
             target[where] = numbers.flatten(-2)
 
@@ -87,24 +87,24 @@ class Mxfp4:
     def layout(self, shape: Sequence[int]) -> Layout:
         """See `Format`."""
         if not self.transposed:
-            # Rows are whole blocks, so they need not be told apart.
+            # Rows are whole blocks, so the weight can be treated as one row.
             return Layout("first_low", 1, 1, math.prod(shape), block=(1, BLOCK), values=_SIGNED)
         number, length, lines = math.prod(shape[:-2]), *shape[-2:]
         return Layout("first_low", number, lines, length, block=(1, BLOCK), values=_SIGNED, is_transposed=True)
 
-    def _rows(self, found: torch.Tensor) -> torch.Tensor:
-        return found.transpose(-1, -2) if self.transposed else found
+    def _rows(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.transpose(-1, -2) if self.transposed else weight
 
 
 def _nearest(scaled: torch.Tensor) -> torch.Tensor:
-    """The nearest codes; of two that are as near the even one."""
+    """Return the nearest codes; of two equally near ones, the even one."""
     size = scaled.abs()
     # Numbers are 0.5 apart up to 2, then 1 up to 4, then 2.
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     nearest = (size / step).round() * step
     values = table(_VALUES, 1, scaled).view(-1)
-    found = torch.bucketize(nearest.clamp(max=_VALUES[-1]).contiguous(), values)
-    return torch.where(scaled < 0, found | 8, found).to(torch.uint8)
+    codes = torch.bucketize(nearest.clamp(max=_VALUES[-1]).contiguous(), values)
+    return torch.where(scaled < 0, codes | 8, codes).to(torch.uint8)
 
 
 def _power(bytes_: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from roundpipe.packing.piecewise.threads import Scratch, each_piece
 from roundpipe.packing.piecewise.windows import stretches, window_for
 
 BLOCK = 64
-# In bitsandbytes' digits.
+# With bitsandbytes' digits.
 VALUES = (
     -1.0,
     -0.6961928009986877,
@@ -41,7 +41,7 @@ _PAIRS = tuple(VALUES[nibble] for byte in range(256) for nibble in (byte >> 4, b
 
 @dataclass(frozen=True, slots=True)
 class Nf4:
-    """QLoRA's 4-bit format (Dettmers et al., 2023), in the bytes of bitsandbytes: 0.5625 bytes an element.
+    """QLoRA's 4-bit format (Dettmers et al., 2023), with the bytes of bitsandbytes: 0.5625 bytes an element.
 
     Blocks are 64 elements in the order of memory, whatever the weight's shape. A byte holds two codes, the first
     in its high half. The scale is the block's largest absolute value.
@@ -80,10 +80,10 @@ class Nf4:
         def expand(piece: slice, scratch: Scratch) -> None:
             factors, bytes_ = scales[_blocks(piece)], codes[_bytes(piece)]
             index = scratch.take("index", bytes_.shape, torch.int32).copy_(bytes_)
-            # In whole blocks: what is beyond the end is any number.
-            found = scratch.take("pairs", (factors.numel() * BLOCK // 2,), torch.int64)
-            torch.index_select(pairs, 0, index, out=found[: index.numel()])
-            numbers = found.view(torch.float32).view(-1, BLOCK).mul_(factors.unsqueeze(1))
+            # In whole blocks: numbers beyond the end are arbitrary.
+            chosen = scratch.take("pairs", (factors.numel() * BLOCK // 2,), torch.int64)
+            torch.index_select(pairs, 0, index, out=chosen[: index.numel()])
+            numbers = chosen.view(torch.float32).view(-1, BLOCK).mul_(factors.unsqueeze(1))
             target = flat[piece]
             target.copy_(numbers.view(-1)[: target.numel()])
 
@@ -107,14 +107,14 @@ def _bytes(piece: slice) -> slice:
 
 
 def _in_blocks(part: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """These numbers in fp32, and zeros to the end of the last block."""
-    found = scratch.take("numbers", (blocks(part.numel(), BLOCK), BLOCK), torch.float32)
-    flat = found.view(-1)
+    """Return these numbers in fp32, padded with zeros to the end of the last block."""
+    numbers = scratch.take("numbers", (blocks(part.numel(), BLOCK), BLOCK), torch.float32)
+    flat = numbers.view(-1)
     flat[: part.numel()].copy_(part)
     flat[part.numel() :].zero_()
-    return found
+    return numbers
 
 
 def _nearest(scaled: torch.Tensor) -> torch.Tensor:
-    """The code of the nearest value; of two that are as near the smaller one."""
+    """Return the code of the nearest value; of two equally near ones, the smaller."""
     return torch.bucketize(scaled, table(_MIDDLES, 1, scaled).view(-1)).to(torch.uint8)

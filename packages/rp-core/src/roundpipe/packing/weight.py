@@ -1,4 +1,4 @@
-"""`PackedWeight`: a frozen parameter that holds codes and scales, and is expanded where it is read."""
+"""`PackedWeight`: a frozen parameter that holds codes and scales, and is expanded when it is read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from roundpipe.packing.kernel.choice import expand_into
 from roundpipe.packing.piecewise.windows import WINDOW
 
 _aten: Any = torch.ops.aten
-# For each element of a window: its number in fp32 and an index, for two or for each; 8.03 at most, in FP8.
-_PASSING_BYTES = 9
-_UNPACK = "call roundpipe.unpack_frozen(model) first, which gives it back its whole memory"
+# Temporary bytes for each element of a window: its fp32 number, and an index; 8.03 at most, in FP8.
+_TEMPORARY_BYTES = 9
+_UNPACK = "call roundpipe.unpack_frozen(model) first, which expands it again"
 
 
 class PackedWeight(torch.Tensor):
-    """A weight in few bits, with the shape and dtype that it has once expanded.
+    """A weight in few bits, with the shape and dtype of the expanded weight.
 
-    `codes`, `scales`: plain tensors, see `Format`. Any operation reads the expanded weight, except for copies,
-    which stay packed. Nothing may write it or train it. The engine uploads codes and scales, and expands them on
-    the device.
+    `codes`, `scales`: plain tensors, see `Format`. Operations read the expanded weight, except for copies, which
+    stay packed. It cannot be written or trained. The engine uploads codes and scales, and expands them on the
+    device.
 
     Deep copies, pickles and state dicts keep it packed.
     """
@@ -37,7 +37,7 @@ class PackedWeight(torch.Tensor):
     def __new__(
         cls, form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
     ) -> PackedWeight:
-        """Of codes and scales that are there already. `shape`, `dtype`: of the expanded weight.
+        """Create a weight from codes and scales. `shape`, `dtype`: of the expanded weight.
 
         Raises `ValueError` if codes or scales have another shape or dtype than `form` demands.
         """
@@ -47,7 +47,7 @@ class PackedWeight(torch.Tensor):
         self.format, self.codes, self.scales = form, codes, scales
         return self
 
-    def __init__(self, *_: object) -> None:  # pyright: ignore[reportInconsistentConstructor] - torch has one of its own
+    def __init__(self, *_: object) -> None:  # pyright: ignore[reportInconsistentConstructor] - torch has its own
         pass
 
     @staticmethod
@@ -61,7 +61,7 @@ class PackedWeight(torch.Tensor):
             codes = torch.empty(codes_shape, dtype=torch.uint8, device=weight.device)
             scales = torch.empty(scales_shape, dtype=scales_dtype, device=weight.device)
             if weight.numel() == 0:
-                # Rows without columns may have scales, of nothing.
+                # Rows without columns may have scales.
                 scales.fill_(1)
             elif not weight.is_meta:
                 form.pack(weight.detach().contiguous(), codes, scales)
@@ -69,7 +69,7 @@ class PackedWeight(torch.Tensor):
         return PackedWeight(form, codes, scales, weight.shape, weight.dtype)
 
     def expanded(self) -> torch.Tensor:
-        """The weight as an ordinary tensor in new memory."""
+        """Return the weight as an ordinary tensor in new memory."""
         return expand(self, self.codes, self.scales)
 
     @property
@@ -85,19 +85,19 @@ class PackedWeight(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"PackedWeight({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # What torch asks tensors that hold others
+    # Torch's protocol for tensors that contain others
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The names of the tensors inside, and what else it takes to make it again."""
+        """Return the names of the tensors inside, and the context to rebuild it."""
         return ["codes", "scales"], (self.format, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> PackedWeight:
-        """Make it again."""
+        """Rebuild a weight from its tensors and its context."""
         del stride
         form, dtype = context
         return PackedWeight(form, inner["codes"], inner["scales"], size, dtype)
@@ -111,13 +111,13 @@ class PackedWeight(torch.Tensor):
         kwargs = dict(kwargs or {})
         packed = _KEEPS.get(func)
         if packed is not None and isinstance(args[0], PackedWeight):
-            found = packed(*args, **kwargs)
-            if found is not None:
-                return found
+            result = packed(*args, **kwargs)
+            if result is not None:
+                return result
         _refuse_writes(func, args, kwargs)
         return func(*pytree.tree_map(_plain, args), **pytree.tree_map(_plain, kwargs))
 
-    # What nothing may do
+    # Forbidden operations
 
     def requires_grad_(self, mode: bool = True) -> PackedWeight:
         """Stay frozen. Raises `TypeError` for True."""
@@ -136,7 +136,7 @@ class PackedWeight(torch.Tensor):
 
     @property
     def data(self) -> PackedWeight:
-        """The same weight. Raises `ValueError` when it is set, as adapters do that are merged."""
+        """The same weight. Raises `ValueError` when it is set, as merging adapters does."""
         return self.detach()  # type: ignore[return-value]  # the dispatch keeps it packed
 
     @data.setter
@@ -145,10 +145,10 @@ class PackedWeight(torch.Tensor):
         raise ValueError(_written(self))
 
     def data_ptr(self) -> int:
-        """Raises `TypeError`: its memory is that of codes and scales."""
+        """Raise `TypeError`: its memory is that of codes and scales."""
         raise TypeError(
-            f"a weight packed as {self.format.name} has no memory of its own to be read or saved: save adapters, "
-            f"use roundpipe.save_checkpoint, or {_UNPACK}"
+            f"a weight packed as {self.format.name} has no single memory to be read or saved: save adapters, use "
+            f"roundpipe.save_checkpoint, or {_UNPACK}"
         )
 
     def storage(self) -> Any:
@@ -158,7 +158,7 @@ class PackedWeight(torch.Tensor):
     # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        """A copy with memory of its own."""
+        """Return a copy with separate memory."""
         if id(self) not in memo:
             memo[id(self)] = _like(self, self.codes.clone(), self.scales.clone())
         return memo[id(self)]
@@ -180,47 +180,47 @@ def expand(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> t
 
 
 def as_parameter(weight: PackedWeight) -> torch.nn.Parameter:
-    """Make it a frozen parameter, as modules hold them."""
+    """Make a packed weight a frozen parameter, as modules hold them."""
     return torch.nn.Parameter(weight, requires_grad=False)
 
 
 def packed_weights(module: torch.nn.Module) -> list[PackedWeight]:
-    """A module's packed parameters, each once."""
+    """Return a module's packed parameters, each once."""
     return [one for one in module.parameters() if isinstance(one, PackedWeight)]
 
 
 def expansion_bytes(module: torch.nn.Module) -> int:
-    """Bytes of device memory that expanding a module's packed weights takes: theirs, and what passes meanwhile.
+    """Return the device memory for expanding a module's packed weights, with temporary memory, in bytes.
 
-    With the kernel nothing passes, but whether it runs is known only where it has run: later than plans are made.
+    The kernel needs no temporary memory, but whether it runs on a device is not known yet when plans are made.
     """
     weights = packed_weights(module)
-    passing = max((min(one.numel(), WINDOW) for one in weights), default=0) * _PASSING_BYTES
-    return sum(one.expanded_nbytes for one in weights) + passing
+    temporary = max((min(one.numel(), WINDOW) for one in weights), default=0) * _TEMPORARY_BYTES
+    return sum(one.expanded_nbytes for one in weights) + temporary
 
 
 def _check(form: Format, codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> None:
     codes_shape, scales_shape, dtype = form.specs(shape)
-    found = (tuple(codes.shape), codes.dtype, tuple(scales.shape), scales.dtype)
-    if found != (codes_shape, torch.uint8, scales_shape, dtype):
+    given = (tuple(codes.shape), codes.dtype, tuple(scales.shape), scales.dtype)
+    if given != (codes_shape, torch.uint8, scales_shape, dtype):
         raise ValueError(
             f"a weight of shape {tuple(shape)} in {form.name} has codes {codes_shape} in uint8 and scales "
-            f"{scales_shape} in {dtype}, but got {found[0]} in {found[1]} and {found[2]} in {found[3]}"
+            f"{scales_shape} in {dtype}, but got {given[0]} in {given[1]} and {given[2]} in {given[3]}"
         )
 
 
 def _check_finite(weight: torch.Tensor, form: Format) -> None:
-    # In one pass without temporaries: a NaN is both the smallest and the largest. After packing, since this is
-    # what tells `rp_transfer.GivingBack` on the calling thread that a mapped weight has been read.
+    # In one pass without temporaries: a NaN is both the smallest and the largest. After packing, since by this
+    # operation `rp_transfer.GivingBack` notices, on the calling thread, that a mapped weight has been read.
     if weight.numel() and not all(map(math.isfinite, map(float, weight.detach().aminmax()))):
         raise ValueError(f"{form.name} packs finite numbers, but the weight has a NaN or an infinity")
 
 
 def _like(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
-    found = PackedWeight(weight.format, codes, scales, weight.shape, weight.dtype)
+    packed = PackedWeight(weight.format, codes, scales, weight.shape, weight.dtype)
     if isinstance(weight, torch.nn.Parameter):
-        return cast("PackedWeight", as_parameter(found))
-    return found
+        return cast("PackedWeight", as_parameter(packed))
+    return packed
 
 
 def _rebuilt(
@@ -231,8 +231,8 @@ def _rebuilt(
     dtype: torch.dtype,
     is_parameter: bool,
 ) -> torch.Tensor:
-    found = PackedWeight(form, codes, scales, shape, dtype)
-    return as_parameter(found) if is_parameter else found
+    packed = PackedWeight(form, codes, scales, shape, dtype)
+    return as_parameter(packed) if is_parameter else packed
 
 
 def _plain(value: Any) -> Any:
@@ -243,7 +243,7 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     for at, argument in enumerate(func._schema.arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         if argument.is_write and isinstance(value, PackedWeight):
-            # No TypeError: ``weight += delta`` would go on as ``weight = weight + delta``.
+            # Not a TypeError: ``weight += delta`` would then continue as ``weight = weight + delta``.
             raise ValueError(_written(value))
 
 
@@ -254,7 +254,7 @@ def _written(weight: PackedWeight) -> str:
     )
 
 
-# Operations after which a weight is still packed; None: after all it is not.
+# Operations whose result stays packed. They return None if it cannot.
 
 
 def _detach(weight: PackedWeight) -> PackedWeight:

@@ -1,1 +1,1 @@
-"""Planning: measured costs of layers to plans, plans to the tasks of a call."""
+"""Planning: from measured costs of layers to plans, and from plans to the tasks of a call."""

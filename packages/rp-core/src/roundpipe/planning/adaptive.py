@@ -28,8 +28,8 @@ _AHEAD = (0.5, 0.25, 0.125, 0.0625)
 class PlanInUse:
     """Replans from the measurements of `timer`; logs each change of the plan in one line.
 
-    `guesses` and `limits` apply until times are measured. Then `priced` makes of `limits` those of the machine as
-    it was measured, for every call anew: a plan follows when they change.
+    `guesses` and `limits` apply until times are measured. From then on `priced(limits)` returns the limits as
+    measured by then, once a call, and the plan is revised when they change.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PlanInUse:
         # The search's first plan: a longer search is not worth its time while costs are only guessed.
         self._course, self._limits = min(
             ((self._first(choice), choice) for choice in memory_splits(guesses, limits)),
-            key=lambda found: found[0].alone_ms(devices),
+            key=lambda pair: pair[0].alone_ms(devices),
         )
         self._replanner: Replanner | None = None
         self._is_searched = False
@@ -65,7 +65,7 @@ class PlanInUse:
         return search.best
 
     def course(self) -> Course:
-        """The plan for the next call, without further search."""
+        """Return the plan for the next call, without further search."""
         before = self._course
         if self._replanner is None and self._timer.estimator.samples >= _FIRST_SAMPLES:
             self._replanner = self._from_measurements()
@@ -77,9 +77,9 @@ class PlanInUse:
         return self._course
 
     def promised_ms(self, plan: Plan) -> float | None:
-        """What this plan promises that a call takes; None while costs are guesses, or if it is not in use."""
-        found = self._replanner
-        return found.promised_ms if found is not None and found.best.plan == plan else None
+        """Return the predicted time of a call; None while costs are guessed, or if this plan is not in use."""
+        replanner = self._replanner
+        return replanner.promised_ms if replanner is not None and replanner.best.plan == plan else None
 
     def _from_measurements(self) -> Replanner:
         return Replanner(
@@ -132,10 +132,10 @@ class PlanInUse:
 
 
 def memory_splits(layers: Sequence[LayerCost], limits: Limits) -> Iterator[Limits]:
-    """The limits to try: several splits of device memory between prefetched weights and activations.
+    """Yield the limits to try: several splits of device memory between prefetched weights and activations.
 
-    Where all fits, `limits` alone. Otherwise large stages leave little room for activations, and small stages are
-    many, so the caller compares plans for several sizes.
+    If everything fits, `limits` alone. Otherwise large stages leave little room for activations, and small stages
+    are many, so the caller compares plans for several sizes.
     """
     room = limits.device_memory_bytes
     wanted = sum(2 * layer.weight_bytes + layer.gradient_bytes + layer.kept_bytes for layer in layers)

@@ -1,4 +1,4 @@
-"""The log of calls: what plans promise that a call takes, and what calls take."""
+"""The log of calls: the time that plans promise for a call, and the time that calls take."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from roundpipe.telemetry.layer_times import ModelTimer
 from roundpipe.telemetry.tables import table
 
 _LOG = logging.getLogger(__name__)
-# Calls whose median counts.
+# The number of latest calls whose median is taken.
 CALLS = 8
-# An error is logged again once it has grown by so much.
+# An error is logged again once it has grown by this much.
 _NEWS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """What a plan promises and what calls under it took, in milliseconds a call that follows another one.
+    """The time that a plan promises and the time that its calls took, in milliseconds per call.
 
     >>> CallTime("model 'm', fused calls of 8 microbatches", Plan(fused=range(4)), 75.0, 100.0, 8, "device").error
     -0.25
@@ -36,9 +36,9 @@ class CallTime:
     if there were none. `bound_by`: what the simulation keeps busy for the longest time, or the
     network between machines if a step's traffic takes longer: `network_ms`, None for one machine.
 
-    A call counts if it was launched before the last call's gradients were on the host, and nothing else between
-    them: from the end of that one to its own end, when its own gradients are there. Where the caller waits for its
-    step (`is_async=False`), or does other things for long, no call follows another.
+    A call counts if it was launched before the previous call's gradients were on the host, with nothing in
+    between. Its time runs from the end of the previous call to its own end, when its own gradients are on the
+    host. If the caller waits for its step (`is_async=False`), or does other things for long, no call counts.
     """
 
     what: str
@@ -61,7 +61,7 @@ class CallTime:
 
 
 def as_table(times: Sequence[CallTime]) -> str:
-    """These as one table.
+    """Format several calls' times as one table.
 
     >>> print(as_table([CallTime("m", Plan(fused=range(4)), 98.0, 100.0, 8, "device")]))
     calls  |          plan |  promised |   measured | error | bound by
@@ -97,7 +97,7 @@ Promise = Callable[[Plan], float | None]
 Guesses = Callable[[], Sequence[LayerCost]]
 
 
-def _nothing(plan: Plan) -> None:
+def _no_promise(plan: Plan) -> None:
     del plan
 
 
@@ -111,10 +111,10 @@ class _UnderPlan:
         self.promised = promised
         self._last: CallSpan | None = None
         self._ms: deque[float] = deque(maxlen=CALLS)
-        self._told: float | None = None
+        self._logged_error: float | None = None
 
     def note(self, call: CallSpan, network_ms: float | None) -> None:
-        """Add a call; it counts if it follows the one before. `network_ms`: see `CallTime`."""
+        """Add a call; it counts if it directly follows the previous one. `network_ms`: see `CallTime`."""
         if self._last is not None and call.follows(self._last):
             self._ms.append((call.ended_s - self._last.ended_s) * 1e3)
         self._last = call
@@ -123,7 +123,7 @@ class _UnderPlan:
 
     @property
     def calls(self) -> int:
-        """How many calls count."""
+        """The number of calls that count."""
         return len(self._ms)
 
     @property
@@ -132,22 +132,22 @@ class _UnderPlan:
         return median(self._ms) if self._ms else None
 
     def _compare(self, promised: float | None) -> None:
-        """Log the promise and what calls took, once both are known, and again when they drift apart."""
+        """Log the promised and the measured time once both are known, and again when they drift apart."""
         measured = self.measured_ms
         if promised is None or measured is None or len(self._ms) < CALLS:
             return
         error = promised / measured - 1
-        if self._told is None or abs(error) > self._told + _NEWS:
-            words = "took" if self._told is None else "now take"
+        if self._logged_error is None or abs(error) > self._logged_error + _NEWS:
+            words = "took" if self._logged_error is None else "now take"
             _LOG.info(
                 "%s: %r promised %.3f ms a call, calls %s %.3f ms (%+.1f %%)",
                 *(self.timer.what, self.plan, promised, words, measured, 100 * error),
             )
-            self._told = abs(error)
+            self._logged_error = abs(error)
 
 
 class CallLog:
-    """What the calls of one model take under the latest plan of each kind of call, beside what it promises."""
+    """The measured and promised times of one model's calls, under the latest plan of each kind of call."""
 
     def __init__(self, pricing: Pricing) -> None:
         self._pricing = pricing
@@ -160,9 +160,9 @@ class CallLog:
         microbatches: int,
         plan: Plan,
         guesses: Guesses,
-        promised: Promise = _nothing,
+        promised: Promise = _no_promise,
     ) -> None:
-        """The next call of this kind is under this plan.
+        """Note that the next call of this kind runs under this plan.
 
         `guesses`: costs of the layers without their times. `promised`: see `PlanInUse.promised_ms`.
         """
@@ -173,21 +173,21 @@ class CallLog:
             known.guesses, known.promised = guesses, promised
 
     def note(self, mode: Mode, microbatches: int, call: CallSpan) -> None:
-        """A call is over; log what it shows of its plan's promise."""
+        """Note that a call is over; log how its plan's promise compares."""
         if (under := self._plans.get((mode, microbatches))) is not None:
             under.note(call, self._network_ms(mode, under.plan))
 
     def measured_ms(self, mode: Mode, microbatches: int, plan: Plan) -> float | None:
-        """What calls under this plan take; None until `CALLS` calls have shown it."""
+        """Return the median time of calls under this plan; None until `CALLS` calls were measured."""
         under = self._plans.get((mode, microbatches))
         return None if under is None or under.plan != plan or under.calls < CALLS else under.measured_ms
 
     def plans(self) -> dict[tuple[Mode, int], Plan]:
-        """The latest plan of each kind of call and number of microbatches."""
+        """Return the latest plan of each kind of call and number of microbatches."""
         return {kind: under.plan for kind, under in self._plans.items()}
 
     def times(self) -> list[CallTime]:
-        """What each plan promises, simulated now with all that was measured, and what its calls took."""
+        """Return each plan's promise, simulated with all measurements so far, and the time of its calls."""
         return [self._time(mode, count, under) for (mode, count), under in self._plans.items()]
 
     def _time(self, mode: Mode, microbatches: int, under: _UnderPlan) -> CallTime:

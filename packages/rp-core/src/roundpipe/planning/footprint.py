@@ -20,16 +20,16 @@ from roundpipe.state.layers import LayerState
 
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
 _GUESSED_FACTOR = 2
-# Of what did not fit, as much is tried next.
+# After a shortage, a task may be predicted to take this part of what did not fit.
 _RETREAT = 0.75
-# For so many numbers of rows the workspace is kept as it was measured.
+# The most numbers of rows whose measured workspace is kept.
 _MOST_POINTS = 8
 # Relative change of a measurement below which plans are not remade.
 _NEWS = 0.05
 
 
 def rows_of(parts: Sequence[Any]) -> int:
-    """The rows of the largest microbatch: the most elements of an input, or vectors of a floating-point one.
+    """Return the rows of the largest microbatch: elements of an input, or vectors of a floating-point one.
 
     >>> rows_of([(torch.zeros(4, 7, dtype=torch.int64),), (torch.zeros(3, 7, dtype=torch.int64),)])
     28
@@ -60,9 +60,9 @@ class Footprint:
         self.most_rows = 0
         # The workspace by rows, where it was measured.
         self._working: dict[int, int] = {}
-        # What tasks that ran out of memory were foreseen to take, by the rows of their microbatches.
+        # The bytes predicted for tasks that ran out of memory, by the rows of their microbatches.
         self._too_much: dict[int, int] = {}
-        # Packed weights of one layer are expanded at a time.
+        # Only one layer's packed weights are expanded at a time.
         self._expanding = max((expansion_bytes(layer.module) for layer in layers), default=0)
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
         # For each layer, kept bytes by rows, for the fewest and the most rows measured.
@@ -74,16 +74,16 @@ class Footprint:
         return self.most_rows > 0
 
     def kept_bytes(self, layer: int, rows: int) -> int:
-        """Bytes that a layer keeps for a microbatch's backward; 0 for a layer never measured where others were."""
+        """Return the bytes that a layer keeps for a backward; 0 if other layers were measured, but not it."""
         ends = self._measured.get(layer)
         if ends is not None:
             return _on_line(ends, rows)
         return 0 if self.is_measured else self._guessed[layer] * rows
 
     def working_at(self, rows: int) -> int:
-        """The workspace for so many rows: of the next more that were measured; beyond the most in proportion.
+        """Return the workspace for `rows`: measured for the next larger number; beyond the largest, in proportion.
 
-        Before: that of expanding weights.
+        Before any measurement, that of expanding weights.
         """
         if not self._working:
             return self._expanding
@@ -95,7 +95,7 @@ class Footprint:
     def note_kept(self, kept: Mapping[int, int], rows: int, *, is_whole: bool = True) -> None:
         """Record measured bytes by layer; smaller values count only for more rows than were measured before.
 
-        `is_whole`: all layers that run backward are among them.
+        `is_whole`: `kept` has all layers that run backward.
         """
         if is_whole and kept:
             self.most_rows = max(rows, self.most_rows)
@@ -107,55 +107,55 @@ class Footprint:
 
     def note_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost], rows: int = 1) -> None:
         """Record a device's peak: what exceeds the resident bytes of these tasks is workspace."""
-        found = max(peak_bytes - resident_bytes(tasks, costs), 0)
+        working = max(peak_bytes - resident_bytes(tasks, costs), 0)
         expected = self.working_at(rows)
-        if rows > self._most_working_rows or found > expected:
-            self._set_working(rows, found)
+        if rows > self._most_working_rows or working > expected:
+            self._set_working(rows, working)
         if not self.knows_peak or abs(self.working_at(rows) - expected) > expected * _NEWS:
             self.knows_peak = True
             self.version += 1
 
     def note_no_peak(self, peak_bytes: int, tasks: Sequence[Task], costs: Sequence[LayerCost], rows: int) -> None:
-        """Record that these tasks have not exceeded an earlier peak: so much bounds what more rows work in."""
+        """Record that these tasks stayed below an earlier peak, which bounds the workspace of more rows."""
         most = self._most_working_rows
-        found = max(peak_bytes - resident_bytes(tasks, costs), self.working_at(most))
-        if self.knows_peak and rows > most and found < self.working_at(rows):
-            self._set_working(rows, found)
+        working = max(peak_bytes - resident_bytes(tasks, costs), self.working_at(most))
+        if self.knows_peak and rows > most and working < self.working_at(rows):
+            self._set_working(rows, working)
             self.version += 1
 
     @property
     def _most_working_rows(self) -> int:
         return max(self._working, default=0)
 
-    def _set_working(self, rows: int, found: int) -> None:
-        # More rows never work in less than fewer do.
-        known = {**self._working, rows: found}
+    def _set_working(self, rows: int, working: int) -> None:
+        # More rows never need less workspace than fewer.
+        known = {**self._working, rows: working}
         self._working = {
             each: max(nbytes for fewer, nbytes in known.items() if fewer <= each) for each in sorted(known)
         }
         if len(self._working) > _MOST_POINTS:
-            # Its rows then count as those of the next point, which are more.
+            # Its number of rows then uses the next point, of more rows.
             del self._working[list(self._working)[len(self._working) // 2]]
 
     def note_shortage(self, task: Task, costs: Sequence[LayerCost], rows: int) -> None:
-        """A task of several layers ran out of memory: later ones must be foreseen to take less."""
+        """Note that a task of several layers ran out of memory: later ones must be predicted to take less."""
         if len(task.layers) > 1:
             known = self._too_much.get(rows)
-            found = _task_bytes(task, costs)
-            self._too_much[rows] = found if known is None else min(found, known)
+            nbytes = _task_bytes(task, costs)
+            self._too_much[rows] = nbytes if known is None else min(nbytes, known)
             self.version += 1
 
     def most_bytes(self, rows: int) -> int | None:
-        """The most that a task may be foreseen to take, since more did not fit; None if all has fitted."""
+        """Return the most bytes that a task may be predicted to take; None if every task has fit so far."""
         known = [nbytes for few, nbytes in self._too_much.items() if few <= rows]
         return int(min(known) * _RETREAT) if known else None
 
 
 def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
-    """The most bytes of weights, gradients and kept activations on a device, and of weights fetched ahead.
+    """Return a device's most bytes of weights, gradients, kept activations and weights fetched ahead.
 
-    While a task runs, its device fetches the weights of its next one. After the last that is the next call's first
-    one, on whichever device it will be.
+    While a task runs, its device fetches the weights of its next task. After the last task that is the next call's
+    first one, on whichever device it will be.
 
     >>> layers = [LayerCost(1, weight_bytes=10, kept_bytes=5), LayerCost(1, weight_bytes=10, kept_bytes=7)]
     >>> resident_bytes([Task("F", range(0, 1), range(2), 0), Task("FB", range(1, 2), range(2), 0)], layers)
@@ -199,12 +199,12 @@ def _is_news(ends: Mapping[int, int], rows: int, nbytes: int) -> bool:
 def _joined(ends: Mapping[int, int], rows: int, nbytes: int) -> dict[int, int]:
     if ends and min(ends) < rows < max(ends):
         return {end: max(known, nbytes) for end, known in ends.items()}
-    found = {**ends, rows: nbytes}
-    return {end: found[end] for end in (min(found), max(found))}
+    points = {**ends, rows: nbytes}
+    return {end: points[end] for end in (min(points), max(points))}
 
 
 def _guessed_bytes_per_row(layer: LayerState) -> int:
-    # Of packed weights, the shapes and dtypes that they have once expanded.
+    # Packed weights show the shapes and dtypes that they have when expanded.
     tensors = [*layer.module.parameters(), *layer.module.buffers()]
     widths = sum(
         tensor.shape[0] + math.prod(tensor.shape[1:]) for tensor in tensors if tensor.ndim > 1 and tensor.numel()

@@ -1,4 +1,4 @@
-"""The number of microbatches: that whose plan is fastest."""
+"""Choose the number of microbatches whose plan is fastest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rp_sched import Infeasible, LayerCost, Limits, Mode, Search
 from roundpipe.planning.adaptive import memory_splits
 
 Problem = tuple[Sequence[LayerCost], Limits]
-"""What layers cost for one microbatch, and the machine's limits."""
+"""The costs of layers for one microbatch, and the machine's limits."""
 
 # Larger numbers are not tried: launching alone would take minutes a step.
 _MOST = 512
@@ -20,7 +20,7 @@ _QUICK_PLANS = 3
 
 
 def counts_of(batch_size: int) -> list[int]:
-    """The numbers that divide a batch evenly, fewest first.
+    """List the numbers of microbatches that divide a batch evenly, smallest first.
 
     >>> counts_of(12)
     [1, 2, 3, 4, 6, 12]
@@ -31,7 +31,7 @@ def counts_of(batch_size: int) -> list[int]:
 def fastest(
     counts: Iterable[int], problem_of: Callable[[int], Problem], *, devices: int, mode: Mode
 ) -> tuple[int, Search] | None:
-    """The first number whose plan is within 1 % of the fastest, and the search for it; None if no plan fits.
+    """Return the first number whose plan is within 1 % of the fastest, and its search; None if no plan fits.
 
     >>> layer = LayerCost(1.0, kept_bytes=50)
     >>> def problem(count):
@@ -40,32 +40,32 @@ def fastest(
     2
 
     Args:
-        counts: the numbers to try, fewest first.
-        problem_of: costs and limits if a batch is split into so many microbatches.
+        counts: the numbers to try, smallest first.
+        problem_of: returns costs and limits if a batch is split into this many microbatches.
     """
-    found: list[tuple[int, Search]] = []
+    searches: list[tuple[int, Search]] = []
     for count in counts:
         try:
-            found.append((count, searched(problem_of(count), devices=devices, microbatches=count, mode=mode)))
+            searches.append((count, searched(problem_of(count), devices=devices, microbatches=count, mode=mode)))
         except Infeasible:
             continue
-    if not found:
+    if not searches:
         return None
-    least_ms = min(search.best_ms for _, search in found)
-    return next(pair for pair in found if pair[1].best_ms <= least_ms * (1 + _EQUAL))
+    least_ms = min(search.best_ms for _, search in searches)
+    return next(pair for pair in searches if pair[1].best_ms <= least_ms * (1 + _EQUAL))
 
 
 def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode) -> Search:
-    """The search with the fastest first plan, of those for several splits of device memory.
+    """Return the search whose first plan is fastest, among those for several splits of device memory.
 
     Raises `rp_sched.Infeasible` if none of them has a plan.
     """
     costs, limits = problem
-    found: list[Search] = []
+    searches: list[Search] = []
     refused: Infeasible | None = None
     for choice in memory_splits(costs, limits):
         try:
-            found.append(
+            searches.append(
                 Search(
                     costs,
                     devices=devices,
@@ -77,7 +77,7 @@ def searched(problem: Problem, *, devices: int, microbatches: int, mode: Mode) -
             )
         except Infeasible as error:
             refused = error
-    if not found:
+    if not searches:
         assert refused is not None
         raise refused
-    return min(found, key=lambda search: search.best_ms)
+    return min(searches, key=lambda search: search.best_ms)

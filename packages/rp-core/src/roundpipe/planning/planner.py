@@ -1,4 +1,4 @@
-"""The planner of one model's calls: the user's plan or a searched one, as a list of tasks with their devices."""
+"""Plan one model's calls: turn the user's plan or a searched one into a list of tasks with their devices."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _LOG = logging.getLogger(__name__)
 # Guessed costs until times are measured; only their ratio matters, also to the guessed link (`pricing`). A byte of
 # weights takes this many ms in a microbatch's forward pass: about right for 4096 tokens on an H100 with PCIe 5.
 _FORWARD_MS_PER_BYTE = 1e-6
-# The same in real time and by row: a byte of weights takes this many ms for a row on an H100, and a link of PCIe 5
-# moves so many 10^9 bytes a second. For the number of microbatches, which also depends on launching.
+# The same in real time and by row, for choosing the number of microbatches, which also depends on launch times.
+# A byte of weights takes this many ms for a row on an H100; a link of PCIe 5 moves this many 10^9 bytes a second.
 _REAL_FORWARD_MS = 1e-8 / 4096
 _REAL_LINK_GB_S = 50.0
-# Until layers are measured they may keep so many times what is guessed.
+# Until layers are measured, plans allow for this many times the guessed bytes of kept activations.
 _UNMEASURED = 4
-# Calls of so many times the measured rows are as good as measured.
+# Calls of up to this many times the measured rows count as measured.
 _MORE_ROWS = 1.2
-# Measured launches to remember: those that may be in flight at once, and some that failed.
+# The number of measured launches to remember: as many as may be in flight, and some that failed.
 _LAUNCHES = 8
 
 
@@ -72,18 +72,18 @@ class Planner:
         self._footprint = Footprint(self._state.layers)
         self._launches: deque[LayerTimes] = deque(maxlen=_LAUNCHES)
         self._pricing = Pricing(self._state, self._runtime, self._footprint, self._has_room_for_pairs)
-        # What calls take, beside what their plans promise.
+        # The times of calls, and those that their plans promise.
         self.log = CallLog(self._pricing)
         # Tasks that ran while the peak was measured, without gradients of earlier calls beside them.
         self._shown: set[object] = set()
-        # Predicted peak of the last call on a device, and how much of the usable memory that leaves free.
+        # The last call's predicted peak on a device, and the usable memory that it leaves free.
         self.predicted_bytes: int | None = None
         self.spare_bytes = 0
 
     def watch(
         self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], tasks: Sequence[Task]
     ) -> LayerTimes | None:
-        """A recorder for the next launch's times and memory; None if no more measurements are needed.
+        """Return a recorder for the next launch's times and memory; None if no more measurements are needed.
 
         On CPU devices a call with a user's plan is measured only if `ModelTimer.VERBOSE`: nothing depends on it.
         """
@@ -91,7 +91,7 @@ class Planner:
         is_given = config.execute_plan is not None and self._on_host and not self._sees_memory
         if not timer.watches_next() or (is_given and not timer.VERBOSE):
             return None
-        # A CPU device computes on the thread that launches: nothing tells the two apart.
+        # A CPU device computes on the thread that launches, so launching cannot be measured separately.
         launches = None if self._on_host else Launches()
         self._launches.append(
             LayerTimes(timer, rows_of(parts), tasks, self._peak_bytes(), self.spare_bytes, launches=launches)
@@ -99,7 +99,7 @@ class Planner:
         return self._launches[-1]
 
     def take(self, times: LayerTimes, *, is_whole: bool = True) -> None:
-        """Use the measurements of a launch that is over. `is_whole`: no task of it was run again."""
+        """Use the measurements of a finished launch. `is_whole`: none of its tasks was run again."""
         if is_whole:
             times.timer.take(times)
         if not self._sees_memory:
@@ -114,12 +114,12 @@ class Planner:
         elif times in self._launches:
             launches = self._launched_since(times)
             largest = max(launches, key=self._resident_bytes)
-            # Of a peak, as much as may have been gradients that were leaving is no workspace.
+            # Part of the peak may have been gradients that were still being downloaded, which is not workspace.
             peak -= max(launch.spare_bytes for launch in launches)
             self._footprint.note_peak(peak, largest.tasks, self._guesses(largest.rows), largest.rows)
 
     def note_shortages(self, tasks: Sequence[Task], parts: Sequence[Any]) -> None:
-        """These tasks of a call ran out of device memory: later plans take less."""
+        """Note that these tasks of a call ran out of device memory, so that later plans use less."""
         rows = rows_of(parts)
         for task in tasks if self._sees_memory else ():
             self._footprint.note_shortage(task, self._guesses(rows), rows)
@@ -152,7 +152,7 @@ class Planner:
     def tasks(
         self, config: RoundPipeRunConfig, mode: Mode, parts: Sequence[Any], *, input_grads: bool
     ) -> tuple[Task, ...]:
-        """The tasks of the next call, each with its device.
+        """Return the tasks of the next call, each with its device.
 
         Tasks go to the devices in turn, starting where the call before ended, or as a searched plan assigns them.
         Backward tasks leave out the layers below the lowest trained one, unless `input_grads` are wanted.
@@ -196,9 +196,9 @@ class Planner:
         if isinstance(plan, ModelExecutePlan):
             plan.check_valid(len(self._state.layers), mode)
             return plan.to_plan(mode)
-        found = _for_mode(plan, mode)
-        found.check(len(self._state.layers), mode)
-        return found
+        fitting = _for_mode(plan, mode)
+        fitting.check(len(self._state.layers), mode)
+        return fitting
 
     def _turns(self, plan: Plan, mode: Mode, microbatches: int) -> tuple[Task, ...]:
         count, first = len(self._runtime.lanes), self._runtime.next_device
@@ -218,19 +218,19 @@ class Planner:
         return plan
 
     def microbatches(self, mode: Mode, batch_size: int, rows: int) -> int:
-        """The number of microbatches for calls of this mode: chosen once, and logged, then kept.
+        """Return the number of microbatches for calls of this mode; it is chosen and logged once, then kept.
 
-        The least within 1 % of the fastest plan by guessed costs. Where no plan fits as guessed, as many as the
-        batch allows.
+        It is the least number whose plan is within 1 % of the fastest, by guessed costs. If no plan fits, it is as
+        many as the batch allows.
 
         Args:
             batch_size: samples of the first call; a later batch that has fewer gets a microbatch for each.
-            rows: of that call, as `rows_of` counts them.
+            rows: rows of that call, as `rows_of` counts them.
         """
         if mode not in self.chosen:
             counts = counts_of(batch_size)
-            found = fastest(counts, partial(self._real_problem, rows), devices=len(self._runtime.lanes), mode=mode)
-            self.chosen[mode] = counts[-1] if found is None else found[0]
+            best = fastest(counts, partial(self._real_problem, rows), devices=len(self._runtime.lanes), mode=mode)
+            self.chosen[mode] = counts[-1] if best is None else best[0]
             _LOG.info(
                 "model %r: %d microbatches in each call of mode %s, chosen for a batch of %d",
                 self._name,
@@ -241,7 +241,7 @@ class Planner:
         return min(self.chosen[mode], batch_size)
 
     def _real_problem(self, rows: int, count: int) -> tuple[list[LayerCost], Limits]:
-        """Guessed costs and limits in real time, if so many rows are split into `count` microbatches."""
+        """Return guessed costs and limits, in real time, if `rows` are split into `count` microbatches."""
         part = -(-rows // count)
         costs = [
             replace(
@@ -259,10 +259,10 @@ class Planner:
         return costs, replace(limits, upload_gb_s=_least(ups), download_gb_s=_least(downs))
 
     def costs(self, mode: Mode) -> list[LayerCost]:
-        """The cost assumed for each layer: measured if calls of this mode were, otherwise guessed."""
+        """Return the assumed cost of each layer: measured if calls of this mode were, otherwise guessed."""
         guesses = self._guesses(0)
         timers = [timer for (kind, _), timer in self._timers.items() if kind == mode]
-        best = max((timer.estimator for timer in timers), key=lambda found: found.samples, default=None)
+        best = max((timer.estimator for timer in timers), key=lambda one: one.samples, default=None)
         if best is None or not best.samples:
             return guesses
         # On a copy: `costs` changes the estimator, which compares with the times it returned last.
@@ -292,7 +292,7 @@ class Planner:
         )
 
     def _caution(self, mode: Mode, rows: int) -> float:
-        """By how much more than is thought layers may keep of a microbatch of so many rows, as far as is known."""
+        """Return the factor by which layers may keep more than estimated of a microbatch of `rows`."""
         if not self._sees_memory or (mode == "infer" and self._footprint.knows_peak):
             return 1
         if not self._footprint.is_measured:
@@ -302,12 +302,12 @@ class Planner:
 
 
 def _least(rates: Sequence[float | None]) -> float:
-    """The slowest of the links that were measured."""
+    """Return the rate of the slowest measured link; a guess if none was measured."""
     return min((rate for rate in rates if rate is not None), default=_REAL_LINK_GB_S)
 
 
 def _shapes(tasks: Sequence[Task], rows: int) -> set[object]:
-    """What the memory of tasks depends on, whatever their devices."""
+    """Return the properties of tasks that their memory depends on, whatever their devices."""
     return {(_rounded_up(rows), task.kind, task.layers, len(task.microbatches)) for task in tasks}
 
 
@@ -317,7 +317,7 @@ def _rounded_up(rows: int) -> int:
 
 
 def _at_most(cost: LayerCost, budget: int) -> LayerCost:
-    # Never refuse a single layer because of a guess: whether it fits is decided by torch's allocator when it runs.
+    # Never refuse a single layer because of a guess: torch's allocator decides whether it fits when it runs.
     room = max(budget - cost.weight_bytes - cost.gradient_bytes, 0)
     return replace(cost, kept_bytes=min(cost.kept_bytes, room))
 
@@ -334,7 +334,7 @@ def _for_mode(plan: Plan, mode: Mode) -> Plan:
 
 
 def _from(lowest: int, task: Task) -> Task:
-    """A backward task without the layers below `lowest`, which need neither recomputation nor weights."""
+    """Return a backward task without the layers below `lowest`, which need neither recomputation nor weights."""
     start, stop = task.layers.start, task.layers.stop
     return replace(task, layers=range(lowest, stop)) if task.recomputes and start < lowest else task
 

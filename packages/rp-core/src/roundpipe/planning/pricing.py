@@ -1,4 +1,4 @@
-"""The limits that plans are priced with: device memory, and what links and host were measured to do."""
+"""The limits that plans are priced with: device memory, and the measured rates of links and host."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LINK_GB_S = 0.5
 # The second is the least that plans get, however large the measured workspace.
 USABLE = 0.95
 _LEAST_SHARE = 0.3
-# What launching a layer for a microbatch took of the GIL, forward and backward, and the forward part of it, where
-# it was not measured: compiled decoders on an H200's host (docs/performance.md).
+# The GIL time of launching a layer's forward and backward for a microbatch, and the forward part of it, where they
+# were not measured: compiled decoders on an H200's host (docs/performance.md).
 LAUNCH_MS, FORWARD_PART = 3.1, 0.45
 # A weight in 16 bits, as the scheduler counts parameters.
 _WEIGHT_BYTES = 2
@@ -53,9 +53,10 @@ class Pricing:
         self._host = host_of(state)
 
     def limits(self, costs: Sequence[LayerCost], rows: int = 0, *, is_known: bool = True) -> Limits:
-        """The limits of plans from guessed costs: device memory, and a guessed link. The first call probes.
+        """Return the limits of plans from guessed costs: device memory, and a guessed link.
 
-        `rows`: of a microbatch. `is_known`: whether what layers keep was measured for so many rows.
+        The first call probes the machine. `rows`: of a microbatch. `is_known`: whether the bytes that layers keep
+        were measured for this many rows.
         """
         machine = self._runtime.machine
         if not (self._on_host or machine.is_probed):
@@ -72,7 +73,7 @@ class Pricing:
         )
 
     def priced(self, timer: ModelTimer, limits: Limits) -> Limits:
-        """These limits with what was measured, for plans from measured times."""
+        """Return `limits` with measured rates, for plans from measured times."""
         # The first step may make second blocks.
         is_double = any(block.back is not None for block in self._state.trainable)
         host = replace(self._host, double_buffer=is_double, launch_gil_share=timer.launch_gil_share)
@@ -80,13 +81,14 @@ class Pricing:
             host = in_place(host)
         speeds = timer.speeds.of(self._devices)
         machinery = Machinery(self._memory_bytes, speeds, None if self._on_host else host)
-        found = priced(limits, self._runtime.machine.rates(), machinery)
-        return replace(found, host_memory_bytes=self._host_memory_bytes(found.host))
+        measured = priced(limits, self._runtime.machine.rates(), machinery)
+        return replace(measured, host_memory_bytes=self._host_memory_bytes(measured.host))
 
     def _host_memory_bytes(self, host: Host) -> int | None:
-        """Where two tasks' gradients do not fit, what a plan takes that gives each layer's to one task.
+        """Return the host memory of plans in which one task adds to each layer's gradients; None for no limit.
 
-        So it is where the optimizer steps during backward, too: layers pass the memory of their gradients on.
+        There is a limit if two tasks' gradients do not fit, and if the optimizer steps during backward, since
+        layers then pass on the memory of their gradients.
         """
         if not self._is_tight:
             return None
@@ -95,16 +97,16 @@ class Pricing:
         return sum(block.nbytes for block in self._state.blocks) + copies * trainable
 
     def note_call(self, timer: ModelTimer, course: Course, call_ms: float) -> None:
-        """Calls under this plan take so long; what that shows of the GIL counts from the next call on."""
+        """Note the time of calls under this plan, which corrects the GIL's costs from the next call on."""
         if not self._on_host:
             launch_ms = course.work.launch_ms
             share = course.loads.limits.host.launch_gil_share
             timer.note_gil(call_ms, launch_ms, course.loads_ms(self.devices)["GIL"] - share * launch_ms)
 
     def network_ms(self, plan: Plan) -> float | None:
-        """How long a step's traffic takes on the link between the machines, if each call has a step.
+        """Return how long a step's traffic takes on the link between the machines, if each call has a step.
 
-        None for one machine. The link is as it was measured when the machines opened, the same on all.
+        None for one machine. The link's rate was measured when the machines connected, and is the same on all.
         """
         group, shards = self._runtime.group, self._state.shards
         if group is None or shards is None:
@@ -128,41 +130,41 @@ class Pricing:
         return len(self._devices)
 
     def _leaving_bytes(self) -> int | None:
-        # Until a peak is known, gradients leave before the next backward pass; then they have what is left free.
+        # Until a peak is known, gradients leave before the next backward pass; then they may use the free memory.
         return None if not self._sees_memory or self._footprint.knows_peak else 0
 
     def _budget(self, costs: Sequence[LayerCost], rows: int, *, is_known: bool) -> int:
         smallest = self._device_bytes()
         guessed = int(smallest * MODEL_SHARE)
-        # Whether a single layer fits is decided by the device's allocator when it runs, not by a guess.
+        # The device's allocator decides whether a single layer fits when it runs, not a guess.
         largest_layer = max(cost.weight_bytes + cost.gradient_bytes for cost in costs)
         if not is_known:
-            # A layer works in no more than it keeps, as far as is known; so do those that run forward only.
-            found = guessed - max(cost.kept_bytes for cost in costs)
+            # Assume that a layer's workspace is at most what it keeps, also where it runs forward only.
+            budget = guessed - max(cost.kept_bytes for cost in costs)
         elif not (self._footprint.is_measured and self._footprint.knows_peak):
-            found = guessed
+            budget = guessed
         else:
-            found = max(self.usable_bytes - self._footprint.working_at(rows), int(smallest * _LEAST_SHARE))
+            budget = max(self.usable_bytes - self._footprint.working_at(rows), int(smallest * _LEAST_SHARE))
         most = self._footprint.most_bytes(rows)
-        return max(found if most is None else min(found, most), largest_layer, 1)
+        return max(budget if most is None else min(budget, most), largest_layer, 1)
 
     @property
     def usable_bytes(self) -> int:
-        """What plans may use of a device's memory once calls are measured."""
+        """The bytes of a device's memory that plans may use once calls are measured."""
         return int(self._device_bytes() * USABLE)
 
     def _device_bytes(self) -> int:
-        # What other processes and libraries have taken is not there for plans.
+        # Plans cannot use the memory that other processes and libraries have taken.
         obtainable = min(lane.device.obtainable_bytes() for lane in self._runtime.lanes)
         return min(obtainable, *(use.total_bytes for use in self._runtime.memory()))
 
 
 @dataclass(frozen=True, slots=True)
 class Machinery:
-    """What a model finds on a runtime, apart from rates.
+    """The properties of a runtime that plans depend on, apart from rates.
 
-    `memory_bytes`: each device's memory. `speeds`: of each device, if they differ. `host`: what a step moves there
-    and how gradients lie there; None on CPU devices, which compute with the host's cores and memory.
+    `memory_bytes`: each device's memory. `speeds`: of each device, if they differ. `host`: the bytes that a step
+    moves there and the layout of gradients there; None on CPU devices, which share the host's cores and memory.
     """
 
     memory_bytes: tuple[int, ...]
@@ -171,10 +173,11 @@ class Machinery:
 
 
 def host_of(state: ModelState) -> Host:
-    """How a model's gradients lie on the host, and what a step of it moves.
+    """Return the layout of a model's gradients on the host, and the bytes that its step moves.
 
-    Two tasks' gradients in 16 bits stay two blocks, which the optimizer reads both; in 32 bits a second one is
-    added. A step of an optimizer other than Adam moves other bytes; its rate is measured in those of Adam.
+    Two tasks' gradients in 16 bits stay two blocks, both of which the optimizer reads; in 32 bits the second is
+    added to the first. Bytes are those of Adam; for an optimizer that moves other bytes, the rate is measured in
+    Adam's, too.
     """
     nbytes = sum(block.nbytes for block in state.trainable)
     numel = sum(block.layout.numel for block in state.trainable)
@@ -185,7 +188,7 @@ def host_of(state: ModelState) -> Host:
 
 
 def gradient_itemsize(block: Group | Block, spans: Iterable[range]) -> int:
-    """Bytes of a number of a block's gradients, to which tasks of these layers add: fp32 if there are several.
+    """Return the bytes per element of a block's gradients: fp32's if tasks of several of `spans` add to them.
 
     >>> import torch
     >>> found = Group("trainable", (1,), (torch.zeros(8, dtype=torch.bfloat16),))
@@ -198,12 +201,12 @@ def gradient_itemsize(block: Group | Block, spans: Iterable[range]) -> int:
 
 
 def pairs_gradients(state: ModelState) -> bool:
-    """Whether two tasks' gradients stay two blocks: so they do in 16 bits."""
+    """Return whether two tasks' gradients stay two blocks, as they do in 16 bits."""
     return any(block.layout.dtype != sum_dtype(block.layout.dtype) for block in state.trainable)
 
 
 def priced(limits: Limits, rates: Rates, machinery: Machinery) -> Limits:
-    """`limits` on a machine with these rates; a rate that was not measured is no limit.
+    """Return `limits` for a machine with these rates; a rate that was not measured sets no limit.
 
     >>> machinery = Machinery((80, 80), None, Host())
     >>> found = priced(Limits(), Rates(up_gb_s=(50.0, 52.0), down_gb_s=(40.0, None)), machinery)
@@ -213,11 +216,11 @@ def priced(limits: Limits, rates: Rates, machinery: Machinery) -> Limits:
     count = len(machinery.memory_bytes)
     ups, downs = _filled(rates.up_gb_s, count), _filled(rates.down_gb_s, count)
     on_host = machinery.host is None
-    found = replace(limits, upload_gb_s=_common(ups), download_gb_s=_common(downs))
+    linked = replace(limits, upload_gb_s=_common(ups), download_gb_s=_common(downs))
     if on_host:
-        return found
+        return linked
     return replace(
-        found,
+        linked,
         devices=_devices(limits, ups, downs, machinery),
         switches=rates.switches,
         host=_host(machinery.host, rates, count),
@@ -225,7 +228,7 @@ def priced(limits: Limits, rates: Rates, machinery: Machinery) -> Limits:
 
 
 def _filled(rates: Sequence[float | None], count: int) -> list[float | None]:
-    """A device that has moved nothing yet is like the others."""
+    """Replace missing rates: assume that a device that has moved nothing yet is like the others."""
     common = _common(rates)
     return [common if rate is None else rate for rate in rates] or [None] * count
 
@@ -250,7 +253,7 @@ def _host(host: Host | None, rates: Rates, count: int) -> Host:
 def _devices(
     limits: Limits, ups: Sequence[float | None], downs: Sequence[float | None], machinery: Machinery
 ) -> tuple[Device, ...]:
-    """Each device, if they differ by more than measurements do."""
+    """Return each device; () if they differ by no more than measurements do."""
     least = min(machinery.memory_bytes)
     columns = (ups, downs, machinery.memory_bytes)
     if machinery.speeds is None and all(near(min(column), max(column)) for column in map(_numbers, columns)):
@@ -276,7 +279,7 @@ def _part(nbytes: int | None, factor: float) -> int | None:
 
 
 def in_place(host: Host) -> Host:
-    """The same where steps write the weights that calls read, without a copy between them.
+    """Return `host` for steps that write the weights that calls read, without a copy in between.
 
     >>> in_place(Host()).step_bytes == Host().optimizer_bytes
     True

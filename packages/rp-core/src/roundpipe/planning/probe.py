@@ -1,4 +1,4 @@
-"""The probe: how fast a runtime's links and host memory are, by a few short copies before the first plan."""
+"""Measure how fast a runtime's links and host memory are, by a few short copies before the first plan."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from roundpipe.runtime.runtime import Runtime
 from roundpipe.telemetry.machine import Rates
 
 _LOG = logging.getLogger(__name__)
-# Large enough that a copy's start does not count; with eight devices they take a quarter of a gigabyte together.
+# Large enough that a copy's start-up is negligible; eight devices together take a quarter of a gigabyte.
 _BYTES = 16 << 20
 _COPIES = 4
 # Longer, so that all copies overlap although their threads start one after another.
 _COPIES_AT_ONCE = 8
 # Host memory: more than the caches of most processors hold.
 _HOST_BYTES = 512 << 20
-# Links that reach less than this part of their rates when used at once share something.
+# Links that together reach less than this part of the sum of their rates share a switch.
 _SHARED = 0.85
 
 Way = Literal["up", "down"]
@@ -36,9 +36,9 @@ _known: dict[tuple[str, ...], Rates] = {}
 
 
 def probed(runtime: Runtime) -> Rates:
-    """What `probe` finds for the runtime's devices, once for a process; nothing if it fails, which is logged.
+    """Return the rates that `probe` measures for the runtime's devices, once per process; none if it fails.
 
-    Training must not depend on it: what it does not know, calls measure.
+    A failure is logged. Training must not depend on the probe: calls measure the rates that it does not know.
     """
     devices = tuple(lane.device.name for lane in runtime.lanes)
     with _lock:
@@ -56,17 +56,17 @@ def _attempt(runtime: Runtime) -> Rates:
 
 
 def probe(runtime: Runtime, *, nbytes: int = _BYTES, host_bytes: int = _HOST_BYTES) -> Rates:
-    """Measure each link alone, all at once, and host memory; the devices should be idle.
+    """Measure each link alone, then all at once, and host memory; the devices should be idle.
 
     >>> with Runtime("cpu:2") as runtime:
     ...     len(probe(runtime, nbytes=1 << 10, host_bytes=1 << 10).up_gb_s)
     2
 
-    Each direction copies `nbytes` a few times between a buffer of its own on the host and on the device, on the
-    threads and streams that carry weights and gradients. All buffers are freed. Host memory: `host_bytes` are
-    updated in place by all of the calling thread's intra-op threads, each byte read and written.
+    Each direction copies `nbytes` a few times between separate buffers on the host and on the device, on the
+    threads and streams that carry weights and gradients. All buffers are freed. For host memory, all intra-op
+    threads of the calling thread update `host_bytes` in place, reading and writing each byte.
 
-    Raises what allocations and copies raise.
+    Raises any error of an allocation or a copy.
     """
     lanes = runtime.lanes
     up, down = ([_Link(runtime.backend, lane, way, nbytes) for lane in lanes] for way in ("up", "down"))
@@ -84,7 +84,7 @@ def probe(runtime: Runtime, *, nbytes: int = _BYTES, host_bytes: int = _HOST_BYT
 
 
 class _Link:
-    """One direction of a device's link, with the buffer on the host that it is tried with."""
+    """One direction of a device's link, with the host buffer that it is measured with."""
 
     def __init__(self, backend: Backend, lane: Lane, way: Way, nbytes: int) -> None:
         self._porter: Porter = lane.inbox if way == "up" else lane.outbox
@@ -95,7 +95,7 @@ class _Link:
         self._host.zero_()
 
     def start(self, copies: int) -> Callable[[], float]:
-        """Queue copies on the porter; what is returned waits for them, and returns their GB/s."""
+        """Queue copies on the porter; return a function that waits for them and returns their GB/s."""
         return self._porter.submit(self._gb_s, copies).result
 
     def _gb_s(self, copies: int) -> float:
@@ -111,33 +111,33 @@ class _Link:
 
 
 def at_once(links: Iterable[_Link], copies: int) -> list[float]:
-    """The GB/s that each of these links reaches while all are in use."""
+    """Return the GB/s that each of these links reaches while all are in use."""
     started = [link.start(copies) for link in links]
     return [wait() for wait in started]
 
 
-Tried = Callable[[Way, Sequence[int]], Sequence[float]]
-"""The GB/s of each of these devices, by number, when all of them copy at once in this direction."""
+Measure = Callable[[Way, Sequence[int]], Sequence[float]]
+"""Returns the GB/s of each of these devices, by number, when all of them copy at once in this direction."""
 
 
-def shared_by(ups: Sequence[float], downs: Sequence[float], tried: Tried) -> tuple[Switch, ...]:
-    """What links share, from the rates of each alone and of several at once.
+def shared_by(ups: Sequence[float], downs: Sequence[float], measure: Measure) -> tuple[Switch, ...]:
+    """Return the switches that links share, from the rates of each link alone and of several at once.
 
-    >>> def tried(way, chosen):
+    >>> def measure(way, chosen):
     ...     return [min(25.0, 40.0 / len(chosen))] * len(chosen)
-    >>> shared_by([25.0] * 2, [25.0] * 2, tried)
+    >>> shared_by([25.0] * 2, [25.0] * 2, measure)
     (Switch(devices=(0, 1), upload_gb_s=40.0, download_gb_s=40.0),)
 
-    Devices that slow each other two by two are behind one switch. If all together are slower but no two are, all
+    Devices of which any two slow each other are behind one switch. If all together are slower but no two are, all
     are behind one.
     """
     everyone = range(len(ups))
     if len(ups) < 2:
         return ()
-    together = {way: tried(way, everyone) for way in ("up", "down")}
+    together = {way: measure(way, everyone) for way in ("up", "down")}
     if not (_slower(together["up"], ups) or _slower(together["down"], downs)):
         return ()
-    groups = _groups(ups, tried)
+    groups = _groups(ups, measure)
     if all(len(group) == 1 for group in groups):
         groups = [tuple(everyone)]
     return tuple(
@@ -151,13 +151,13 @@ def shared_by(ups: Sequence[float], downs: Sequence[float], tried: Tried) -> tup
     )
 
 
-def _groups(alone: Sequence[float], tried: Tried) -> list[tuple[int, ...]]:
-    """Devices by the switch that they are behind: each is tried with the first one of every group so far."""
+def _groups(alone: Sequence[float], measure: Measure) -> list[tuple[int, ...]]:
+    """Group devices by their switch: measure each together with the first one of every group so far."""
     groups: list[tuple[int, ...]] = []
     for device in range(len(alone)):
         for at, group in enumerate(groups):
             pair = (group[0], device)
-            if _slower(tried("up", pair), [alone[number] for number in pair]):
+            if _slower(measure("up", pair), [alone[number] for number in pair]):
                 groups[at] = (*group, device)
                 break
         else:
@@ -170,8 +170,8 @@ def _slower(together: Sequence[float], alone: Sequence[float]) -> bool:
 
 
 def _host_gb_s(nbytes: int) -> float:
-    # Updated in place, as by an optimizer: a copy also reads the memory that it writes. Written first: pages that
-    # nothing was written to are all the same one, which caches hold.
+    # Updated in place, as by an optimizer: a copy also reads the memory that it writes. Written first, since pages
+    # that were never written are all the same physical page, which caches hold.
     memory = torch.ones(nbytes // 4, dtype=torch.float32, device="cpu")
     seconds: list[float] = []
     for _ in range(3):

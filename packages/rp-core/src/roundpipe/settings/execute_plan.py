@@ -16,7 +16,7 @@ MODEL_SHARE = 0.6
 
 @runtime_checkable
 class Plannable(Protocol):
-    """What automatic planning needs to know of a model. `RoundPipe` implements it."""
+    """The properties of a model that automatic planning needs. `RoundPipe` implements them."""
 
     @property
     def runtime(self) -> Runtime:
@@ -29,13 +29,13 @@ class Plannable(Protocol):
         ...
 
     def layer_costs(self, run_type: Mode) -> list[LayerCost]:
-        """The cost assumed for each layer."""
+        """Return the assumed cost of each layer."""
         ...
 
 
 @dataclass(slots=True)
 class ModelExecutePlan:
-    """How a model is cut into stages.
+    """The stages that a model is divided into.
 
     `fwd_plan`: the forward stages, from the first layers up. `bwd_plan`: the backward stages, from the last layers
     down. In a ``forward_backward`` (run type ``"fused"``) the first backward stage also runs its layers forward.
@@ -125,8 +125,8 @@ class ModelExecutePlan:
             limits=Limits(device_memory_bytes=max(int(model_memory_limit * 1e9), 2)),
             strategy=published,
         )
-        found = tuple(map(cls._of, plans))
-        return found[0] if len(found) == 1 else found
+        converted = tuple(map(cls._of, plans))
+        return converted[0] if len(converted) == 1 else converted
 
     @classmethod
     def _of(cls, plan: Plan) -> ModelExecutePlan:

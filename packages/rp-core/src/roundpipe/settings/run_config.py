@@ -58,7 +58,7 @@ class RoundPipeRunConfig:
         _check_type("output_device", self.output_device, torch.device)
 
     def over(self, below: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """These settings, with None replaced by the setting of `below`."""
+        """Return these settings, with None replaced by the setting of `below`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(below, **{name: value for name, value in values.items() if value is not None})
 

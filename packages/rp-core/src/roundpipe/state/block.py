@@ -30,17 +30,17 @@ class Block:
     def __init__(
         self,
         backend: Backend,
-        found: Group,
+        group: Group,
         files: MappedFiles,
         memory: torch.Tensor | None = None,
         registration: object = None,
     ) -> None:
-        self.kind: Kind = found.kind
-        self.users = found.users
-        self.tensors = found.tensors
-        self.layout = found.layout
+        self.kind: Kind = group.kind
+        self.users = group.users
+        self.tensors = group.tensors
+        self.layout = group.layout
         self.turns = Turns()
-        self.gradient = Gradient(backend, self.layout) if found.kind == "trainable" else None
+        self.gradient = Gradient(backend, self.layout) if group.kind == "trainable" else None
         self.memory = memory
         self.registration = registration
         self.writes: bool | None = None
@@ -48,7 +48,7 @@ class Block:
         self.back: torch.Tensor | None = None
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
-        self.additions = [0] * len(found.tensors)
+        self.additions = [0] * len(group.tensors)
         # Of trained weights, on several machines.
         self.segments: tuple[Segment, ...] = ()
         self.rank: int | None = None
@@ -68,11 +68,11 @@ class Block:
 
     @property
     def passes_gradients_on(self) -> bool:
-        """Whether the memory of its gradients is another block's once a step has read them."""
+        """Whether another block uses the memory of its gradients once a step has read them."""
         return self.gradient is not None and self.gradient.place is not None
 
     def __str__(self) -> str:
-        """Names the layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
+        """Return the layers that use it, such as ``layer 3`` or ``layers 0, 27``."""
         layers = sorted(self.users)
         return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
@@ -90,7 +90,7 @@ class Block:
             yield target[span.offset : span.offset + span.numel], value.view(-1)
 
     def host_tensors(self) -> Sequence[torch.Tensor]:
-        """The host memory that `pieces` reads."""
+        """Return the host memory that `pieces` reads."""
         return self.values if self.memory is None else (self.memory,)
 
     def make_back(self, backend: Backend) -> None:
@@ -104,9 +104,9 @@ class Block:
         self.swap()
 
     def write(self, backend: Backend, masters: Sequence[torch.Tensor]) -> None:
-        """Write the masters whose result is not there yet to the second block or, without one, to the weights.
+        """Write the masters that have changed to the second block or, without one, to the weights.
 
-        Masters of other machines are left out. With a second block no turn is needed.
+        Masters of other machines are skipped. With a second block the caller needs no turn.
         """
         here = [i for i, master in enumerate(masters) if not master.is_meta]
         stale = [i for i in here if self.complete.get(i) != masters[i]._version]
@@ -126,7 +126,7 @@ class Block:
             self._change_places()
 
     def gathered(self) -> list[tuple[int, torch.Tensor]]:
-        """The memory that `write` writes, in pieces (numel,), each with the rank of its owner."""
+        """Return the memory that `write` writes, in pieces (numel,), each with the rank of its owner."""
         if self.back is not None or self.memory is not None:
             memory = self.memory if self.back is None else self.back
             assert memory is not None
@@ -155,7 +155,7 @@ class Block:
                 self.seen[index] += 1
 
     def changed_outside(self) -> list[int]:
-        """Indices of the tensors that code outside the engine has written since the last call of this."""
+        """Return the indices of the tensors that code outside the engine has written since the last such call."""
         changed = [i for i, tensor in enumerate(self.tensors) if tensor._version != self.seen[i]]
         for index in changed:
             self.seen[index] = self.tensors[index]._version
@@ -163,8 +163,9 @@ class Block:
 
 
 def in_turn(blocks: Iterable[Block]) -> list[Block]:
-    """In the order in which gradients leave a task: from the last layer to the first, as backward completes them.
+    """Sort blocks in the order in which their gradients leave a task: from the last layer to the first.
 
-    An optimizer waits for the last layer's first (`rp_optim`). Those whose memory is passed on come before others.
+    Backward completes them in this order, and an optimizer waits for them in it (`rp_optim`). Blocks whose
+    gradient memory is passed on come before the others.
     """
     return sorted(blocks, key=lambda block: (not block.passes_gradients_on, -min(block.users)))

@@ -13,7 +13,7 @@ from roundpipe.state.shards import Segment
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of `dtype` are accumulated: at least fp32.
+    """Return the dtype in which gradients of `dtype` are accumulated: at least fp32.
 
     >>> sum_dtype(torch.bfloat16)
     torch.float32
@@ -22,9 +22,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Summand:
-    """A block of gradients, (numel,), and a record of the parameters that it has one of.
+    """A block of gradients, (numel,).
 
-    `written`: their indices. A parameter that no loss depends on has none.
+    `written`: the indices of the parameters that have a gradient here; one that no loss depends on has none.
     """
 
     def __init__(self, layout: Layout, block: torch.Tensor) -> None:
@@ -55,19 +55,19 @@ class Gradient:
         self.place: Place | None = None
 
     def share(self, place: Place) -> None:
-        """Use a place that others use, too: one task adds to the gradients, and the step after it reads them."""
+        """Use memory that other gradients use, too: one task writes it, and the next step reads it."""
         self.place, self.turns = place, place.turns
         place.members.append(self)
 
     def move_out(self) -> None:
-        """Use memory and turns of its own from now on; nobody may be using the place."""
+        """Use separate memory and turns from now on; no task or step may be using the place."""
         if self.place is not None:
             self.place.members.remove(self)
             self.place, self.turns, self._summands = None, Turns(), []
 
     @property
     def counts(self) -> bool:
-        """Whether its memory counts as its own: that of a place counts once."""
+        """Whether it counts towards memory use: of the members of a place only the first does."""
         return self.place is None or self.place.members[0] is self
 
     @property
@@ -89,7 +89,7 @@ class Gradient:
         return self.layout.numel * self._dtype().itemsize
 
     def blocks(self) -> list[torch.Tensor]:
-        """The blocks that hold gradients."""
+        """Return the blocks that hold gradients."""
         return [summand.block for summand in self._summands if summand.written]
 
     def _dtype(self) -> torch.dtype:
@@ -101,7 +101,7 @@ class Gradient:
     def receive(self, sums: torch.Tensor, written: set[int], conveyor: Conveyor) -> bool:
         """Download a task's sums, (numel,) on a device, to an empty summand, or add them to what is there.
 
-        `written`: the indices of the parameters that the sums hold a gradient of. Returns whether it has added.
+        `written`: the indices of the parameters that have a gradient in the sums. Returns whether it has added.
         """
         if (empty := self._empty()) is not None:
             conveyor.download(empty.block, sums)
@@ -112,7 +112,7 @@ class Gradient:
         return True
 
     def _empty(self) -> Summand | None:
-        """A summand without gradients, allocated if need be; None if all that there may be have some."""
+        """Return a summand without gradients, allocated if necessary; None if all are in use."""
         self._split_if_unused()
         for summand in self._summands:
             if not summand.written:
@@ -126,7 +126,7 @@ class Gradient:
         return self._append(self._backend.host_empty((self.layout.numel,), self.layout.dtype))
 
     def _split_if_unused(self) -> None:
-        # The memory of an fp32 block is that of two in 16 bits.
+        # An fp32 block has the size of two 16-bit blocks.
         if not self.written and self._summands and self._summands[0].block.dtype != self.layout.dtype:
             memory = self._summands.pop().block.view(self.layout.dtype)
             self._append(memory[: self.layout.numel])
@@ -164,7 +164,7 @@ class Gradient:
         return len(held) > 1 or (bool(held) and held[0].dtype != self.layout.dtype)
 
     def to_reduce(self, *, wide: bool) -> torch.Tensor:
-        """This machine's part of a sum over machines, (numel,), with zeros where it has no gradient.
+        """Return this machine's part of a sum over machines, (numel,), with zeros where it has no gradient.
 
         `wide`: in the accumulation dtype, otherwise in the layout's, which one block must hold.
         """
@@ -175,7 +175,7 @@ class Gradient:
         return self._with_zeros(summand.block)
 
     def total(self, segment: Segment, part: torch.Tensor) -> torch.Tensor:
-        """Where a segment of the sum over machines goes, in at least fp32: into `part` if that is as wide."""
+        """Return memory for a segment of the sum over machines, at least fp32: in `part` if that is as wide."""
         if part.dtype == sum_dtype(part.dtype):
             return segment.of(part)
         if segment.start not in self._totals:
@@ -191,12 +191,12 @@ class Gradient:
     # Single gradients
 
     def source(self, index: int) -> torch.Tensor | GradientPair | None:
-        """One parameter's gradient for a step, contiguous; None if there is none."""
+        """Return one parameter's gradient for a step, contiguous; None if there is none."""
         held = [summand.views[index].contiguous() for summand in self._summands if index in summand.written]
         return GradientPair(*held) if len(held) == 2 else next(iter(held), None)
 
     def view(self, index: int) -> torch.Tensor:
-        """A new view of one parameter's gradient, which the caller may give to the user.
+        """Return a new view of one parameter's gradient, which the caller may give to the user.
 
         Two blocks are summed into one first.
         """
@@ -228,10 +228,10 @@ class Gradient:
     def collect(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
         """Move the ``.grad`` of these parameters of the block into the block, adding to what is there."""
         for index in indices:
-            found = parameters[index].grad
-            assert found is not None
+            gradient = parameters[index].grad
+            assert gradient is not None
             parameters[index].grad = None
-            self._add_one(index, found.to_dense() if found.is_sparse else found)
+            self._add_one(index, gradient.to_dense() if gradient.is_sparse else gradient)
 
     def _add_one(self, index: int, value: torch.Tensor) -> None:
         if index not in self.written:

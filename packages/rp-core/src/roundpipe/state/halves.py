@@ -1,4 +1,4 @@
-"""Masters in halves: which weights can have them, and what is said of those that have none."""
+"""Masters in halves: which weights can have them, and the warnings about whole masters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roundpipe.errors import TrainingWarning
 
 
 def can_split(weight: torch.Tensor) -> bool:
-    """Whether a trained weight can be the upper half of its fp32 master.
+    """Return whether a trained weight can be the upper half of its fp32 master.
 
     >>> [can_split(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     [True, False, False]
@@ -20,12 +20,12 @@ def can_split(weight: torch.Tensor) -> bool:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two bf16 tensors have the same bits."""
+    """Return whether two bf16 tensors have the same bits."""
     return torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 class TellsWhole:
-    """Says, once a model, that masters in halves are made whole, and for whom."""
+    """Warns, once per model, that masters in halves become whole, and which reader is the cause."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,15 +44,15 @@ class TellsWhole:
 
 
 def tell_kept_whole(name: str, weights: Sequence[torch.Tensor]) -> None:
-    """Say that 16-bit parameters of model `name`, or all, have whole masters although halves were asked for."""
+    """Warn that 16-bit parameters of model `name`, or all, have whole masters although halves were requested."""
     kept = [weight for weight in weights if not can_split(weight)]
     coarse = [weight for weight in kept if weight.itemsize == 2]
     if not coarse and len(kept) < max(len(weights), 1):
         return
-    found = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in coarse or kept}))
+    dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in coarse or kept}))
     warnings.warn(
         f"{len(coarse or kept)} trained parameters of model {name!r} keep whole fp32 masters: with "
-        f'master="split" only contiguous bf16 weights are halves of theirs, but these are {found or "none"}',
+        f'master="split" only contiguous bf16 weights are halves of theirs, but these are {dtypes or "none"}',
         TrainingWarning,
         stacklevel=2,
     )

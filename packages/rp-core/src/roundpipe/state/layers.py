@@ -24,7 +24,7 @@ class LayerState:
     blocks: tuple[Block, ...]
 
     def __str__(self) -> str:
-        """Names its index and type, such as ``layer 3 (Linear)``."""
+        """Return its index and type, such as ``layer 3 (Linear)``."""
         return f"layer {self.index} ({type(self.module).__name__})"
 
     @property
@@ -38,7 +38,7 @@ class LayerState:
         return any(block.kind == "buffer" for block in self.blocks)
 
     def nbytes(self, *kinds: Kind) -> int:
-        """Bytes of its blocks of these kinds, or of all."""
+        """Return the bytes of its blocks of these kinds, or of all."""
         return sum(block.nbytes for block in self.blocks if not kinds or block.kind in kinds)
 
 
@@ -51,7 +51,7 @@ def build_layers(
 ) -> tuple[LayerState, ...]:
     """Group the layers' tensors into blocks.
 
-    The tensors of a block are used by exactly the same layers. So a tied parameter gets a block of its own, and a
+    The tensors of a block are used by exactly the same layers. So a tied parameter gets a separate block, and a
     module that occurs twice in the sequence has one block for both.
 
     Raises what `foresee` raises, and `ValueError` for tensors that are not on the host, sparse tensors, parameters
@@ -70,25 +70,25 @@ def build_layers(
 
 
 def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> list[Block]:
-    moving = [found for found in groups if moves(found, pin)]
-    memories = backend.host_blocks([found.layout for found in moving])
+    moving = [each for each in groups if moves(each, pin)]
+    memories = backend.host_blocks([each.layout for each in moving])
     files = MappedFiles.now()
-    for tensor in (tensor for found in moving for tensor in found.tensors):
-        # What code before has read, such as the observation of the model.
+    for tensor in (tensor for each in moving for tensor in each.tensors):
+        # Earlier code, such as the observation of the model, may have read the files into memory.
         files.give_back(tensor)
     moved: dict[Group, Block] = {}
-    # Each block is allocated when the tensors of the one before have moved: no two are in memory twice.
-    for found, memory in zip(moving, memories, strict=True):
-        moved[found] = Block(backend, found, files, memory)
+    # Allocated after the previous block's tensors have moved: only one block's tensors are in memory twice.
+    for each, memory in zip(moving, memories, strict=True):
+        moved[each] = Block(backend, each, files, memory)
         give_back_freed()
-    staying = [tensor for found in groups if found not in moved for tensor in found.tensors]
+    staying = [tensor for each in groups if each not in moved for tensor in each.tensors]
     registration = backend.register(staying) if pin == "register" else None
-    return [moved.get(found) or Block(backend, found, files, registration=registration) for found in groups]
+    return [moved.get(each) or Block(backend, each, files, registration=registration) for each in groups]
 
 
-def moves(found: Group, pin: PinMode) -> bool:
-    """Whether these tensors move into a block, rather than stay in the memory where they are."""
-    return pin == "alloc" or found.kind == "buffer" or not all(tensor.is_contiguous() for tensor in found.tensors)
+def moves(each: Group, pin: PinMode) -> bool:
+    """Return whether these tensors move into a block rather than stay in their memory."""
+    return pin == "alloc" or each.kind == "buffer" or not all(tensor.is_contiguous() for tensor in each.tensors)
 
 
 def _check_tensor(index: int, module: torch.nn.Module, kind: Kind, tensor: torch.Tensor) -> None:

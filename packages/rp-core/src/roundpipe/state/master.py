@@ -1,4 +1,4 @@
-"""A model's master weights, whole and in halves, which tell who looks for a gradient where there is none."""
+"""A model's master weights, whole or in halves, which warn when code reads a gradient that is not there."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ CONSUMED = (
     "of a model with step_in_backward=True, so .grad is None: there are none to clip, log or drop; wrap the model "
     "without it for that"
 )
-# What to say of gradients that no step was launched for, by master: it has no attributes, which would be saved.
-_PENDING: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_ALONE = (
+# By master, a function that returns the warning, if any, for a read of its missing gradient. It is not an
+# attribute of the master, since attributes would be saved.
+_ON_MISSING: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_PART_ONLY = (
     "a parameter's .grad was read in a step function, outside of an optimizer's step: with several machines each "
     "has the gradients of its own share of the parameters only, so a norm of these would be wrong. "
     "roundpipe.optim.clip_grad_norm_ clips by the norm over all machines and returns it (with max_norm=math.inf "
@@ -38,29 +39,29 @@ _ALONE = (
 _DIVIDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class _Here(local):
+class _PerThread(local):
     is_optimizer = False
 
 
-_HERE = _Here()
+_THREAD = _PerThread()
 
 
 @contextmanager
 def reading() -> Generator[None]:
-    """Let code read single gradients that are divided between machines, as optimizers do."""
-    before, _HERE.is_optimizer = _HERE.is_optimizer, True
+    """Let code in this context read gradients that are divided between machines, as optimizers do."""
+    before, _THREAD.is_optimizer = _THREAD.is_optimizer, True
     try:
         yield
     finally:
-        _HERE.is_optimizer = before
+        _THREAD.is_optimizer = before
 
 
 def refuse_part(_: object) -> None:
-    """A hook of optimizers whose states are divided between machines: their state dicts are a part of a whole.
+    """Refuse the state dict of an optimizer whose states are divided between machines: it would be incomplete.
 
-    Raises `AloneOnly`, but not inside `reading`.
+    A hook of such optimizers. Raises `AloneOnly`, but not inside `reading`.
     """
-    if not _HERE.is_optimizer:
+    if not _THREAD.is_optimizer:
         raise AloneOnly(
             "an optimizer's state_dict() has the states of this machine's own parameters only: save by "
             "roundpipe.save_checkpoint(path, model, optimizer) on all machines, which any number of them loads"
@@ -68,46 +69,46 @@ def refuse_part(_: object) -> None:
 
 
 def note_optimizer(*, steps: bool) -> None:
-    """An optimizer begins or ends a step on this thread."""
-    _HERE.is_optimizer = steps
+    """Note that an optimizer begins (`steps`) or ends a step on this thread."""
+    _THREAD.is_optimizer = steps
 
 
 def is_in_optimizer() -> bool:
-    """Whether an optimizer steps on this thread, or code reads what optimizers may, see `reading`."""
-    return _HERE.is_optimizer
+    """Return whether this thread is in an optimizer's step or in `reading`."""
+    return _THREAD.is_optimizer
 
 
 class _FromEngine(Master):
     """A master whose gradients come from the engine.
 
-    A `TrainingWarning` says, once a model, that its ``.grad`` is read where it is None, but a step would have one.
+    Warns, once per model, if its ``.grad`` is read where it is None, but a step would have one.
     """
 
     def note_missing(self) -> None:
         """See `Master.note_missing`."""
-        tell = cast("Callable[[], str | None] | None", _PENDING.get(self))  # pyright: ignore[reportUnknownMemberType]
+        tell = cast("Callable[[], str | None] | None", _ON_MISSING.get(self))  # pyright: ignore[reportUnknownMemberType]
         if tell is not None and (words := tell()) is not None:
             warnings.warn(words, TrainingWarning, stacklevel=3)
 
     def note_read(self) -> None:
         """See `Master.note_read`. Raises `AloneOnly` where the gradients are divided between machines."""
-        if self in _DIVIDED and not _HERE.is_optimizer and not _in_zero_grad():
-            raise AloneOnly(_ALONE)
+        if self in _DIVIDED and not _THREAD.is_optimizer and not _in_zero_grad():
+            raise AloneOnly(_PART_ONLY)
 
     def note_linked(self) -> None:
-        """See `Master.note_linked`. To set a gradient to zero drops it, also one that another machine has."""
+        """See `Master.note_linked`. Setting a gradient to zero drops it, even if another machine has it."""
         if self in _DIVIDED and (link := link_of(self)) is not None and _in_zero_grad():
             link.is_dropped = True
 
 
 def _in_zero_grad() -> bool:
-    # Torch's optimizers look whether there is a gradient before they drop it or set it to zero.
+    # Torch's optimizers read a gradient before they drop it or set it to zero.
     frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
     return frame.f_code.co_name == "zero_grad"
 
 
 def is_from_engine(parameter: torch.Tensor) -> bool:
-    """Whether it is a master, whole or in halves, whose gradients come from the engine."""
+    """Return whether a parameter is a master whose gradients come from the engine."""
     return isinstance(parameter, _FromEngine)
 
 
@@ -123,34 +124,34 @@ class EngineSplitMaster(_FromEngine, SplitMaster):
 
     def note_whole(self, reader: str) -> None:
         """See `SplitMaster.note_whole`."""
-        tell = cast("Callable[[str], None] | None", _WHOLE.get(self))  # pyright: ignore[reportUnknownMemberType]
+        tell = cast("Callable[[str], None] | None", _ON_WHOLE.get(self))  # pyright: ignore[reportUnknownMemberType]
         if tell is not None:
             tell(reader)
 
 
-# What is told when a master in halves is made whole, by master.
-_WHOLE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By master, a function to call when the master is made whole.
+_ON_WHOLE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def watch_whole(master: EngineSplitMaster, tell: Callable[[str], None]) -> None:
-    """Call `tell` with the name of what makes this master whole."""
-    _WHOLE[master] = tell
+    """Call `tell` with the name of the reader when this master is made whole."""
+    _ON_WHOLE[master] = tell
 
 
 def is_split(master: torch.Tensor) -> TypeGuard[SplitMaster]:
-    """Whether a master is in halves now."""
+    """Return whether a master is in halves now."""
     return isinstance(master, SplitMaster) and master.is_split
 
 
 def master_bytes(master: torch.Tensor) -> int:
-    """Bytes that a master takes on the host beside the weight; none if another machine has it."""
+    """Return the bytes that a master takes on the host beside the weight; 0 if another machine has it."""
     if master.is_meta:
         return 0
     return master.halves[1].nbytes if is_split(master) else master.nbytes
 
 
 def published(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What publication makes of a master in weights of this dtype; the master if that is no more than a cast."""
+    """Return the values that publication writes to weights of this dtype; the master itself if it only casts."""
     if not isinstance(master, SplitMaster) or dtype != torch.bfloat16:
         return master
     if master.is_split:
@@ -161,10 +162,10 @@ def published(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def refuse_reads(master: Master) -> None:
-    """Only optimizers' steps may read its ``.grad``: other machines have others."""
+    """Let only optimizers' steps read the ``.grad`` of `master`: other machines have the other gradients."""
     _DIVIDED[master] = True
 
 
 def watch_reads(master: Master, tell: Callable[[], str | None]) -> None:
-    """Ask `tell` whenever ``.grad`` of `master` is missing, what to say."""
-    _PENDING[master] = tell
+    """Warn as `tell` returns, if it does, whenever ``.grad`` of `master` is read but missing."""
+    _ON_MISSING[master] = tell

@@ -42,8 +42,8 @@ class Broken:
     error: str
 
 
-class _Reads:
-    """What to say of a master's gradient that is read where it is not: once, where a step would have or had it."""
+class _MissingWarning:
+    """Returns the warning about a read of a missing gradient: once, if a step would have or had the gradient."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = weakref.ref(state)
@@ -56,7 +56,7 @@ class _Reads:
         if state.num_runs == (0 if state.options.steps_in_backward else state.stepped_runs):
             return None
         if state.options.steps_in_backward and is_in_optimizer():
-            # One over several models looks for gradients of each in each model's step.
+            # An optimizer over several models reads the gradients of all of them in each model's step.
             return None
         self._is_told = True
         return CONSUMED if state.options.steps_in_backward else PENDING
@@ -64,9 +64,9 @@ class _Reads:
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """How a model keeps its weights on the host, as `RoundPipe` was told.
+    """A model's options for its weights on the host, as passed to `RoundPipe`.
 
-    `optim_dtype`: of masters; None for that of the weights. `double_buffer`: whether trained weights have second
+    `optim_dtype`: the masters' dtype; None for the weights'. `double_buffer`: whether trained weights have second
     blocks; None if the engine decides, before the first step. `master`: whether bf16 weights are the upper halves
     of their masters. `steps_in_backward`: the optimizer steps during each training call, and layers pass their
     gradients' memory on.
@@ -84,13 +84,13 @@ class ModelState:
 
     `version`: number of launched publications of new weights. `unpublished`: the optimizer has a result that is
     not published yet. `quiet`: see `Randomness`. `num_runs`: number of launched runs that add gradients;
-    `stepped_runs`: those of them whose gradients a step takes or somebody dropped. `broken`: the first of them
+    `stepped_runs`: those of them whose gradients a step takes or the user dropped. `broken`: the first of them
     that failed and left part of its gradients. `failed`: the error of a step that left part of its update. Both
     store text: an error object would keep its frames alive. `mixed`: why some weights are of one step and some of
     the next, until a state is loaded: publishing them failed, as where a machine was lost. `shards`: which machine
     owns which parameter; None for one machine. `is_stepping`: a step function is running; only the
     optimizer's thread uses it. `is_part`: another model is stepped together with this one. `double_buffer`:
-    whether trained weights have second blocks, as the options say it, or decided later. `torn`: why some weights
+    whether trained weights have second blocks, from the options or decided later. `torn`: why some weights
     are of one step and some of the next, until a state is loaded: the step that wrote them in place has failed.
     """
 
@@ -109,7 +109,7 @@ class ModelState:
         self._is_told_whole = False
         self.torn: str | None = None
         self.shards = shards
-        # On several machines: a number that tells the trained parameters and their owners from others.
+        # On several machines: a checksum of the trained parameters and their owners.
         self.digest = 0
         self.double_buffer = options.double_buffer
         self.backend = backend
@@ -120,7 +120,7 @@ class ModelState:
         self.masters: dict[torch.Tensor, torch.nn.Parameter] = {}
         self.num_runs = 0
         self.stepped_runs = 0
-        self._reads = _Reads(self)
+        self._reads = _MissingWarning(self)
         self.broken: Broken | None = None
         self._breaking = threading.Lock()
         self.failed: str | None = None
@@ -153,7 +153,7 @@ class ModelState:
                 block.gradient.share(place)
 
     def keep_apart(self, blocks: Iterable[Block]) -> None:
-        """Give these blocks, to whose gradients several tasks add, memory of their own; nothing may be running."""
+        """Give these blocks separate gradient memory, since several tasks add to it; nothing may be running."""
         for block in blocks:
             if block.gradient is not None:
                 block.gradient.move_out()
@@ -168,19 +168,20 @@ class ModelState:
         )
 
     def changed(self) -> bool:
-        """Whether modules, parameters or buffers were added, replaced, moved, frozen or unfrozen since `build`.
+        """Return whether modules, parameters or buffers have changed since `build`.
 
-        Also walks the modules, for `note_flags` and `note_attributes`.
+        They were added, replaced, moved, frozen or unfrozen then. Also walks the modules, for `note_flags` and
+        `note_attributes`.
         """
         self._walked = walk(self.modules)
         return signature(self._walked, self._places) != self.signature
 
     def written_outside(self) -> list[torch.Tensor]:
-        """The trainable parameters that code outside the engine has written since the last call of this."""
+        """Return the trainable parameters that code outside the engine has written since the last such call."""
         return [block.tensors[index] for block in self.trainable for index in block.changed_outside()]
 
     def moved_outside(self) -> list[torch.Tensor]:
-        """The trainable parameters that were moved to other memory since `build`."""
+        """Return the trainable parameters that were moved to other memory since `build`."""
         return [
             tensor
             for block in self.trainable
@@ -189,7 +190,7 @@ class ModelState:
         ]
 
     def rebuild(self, foresee: Foresee) -> None:
-        """`build` again, and keep the gradients of the parameters that are still trained."""
+        """Build again; keep the gradients of the parameters that are still trained."""
         held = {
             tensor: block.gradient.view(index).clone()
             for block in self.trainable
@@ -207,7 +208,7 @@ class ModelState:
                     block.gradient.put(index, held[tensor])
 
     def _move_halves(self) -> None:
-        """Move upper halves from the blocks before into those of now; where there is none, to their own memory."""
+        """Move upper halves from the old blocks into the new ones, or to separate memory where there is none."""
         places = {
             tensor: value
             for block in self.trainable
@@ -220,7 +221,7 @@ class ModelState:
                 master.move_to(value if is_same and value is not None else upper.clone())
 
     def _take_over_thawed(self, trained: Set[torch.Tensor]) -> None:
-        """Set masters from weights that were written while they were frozen. `trained`: were not frozen."""
+        """Set masters from weights that were written while frozen. `trained`: parameters that were not frozen."""
         for block in self.trainable:
             for tensor, value in zip(block.tensors, block.values, strict=True):
                 master = self.masters.get(tensor)
@@ -230,11 +231,11 @@ class ModelState:
                     self.set_master(tensor)
 
     def trainable_tensors(self) -> list[torch.Tensor]:
-        """All trainable parameters."""
+        """Return all trainable parameters."""
         return [tensor for block in self.trainable for tensor in block.tensors]
 
     def lines(self) -> list[Turns]:
-        """The turns of all blocks and gradients."""
+        """Return the turns of all blocks and gradients."""
         return [block.turns for block in self.blocks] + [
             block.gradient.turns for block in self.trainable if block.gradient is not None
         ]
@@ -259,14 +260,14 @@ class ModelState:
             self._forget_habits()
 
     def note_attributes(self) -> bool:
-        """Record the modules' plain attributes; return whether any was added, replaced or deleted."""
-        found = attributes(self._walked)
-        same = len(found) == len(self.attributes) and all(
+        """Record the modules' plain attributes; return whether one was added, replaced or deleted."""
+        current = attributes(self._walked)
+        same = len(current) == len(self.attributes) and all(
             name == old_name and value is old
-            for (name, value), (old_name, old) in zip(found, self.attributes, strict=True)
+            for (name, value), (old_name, old) in zip(current, self.attributes, strict=True)
         )
         if not same:
-            self.attributes = found
+            self.attributes = current
             self._forget_habits()
         return not same
 
@@ -281,7 +282,7 @@ class ModelState:
     def make_masters(self) -> None:
         """Create a master, in the optimizer's dtype, for each trainable parameter that has none.
 
-        That of another machine's parameter is on the meta device: it has no memory, and no value can be read.
+        The master of another machine's parameter is on the meta device, without memory or values.
         """
         for block in self.trainable:
             for parameter, value in zip(block.tensors, block.values, strict=True):
@@ -303,7 +304,7 @@ class ModelState:
         return master
 
     def _has_here(self, parameter: torch.Tensor) -> bool:
-        """Whether this machine has the parameter's master."""
+        """Return whether this machine has the parameter's master."""
         return self.shards is None or self.shards.owns(parameter)
 
     def _whole_master(self, parameter: torch.Tensor, value: torch.Tensor) -> EngineMaster:
@@ -315,9 +316,9 @@ class ModelState:
         )
 
     def trains_halves(self) -> bool:
-        """Whether any trained parameter has, or will get, a master in halves.
+        """Return whether any trained parameter has, or will get, a master in halves.
 
-        Of several machines all say the same, also where one has made its own masters whole.
+        The same on all machines, even if one of them has made its masters whole.
         """
         return self.options.master == "split" and any(
             is_split(self.masters[tensor]) if tensor in self.masters and self.shards is None else can_split(value)
@@ -326,12 +327,12 @@ class ModelState:
         )
 
     def may_be_behind(self) -> bool:
-        """Whether it may get the second blocks that masters in halves need where calls read older weights."""
+        """Return whether it may get second blocks, which masters in halves need if calls read older weights."""
         has_memory = all(block.memory is not None for block in self.trainable)
         return self.trains_halves() and self.double_buffer is not False and has_memory
 
     def place_halves(self, *, behind: bool) -> None:
-        """Move upper halves, whose values do not count now, into the weights, or into those to be swapped in."""
+        """Move upper halves, without their values, into the weights or, if `behind`, the second blocks."""
         for block in self.trainable:
             values = block.back_values if behind and block.back is not None else block.values
             for tensor, value in zip(block.tensors, values, strict=True):
@@ -340,7 +341,7 @@ class ModelState:
                     master.move_to(value)
 
     def has_results_apart(self) -> bool:
-        """Whether masters may have results that weights have not: in halves without second blocks they are one."""
+        """Return whether masters may be newer than weights; halves without second blocks share their memory."""
         return not self.trains_halves() or all(block.back is not None for block in self.trainable)
 
     def set_master(self, parameter: torch.Tensor) -> None:
@@ -366,5 +367,5 @@ class ModelState:
                     self._places[back.data_ptr()] = value.data_ptr()
 
     def first_trainable(self) -> int:
-        """The lowest layer that is trained; the number of layers if none is."""
+        """Return the lowest layer that is trained; the number of layers if none is."""
         return next((layer.index for layer in self.layers if layer.trainable), len(self.layers))

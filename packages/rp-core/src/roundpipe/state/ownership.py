@@ -32,34 +32,34 @@ class Claim:
 
         Raises `ValueError` if another model owns one of them.
         """
-        found = dict(_named(modules))
-        if any(self._other(parameter) for parameter in found):
+        named = dict(_named(modules))
+        if any(self._other(parameter) for parameter in named):
             # The other model may have been dropped without being collected yet.
             gc.collect()
-        for parameter, words in found.items():
+        for parameter, name in named.items():
             if (other := self._other(parameter)) is not None:
                 raise ValueError(
-                    f"parameter {words} already belongs to the RoundPipe model {other.name!r}; put both parts "
+                    f"parameter {name} already belongs to the RoundPipe model {other.name!r}; put both parts "
                     "into one model, give each a copy, or drop the other model first"
                 )
-        self._held = set(map(id, found))
-        for parameter in found:
+        self._held = set(map(id, named))
+        for parameter in named:
             _CLAIMS[parameter] = weakref.ref(self)
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether it owns this parameter."""
+        """Return whether the model owns this parameter."""
         return id(parameter) in self._held
 
     def _other(self, parameter: torch.Tensor) -> Claim | None:
-        found = cast("weakref.ref[Claim]", _CLAIMS[parameter]) if parameter in _CLAIMS else None
-        claim = None if found is None else found()
+        reference = cast("weakref.ref[Claim]", _CLAIMS[parameter]) if parameter in _CLAIMS else None
+        claim = None if reference is None else reference()
         if claim is None or claim is self:
             return None
         return claim if claim.holds(parameter) else None
 
 
 def owner_of(parameter: torch.Tensor) -> str | None:
-    """The name of the model that owns a parameter; None if there is none.
+    """Return the name of the model that owns a parameter; None if there is none.
 
     >>> layer, claim = nn.Linear(2, 2), Claim("first")
     >>> claim.take([layer])

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from rp_transfer import Layout
 
-# A parameter smaller than this part of a machine's share is owned by the owner of its neighbour: of a model's many
-# small tensors none is a message of its own.
+# A parameter smaller than this part of a machine's share has the owner of its neighbour, so that a model's many
+# small tensors need no messages of their own.
 _SMALL_PART = 256
 
 
@@ -32,7 +32,7 @@ class Segment:
 
 
 class Shards:
-    """The owner of each trainable parameter of a model, the same on all machines. An owner stays for good.
+    """The owner of each trainable parameter of a model, the same on all machines. Owners never change.
 
     `rank`: this machine's number, of `size`.
 
@@ -51,7 +51,7 @@ class Shards:
         self._owners: dict[torch.Tensor, int] = {}
 
     def assign(self, blocks: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Give every tensor of these blocks that has no owner to the machine that has least, largest first."""
+        """Assign each tensor without an owner to the machine with the fewest elements, largest tensors first."""
         loads = [0] * self.size
         for tensor in (tensor for block in blocks for tensor in block):
             if tensor in self._owners:
@@ -65,7 +65,7 @@ class Shards:
         self.numel = loads[self.rank]
 
     def _units(self, block: Sequence[torch.Tensor], small: int) -> list[list[torch.Tensor]]:
-        """The tensors without an owner, small ones together with a neighbour."""
+        """Return the tensors without an owner, small ones together with a neighbour."""
         units: list[list[torch.Tensor]] = []
         is_next = False
         for tensor in block:
@@ -79,17 +79,17 @@ class Shards:
         return units
 
     def owner(self, tensor: torch.Tensor) -> int:
-        """The machine that updates this parameter."""
+        """Return the machine that updates this parameter."""
         return self._owners[tensor]
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether this machine updates it."""
+        """Return whether this machine updates the parameter."""
         return self._owners[tensor] == self.rank
 
     def traffic_bytes(self, blocks: Iterable[tuple[Sequence[torch.Tensor], int, int]]) -> int:
-        """What a machine sends in a step, and receives: the most of any machine, of either way.
+        """Return the bytes that the busiest machine sends or receives in a step, whichever are more.
 
-        Gradients go to the owners, and weights come from there. `blocks`: tensors, and the bytes of a number of
+        Gradients go to the owners, and weights come from there. `blocks`: tensors, with the bytes per element of
         their gradients and of their weights.
 
         >>> shards = Shards(rank=0, size=2)
@@ -110,12 +110,12 @@ class Shards:
         )
 
     def replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """A parameter was replaced by another one, which has the same owner."""
+        """Transfer a parameter's owner to the parameter that replaces it."""
         if old in self._owners:
             self._owners[new] = self._owners.pop(old)
 
     def segments(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
-        """The parts of a block that one machine owns each, in order, without the gaps between them."""
+        """Return the parts of a block with one owner each, in order, without the gaps between them."""
         owners = [self._owners[tensor] for tensor in tensors]
         starts = [index for index in range(len(owners)) if index == 0 or owners[index] != owners[index - 1]]
         runs = [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(owners)], strict=True)]

@@ -1,4 +1,4 @@
-"""What blocks and device copies of layers depend on, by which changes outside of the engine are noticed."""
+"""Detect changes from outside the engine that the blocks and device copies of layers depend on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def walk(layers: Sequence[torch.nn.Module]) -> Walk:
 
 
 def signature(walked: Walk, places: Mapping[int, int]) -> Signature:
-    """What blocks and twins depend on: all modules and, for each tensor, its identity, requires_grad and address.
+    """Return what blocks and twins depend on: all modules, and each tensor's identity, requires_grad and address.
 
     `places`: maps an address in a second block to that in the first, since publication swaps the two.
     """
@@ -47,16 +47,16 @@ _OWN = frozenset(vars(torch.nn.Module()))
 
 
 def attributes(walked: Walk) -> list[tuple[str, object]]:
-    """Names and values of all modules' plain attributes, such as a dropout's ``p`` or a patched ``forward``."""
+    """List names and values of all modules' plain attributes, as a dropout's ``p`` or a patched ``forward``."""
     every = (module for modules in walked for module in modules)
     return [(name, value) for module in every for name, value in vars(module).items() if name not in _OWN]
 
 
 def training_flags(walked: Walk) -> tuple[tuple[bool, ...], ...]:
-    """The training flag of every module of every layer, in the order of ``modules()``."""
+    """Return the training flag of every module of every layer, in the order of ``modules()``."""
     return tuple(tuple(module.training for module in modules) for modules in walked)
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether code is to run when a gradient of this parameter is computed."""
+    """Return whether hooks run when a gradient of this parameter is computed."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -1,4 +1,4 @@
-"""`CallSpan`: when a call was launched and over."""
+"""`CallSpan`: when a call was launched and when it ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """A call's number among the launches of its runtime, and when it was launched and over so far, in seconds.
+    """A call's number among the launches of its runtime, and when it was launched and ended, in seconds.
 
     >>> one, two = CallSpan(1, 0.0, 5.0), CallSpan(2, 4.0, 9.0)
     >>> two.follows(one), one.follows(two)
@@ -21,14 +21,14 @@ class CallSpan:
 
     @classmethod
     def begin(cls, number: int) -> CallSpan:
-        """Of a call that is launched now."""
+        """Return the span of a call that is launched now."""
         now = time.perf_counter()
         return cls(number, now, now)
 
     def until_now(self) -> CallSpan:
-        """The same, of a call of which a part has ended now."""
+        """Return the span extended to now, when a part of the call has ended."""
         return replace(self, ended_s=time.perf_counter())
 
     def follows(self, other: CallSpan) -> bool:
-        """Whether it was launched right after `other`, before that one was over, so that devices had work."""
+        """Return whether it was launched right after `other`, and before that one ended, so devices had work."""
         return self.number == other.number + 1 and self.launched_s < other.ended_s

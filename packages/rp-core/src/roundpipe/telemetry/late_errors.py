@@ -1,7 +1,6 @@
-"""Errors that come when no call of their model is there to raise them; what is left of them is told at the end.
+"""Errors of background work that no later call of the model has raised are printed when the process ends.
 
-A library prints nothing; but when the process ends, no later call can raise what failed, and it would be as if it
-had not.
+A library should not print, but at that point no later call can raise the error, and it would be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _TITLE = (
 
 
 class Late:
-    """The place for one piece of work's error, which is kept in words: errors hold all that their frames hold.
+    """Holds one piece of work's error as text, since an error object would keep its frames' objects alive.
 
     >>> late = Late()
     >>> late.note(ValueError("no"))
@@ -31,21 +30,21 @@ class Late:
     """
 
     def note(self, error: BaseException) -> None:
-        """It failed."""
+        """Record that the work failed."""
         _UNTOLD[self] = _report(error)
 
     def tell(self) -> None:
-        """The error, if there is one, is handed to the user."""
+        """Note that the user has got the error, if there is one."""
         _UNTOLD.pop(self, None)
 
 
 def untold() -> list[str]:
-    """What has failed and was not told, the oldest first."""
+    """Return the errors that the user has not got, the oldest first."""
     return list(_UNTOLD.values())
 
 
 def tell_the_rest() -> None:
-    """Write to standard error what is left; as the process ends."""
+    """Write the remaining errors to standard error, when the process ends."""
     for report in untold():
         if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - without a terminal there may be none
             sys.stderr.write(f"{_TITLE}{report}")
@@ -60,5 +59,5 @@ def _report(error: BaseException) -> str:
 
 
 _UNTOLD: dict[Late, str] = {}
-# A forked child tells nothing of its parent's.
+# A forked child does not report its parent's errors.
 os.register_at_fork(after_in_child=_UNTOLD.clear)

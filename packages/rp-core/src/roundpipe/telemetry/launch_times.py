@@ -1,4 +1,4 @@
-"""Measured launching: what the threads that launch layers compute themselves, by pass and layer."""
+"""Measure the processor time of the threads that launch layers, by pass and layer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Clock = Callable[[], float]
 
 
 def clock_of_this_thread() -> Clock:
-    """The processor time of the calling thread, in seconds; while that thread lives, any thread may read it.
+    """Return a clock of the calling thread's processor time, in seconds, which any thread may read.
 
     >>> clock = clock_of_this_thread()
     >>> clock() <= clock()
     True
 
-    Other systems than Linux do not let another thread read it; there it is the reader's own.
+    It works while that thread lives. Systems other than Linux offer no such clock; there, it is the reader's time.
     """
     if sys.platform != "linux":
         return time.thread_time
@@ -37,7 +37,7 @@ def clock_of_this_thread() -> Clock:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """From here on a thread launches the backward pass of a layer."""
+    """The time at which a thread begins to launch the backward pass of a layer."""
 
     layer: int
     thread: int
@@ -46,11 +46,11 @@ class _Mark:
 
 
 class Launches:
-    """The processor time of threads that launch the layers of one launch: ms of one microbatch, by pass and layer.
+    """The processor time of threads that launch layers, for one launch: ms of one microbatch, by pass and layer.
 
-    A thread that waits for the GIL uses no processor time. So these are the times that a pass would hold the GIL
-    if nothing that it calls released it: an upper bound, since torch's own functions do. But a thread that finds
-    its GPU's queue full waits in the driver, which does take processor time: see `stay_near`.
+    A thread that waits for the GIL uses no processor time. So these times are an upper bound of the time that a
+    pass holds the GIL, which torch's own functions release. But a thread that finds its GPU's queue full waits in
+    the driver, which does take processor time: see `stay_near`.
 
     `clock`: makes the calling thread's clock. All threads of a launch add to it.
     """
@@ -58,22 +58,22 @@ class Launches:
     def __init__(self, clock: Callable[[], Clock] = clock_of_this_thread) -> None:
         self._clock_of_this_thread = clock
         self._lock = threading.Lock()
-        # By stream, where its latest layers begin.
+        # By stream, the events at which its latest layers begin.
         self._begun: dict[str, deque[Event]] = {}
-        # By thread, the seconds of `stay_near`.
+        # By thread, the seconds spent in `stay_near`.
         self._waited: dict[int, float] = {}
-        self._found: dict[tuple[Pass, int], list[float]] = {}
-        # What a microbatch takes besides its layers, such as engine code between them, as a share of each layer.
+        self._samples: dict[tuple[Pass, int], list[float]] = {}
+        # The time of a microbatch outside its layers, such as engine code between them, in equal shares by layer.
         self._rests: dict[tuple[Pass, int], list[float]] = {}
-        # By thread, the seconds that belong to layers.
+        # By thread, the seconds attributed to layers.
         self._counted: dict[int, float] = {}
         # By stream, the backward pass under way; never concurrently for one stream.
         self._marks: dict[str, list[_Mark]] = {}
 
     def stay_near(self, stream: Stream) -> None:
-        """Before a layer is launched: wait until the device is at most `LAYERS_AHEAD` layers behind.
+        """Wait, before a layer is launched, until the device is at most `LAYERS_AHEAD` layers behind.
 
-        So its queue, which holds some thousand operations, does not get full, and it still has work meanwhile.
+        This keeps its queue, of about a thousand operations, from filling up, while the device still has work.
         """
         begun = self._begun.setdefault(stream.name, deque(maxlen=LAYERS_AHEAD))
         if len(begun) == LAYERS_AHEAD:
@@ -84,7 +84,7 @@ class Launches:
         begun.append(stream.record())
 
     def _clock(self) -> Clock:
-        """The calling thread's clock, which stops in `stay_near`."""
+        """Return the calling thread's clock, which stops in `stay_near`."""
         clock, thread = self._clock_of_this_thread(), threading.get_ident()
         return lambda: clock() - self._waited.get(thread, 0.0)
 
@@ -98,7 +98,7 @@ class Launches:
 
     @contextmanager
     def microbatch(self, which: Pass, layers: Sequence[int]) -> Generator[None]:
-        """Measure all that the calling thread does for a microbatch; `layers` share what is not theirs."""
+        """Measure the calling thread's work for a microbatch; time outside `layers` is divided among them."""
         clock, thread = self._clock(), threading.get_ident()
         begun, counted = clock(), self._counted.get(thread, 0.0)
         yield
@@ -108,14 +108,14 @@ class Launches:
                 self._rests.setdefault((which, layer), []).append(max(rest, 0.0) * 1e3 / len(layers))
 
     def enter_backward(self, layer: int, stream: str) -> None:
-        """The calling thread begins to launch a layer's backward pass; only its first call for a layer counts."""
+        """Note that the calling thread begins a layer's backward pass; only its first call for a layer counts."""
         marks, thread = self._marks.setdefault(stream, []), threading.get_ident()
         if all((mark.layer, mark.thread) != (layer, thread) for mark in marks):
             clock = self._clock()
             marks.append(_Mark(layer, thread, clock, clock()))
 
     def leave_backward(self, stream: str) -> None:
-        """The backward pass is over: each thread's part of a layer ends where its part of the next one begins."""
+        """Note the end of a backward pass; each thread's part of a layer ends where its next layer's begins."""
         marks = self._marks.pop(stream, [])
         for at, mark in enumerate(marks):
             later = (next_.seconds for next_ in marks[at + 1 :] if next_.thread == mark.thread)
@@ -125,17 +125,17 @@ class Launches:
 
     def _add(self, which: Pass, layer: int, thread: int, seconds: float, *, is_first: bool = True) -> None:
         with self._lock:
-            found = self._found.setdefault((which, layer), [])
+            samples = self._samples.setdefault((which, layer), [])
             if is_first:
-                found.append(0.0)
-            found[-1] += max(seconds, 0.0) * 1e3
+                samples.append(0.0)
+            samples[-1] += max(seconds, 0.0) * 1e3
             self._counted[thread] = self._counted.get(thread, 0.0) + max(seconds, 0.0)
 
     def ms(self, which: Pass) -> dict[int, float]:
-        """Median ms of a microbatch, by layer."""
-        layers = {layer for kind, layer in [*self._found, *self._rests] if kind == which}
+        """Return the median ms of a microbatch, by layer."""
+        layers = {layer for kind, layer in [*self._samples, *self._rests] if kind == which}
         return {
-            layer: _median(self._found.get((which, layer))) + _median(self._rests.get((which, layer)))
+            layer: _median(self._samples.get((which, layer))) + _median(self._rests.get((which, layer)))
             for layer in sorted(layers)
         }
 

@@ -1,4 +1,4 @@
-"""Measurement of calls: layers and transfers timed by events, launching by processor time, for the planner."""
+"""Measure calls for the planner: layers and transfers by events, launching by processor time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from roundpipe.telemetry.tracing import NOTHING
 from roundpipe.telemetry.transfer_times import Transfers
 
 _LOG = logging.getLogger(__name__)
-# Measured calls of a kind after which the mean hardly changes.
+# After this many measured calls of a kind the mean hardly changes.
 YOUNG_CALLS = 8
-# After those, one launch in so many is measured. Odd, since calls of mode `train` have two, which must take turns.
+# After those, one launch in this many is measured. Odd, so that the two launches of a `train` call alternate.
 SELDOM = 63
-# If all layers of that call and of the next one together took so much more or less, as a part of what they are
-# thought to take, it is no accident: the next ones are measured again.
+# If all layers together differ from the known times by more than this part, in that call and in the next measured
+# one, the layers have changed, and the next calls are measured again.
 _DRIFT = 0.15
-# A part of launching that is less by so much is news.
+# A smaller GIL share of launching is noted only if it is smaller by more than this part.
 _NEWS = 0.05
 
 _Interval = tuple[Event, Event]
@@ -61,7 +61,7 @@ class LayerTimes:
         self.spare_bytes = spare_bytes
         self.kept: dict[int, int] = {}
         self._lock = threading.Lock()
-        # With the name of the stream that it was on.
+        # By layer: the stream's name and the interval of each forward pass.
         self._forward: dict[int, list[tuple[str, _Interval]]] = {}
         self._backward: dict[int, list[_Interval]] = {}
         # By stream name: the layers whose backward pass has begun, in order. Backward runs on one of torch's
@@ -79,7 +79,7 @@ class LayerTimes:
             self._forward.setdefault(layer, []).append((stream.name, (first, stream.record(timed=True))))
 
     def microbatch(self, task: Task) -> AbstractContextManager[None]:
-        """Measure what a task's thread does for a microbatch beside its layers."""
+        """Measure the work of a task's thread for a microbatch outside its layers."""
         if self.launches is None:
             return NOTHING
         return self.launches.microbatch("backward" if task.runs_backward else "forward", task.layers)
@@ -94,9 +94,9 @@ class LayerTimes:
             self.kept[layer] = max(nbytes, self.kept.get(layer, 0))
 
     def enter_backward(self, layer: int, stream: Stream) -> None:
-        """Record that a layer's backward begins: called for each output gradient, of which the first counts.
+        """Record that a layer's backward begins. Called for each output gradient; only the first counts.
 
-        The last layer's begins before the loss function, whose time no other layer has.
+        The last layer's begins before the loss function, whose time is counted with that layer.
         """
         entered = self._entered.setdefault(stream.name, [])
         is_first = all(layer != other for other, _ in entered)
@@ -120,30 +120,30 @@ class LayerTimes:
                 self._backward.setdefault(layer, []).append((begin, end))
 
     def forward_ms(self) -> dict[int, float]:
-        """Median ms of a microbatch's forward pass, by layer."""
-        return {layer: median(_ms(interval) for _, interval in found) for layer, found in self._forward.items()}
+        """Return the median ms of a microbatch's forward pass, by layer."""
+        return {layer: median(_ms(interval) for _, interval in ones) for layer, ones in self._forward.items()}
 
     def device_ms(self) -> dict[str, dict[int, float]]:
-        """Median ms of a microbatch's forward pass, by device and layer."""
-        found: dict[str, dict[int, list[float]]] = {}
+        """Return the median ms of a microbatch's forward pass, by device and layer."""
+        by_device: dict[str, dict[int, list[float]]] = {}
         for layer, intervals in self._forward.items():
             for stream, interval in intervals:
                 device = stream.rpartition("/")[0]
-                found.setdefault(device, {}).setdefault(layer, []).append(_ms(interval))
-        return {device: {layer: median(ms) for layer, ms in times.items()} for device, times in found.items()}
+                by_device.setdefault(device, {}).setdefault(layer, []).append(_ms(interval))
+        return {device: {layer: median(ms) for layer, ms in times.items()} for device, times in by_device.items()}
 
     def backward_ms(self) -> dict[int, float]:
-        """Median ms of a microbatch's backward without recomputation, by layer; frozen ones may be missing."""
+        """Return the median ms of a microbatch's backward without recomputation, by layer, if it has one."""
         return {layer: median(map(_ms, intervals)) for layer, intervals in self._backward.items()}
 
     def launch_ms(self) -> dict[int, dict[str, float]]:
-        """By layer, ms of launching a microbatch, named as `rp_sched.Estimator.add` names them."""
-        found: dict[int, dict[str, float]] = {}
+        """Return, by layer, the ms of launching a microbatch, named as in `rp_sched.Estimator.add`."""
+        by_layer: dict[int, dict[str, float]] = {}
         if self.launches is not None:
             for which in PASSES:
                 for layer, ms in self.launches.ms(which).items():
-                    found.setdefault(layer, {})[f"{which}_launch_ms"] = ms
-        return found
+                    by_layer.setdefault(layer, {})[f"{which}_launch_ms"] = ms
+        return by_layer
 
 
 def _ms(interval: _Interval) -> float:
@@ -153,10 +153,10 @@ def _ms(interval: _Interval) -> float:
 class ModelTimer:
     """The measured layer times of one model's calls of one kind.
 
-    The first nine calls are measured, of which the first, which includes warm-up, is not used; from then on one in
-    `SELDOM`. If that shows that layers now take another time, the next calls are measured like the first ones.
-    `machine` gets the transfers; `speeds` are those of devices that differ. With `VERBOSE`, set on the class or on
-    one object, every call is measured and logs its layers' times.
+    The first nine calls are measured; the first is not used, since it includes warm-up. From then on one call in
+    `SELDOM` is measured. If it shows that layer times have changed, the next calls are measured like the first
+    ones. `machine` records the transfers; `speeds` has the devices' relative speeds. With `VERBOSE`, set on the
+    class or on one object, every call is measured and logs its layers' times.
     """
 
     VERBOSE: ClassVar[bool] = False
@@ -168,28 +168,28 @@ class ModelTimer:
         self._machine = machine
         self._launched = 0
         self._taken = 0
-        # How many samples are wanted before calls are measured seldom.
+        # The number of samples before calls are measured seldom.
         self._wanted = YOUNG_CALLS
-        # The most of launching that can hold the GIL, from what calls have shown.
+        # The largest share of launching that can hold the GIL, according to the measured calls.
         self.launch_gil_share = 1.0
-        # Whether the latest measured call took another time than expected.
+        # Whether the latest measured call took a different time than expected.
         self._is_suspect = False
 
     def is_young(self) -> bool:
-        """Whether more samples are wanted."""
+        """Return whether more samples are needed."""
         return self.estimator.samples < self._wanted
 
     def is_watching(self) -> bool:
-        """Whether every call is measured."""
+        """Return whether every call is measured."""
         return self.VERBOSE or self._is_suspect or self.is_young()
 
     def watches_next(self) -> bool:
-        """Whether to measure the call that is now launched."""
+        """Return whether to measure the call that is launched now."""
         self._launched += 1
         return self.is_watching() or self._launched % SELDOM == 0
 
     def take(self, times: LayerTimes) -> None:
-        """Add the times of a launch that is over."""
+        """Add the times of a finished launch."""
         forward, backward, launches = times.forward_ms(), times.backward_ms(), times.launch_ms()
         was_suspect = self._is_suspect
         computing = {layer: {"forward_ms": ms} for layer, ms in forward.items()}
@@ -199,8 +199,8 @@ class ModelTimer:
         if self._is_suspect and was_suspect:
             self._measure_again()
         elif not self._is_suspect:
-            for layer, found in computing.items():
-                self.estimator.add(layer, **found, **launches.get(layer, {}))
+            for layer, times_ms in computing.items():
+                self.estimator.add(layer, **times_ms, **launches.get(layer, {}))
         # The first call includes warm-up.
         if self._taken:
             self._note_devices(times)
@@ -209,12 +209,13 @@ class ModelTimer:
             _LOG.info("%s", _table(self.what, forward, backward))
 
     def note_gil(self, call_ms: float, launch_ms: float, other_ms: float) -> None:
-        """A call takes so long; of that, launching holds the GIL for what the other holders leave at most.
+        """Note the time of a call, which bounds the time for which launching holds the GIL.
 
-        `launch_ms`, `other_ms`: processor time of all that a call launches, and of all else that holds the GIL.
+        `launch_ms`: the processor time of all launching in the call. `other_ms`: that of all else that holds the
+        GIL, during which launching cannot.
         """
         share = max(call_ms - other_ms, 0.0) / launch_ms if launch_ms else 1.0
-        # Not for every call that is a little faster: plans are searched again when it changes.
+        # Small improvements are ignored, since plans are searched again when it changes.
         if share < (1 - _NEWS) * self.launch_gil_share:
             self.launch_gil_share = share
 
@@ -230,10 +231,10 @@ class ModelTimer:
         if self._machine is not None:
             self._machine.note_call(times.transfers)
 
-    def _has_drifted(self, found: dict[int, dict[str, float]]) -> bool:
+    def _has_drifted(self, measured: dict[int, dict[str, float]]) -> bool:
         pairs = [
             (ms, known)
-            for layer, times in found.items()
+            for layer, times in measured.items()
             for name, ms in times.items()
             if (known := self.estimator.estimate(name, layer)) is not None
         ]
@@ -241,7 +242,7 @@ class ModelTimer:
         return abs(sum(ms for ms, _ in pairs) - known_ms) > _DRIFT * known_ms
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """These costs with measured times in place of guessed ones."""
+        """Return these costs with measured times in place of guessed ones."""
         return self.estimator.costs(layers)
 
 

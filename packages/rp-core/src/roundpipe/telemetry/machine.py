@@ -1,4 +1,4 @@
-"""What a runtime's devices, links and host were measured to do: by a probe at first, then by calls and steps."""
+"""The measured rates of a runtime's devices, links and host: from a probe at first, then from calls and steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rp_sched import Switch
 
 from roundpipe.telemetry.transfer_times import Transfers
 
-# Samples that count. A plan follows a change at most so many measured calls later.
+# The number of latest samples that count. A plan follows a change after at most this many measured calls.
 RECENT = 8
 # Relative change of a rate below which plans are not remade.
 _NEWS = 0.1
@@ -39,7 +39,7 @@ class Rates:
     optimizer_gb_s: float | None = None
 
     def is_near(self, other: Rates) -> bool:
-        """Whether no rate differs by so much that plans should be remade."""
+        """Return whether no rate differs enough for plans to be remade."""
         return self.switches == other.switches and all(
             near(mine, theirs) for mine, theirs in zip(self._numbers(), other._numbers(), strict=True)
         )
@@ -50,7 +50,7 @@ class Rates:
 
 
 def near(one: float | None, other: float | None) -> bool:
-    """Whether two measurements of a quantity count as equal.
+    """Return whether two measurements of a quantity count as equal.
 
     >>> near(10.0, 10.5), near(10.0, 12.0), near(None, 10.0), near(None, None)
     (True, False, False, True)
@@ -61,7 +61,7 @@ def near(one: float | None, other: float | None) -> bool:
 
 
 class Recent:
-    """The latest samples of a quantity. `pick`: one number from them.
+    """The latest samples of a quantity. `pick`: computes the value from them.
 
     >>> recent = Recent(max)
     >>> for sample in (1.0, 5.0, 2.0):
@@ -80,12 +80,12 @@ class Recent:
 
     @property
     def value(self) -> float | None:
-        """None without samples."""
+        """The value that `pick` returns; None without samples."""
         return self._pick(self._samples) if self._samples else None
 
 
 class DeviceSpeeds:
-    """How fast devices run the layers of one model.
+    """The relative speeds at which devices run the layers of one model.
 
     >>> speeds = DeviceSpeeds()
     >>> speeds.add({"cuda:0": {0: 1.0, 1: 2.0}, "cuda:1": {0: 3.0, 1: 6.0}})
@@ -99,31 +99,32 @@ class DeviceSpeeds:
 
     def add(self, times: Mapping[str, Mapping[int, float]]) -> None:
         """Add the ms of layers in one launch, by device and layer."""
-        for device, found in times.items():
-            for layer, ms in found.items():
+        for device, by_layer in times.items():
+            for layer, ms in by_layer.items():
                 self._recent.setdefault((device, layer), Recent(median)).add(ms)
 
     def of(self, devices: Sequence[str]) -> tuple[float, ...] | None:
-        """Each device's speed, relative to the mean time; None if they are alike, or no layer ran on all.
+        """Return each device's speed, relative to the mean time; None if they are alike, or no layer ran on all.
 
-        Those given last while they have hardly changed.
+        Repeats the last result while the speeds have hardly changed.
         """
         layers = {layer for _, layer in self._recent}
         shared = [layer for layer in layers if all((device, layer) in self._recent for device in devices)]
         times = [sum(self._recent[device, layer].value or 0.0 for layer in shared) for device in devices]
         if not all(times):
             return None
-        found = tuple(fmean(times) / ms for ms in times)
-        if self._given is None or not all(map(near, found, self._given)):
-            self._given = None if near(min(times), max(times)) else found
+        speeds = tuple(fmean(times) / ms for ms in times)
+        if self._given is None or not all(map(near, speeds, self._given)):
+            self._given = None if near(min(times), max(times)) else speeds
         return self._given
 
 
 class Machine:
     """Measurements of one runtime's devices, in their order, shared by its models.
 
-    Links, additions and the optimizer are as fast as in the fastest of the latest calls: in the others they waited
-    for what plans price on its own. What porters compute is the median. Threads may add at any time.
+    For links, additions and the optimizer the fastest of the latest calls counts: in the others they also waited,
+    for causes that plans price separately. For the porters' processor time the median counts. Threads may add at
+    any time.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
@@ -135,18 +136,18 @@ class Machine:
         self._probed = Rates()
         self._given = Rates()
 
-    def note_probe(self, found: Rates) -> None:
-        """Add what a probe found; its link rates count as samples."""
-        self.is_probed, self._probed = True, found
+    def note_probe(self, probed: Rates) -> None:
+        """Add the rates that a probe measured; its link rates count as samples."""
+        self.is_probed, self._probed = True, probed
         with self._lock:
-            for recents, rates in ((self._up, found.up_gb_s), (self._down, found.down_gb_s)):
+            for recents, rates in ((self._up, probed.up_gb_s), (self._down, probed.down_gb_s)):
                 # A probe that failed has no rates.
                 for recent, rate in zip(recents, rates, strict=False):
                     if rate is not None:
                         recent.add(rate)
 
     def note_call(self, transfers: Transfers) -> None:
-        """Add the transfers of a launch that is over."""
+        """Add the transfers of a finished launch."""
         with self._lock:
             for recents, moved in ((self._up, transfers.moved("up")), (self._down, transfers.moved("down"))):
                 for device, (nbytes, ms) in moved.items():
@@ -158,18 +159,18 @@ class Machine:
                 self._carrying.add(ms / nbytes * 1e9)
 
     def note_step(self, nbytes: float, seconds: float) -> None:
-        """Add an optimizer step that moved so many bytes of host memory, as the planner counts them."""
+        """Add an optimizer step that moved `nbytes` of host memory, as the planner counts them."""
         with self._lock:
             _add(self._stepping, nbytes, seconds * 1e3)
 
     def rates(self) -> Rates:
-        """The latest rates; equal to those returned last while nothing has changed much."""
+        """Return the latest rates; the same as last time while no rate has changed much."""
         with self._lock:
-            found = self._now()
-        if len(self._given.up_gb_s) == len(found.up_gb_s) and found.is_near(self._given):
+            rates = self._now()
+        if len(self._given.up_gb_s) == len(rates.up_gb_s) and rates.is_near(self._given):
             return self._given
-        self._given = found
-        return found
+        self._given = rates
+        return rates
 
     def _now(self) -> Rates:
         optimizer = self._stepping.value
@@ -178,7 +179,7 @@ class Machine:
             up_gb_s=tuple(recent.value for recent in self._up),
             down_gb_s=tuple(recent.value for recent in self._down),
             switches=self._probed.switches,
-            # What one user of host memory reaches, all of them do.
+            # A rate that one user of host memory reaches, any other can reach, too.
             memory_gb_s=None if self._probed.memory_gb_s is None else max(known),
             gil_ms_per_gb=self._carrying.value,
             add_gb_s=self._adding.value,

@@ -24,7 +24,7 @@ class profile:  # noqa: N801 - used like a function
     Args:
         path: the file, in the Trace Event Format, for Perfetto (ui.perfetto.dev) and ``chrome://tracing``. It has
             a row for each stream of each device, one for the caller and one for the optimizer's thread; with
-            several machines also for gradients and weights on their way. Each wait names what it waits for. An
+            several machines also for gradients and weights in transfer. Each wait names what it waits for. An
             existing file is replaced.
         nvtx: also emit the spans as NVTX ranges. Under Nsight Systems and with ``ROUNDPIPE_NVTX=1`` these are
             emitted always, with or without a profile.
@@ -38,9 +38,9 @@ class profile:  # noqa: N801 - used like a function
     ...     taken.summary.num_calls
     1
 
-    The exit waits until all work launched inside is over. If the body raises, the spans recorded so far are still
-    written. Recording costs two timed events a span, a few microseconds each; without a profile it costs an
-    attribute test.
+    The exit waits until all work launched inside has ended. If the body raises, the spans recorded so far are
+    still written. Recording costs two timed events per span, a few microseconds each; without a profile the cost
+    is an attribute test.
 
     Raises `Busy` if another profile is active, `OSError` on entry if the file cannot be written, and `ValueError`
     for `nvtx` without CUDA.
@@ -48,7 +48,7 @@ class profile:  # noqa: N801 - used like a function
 
     def __init__(self, path: str | os.PathLike[str], *, nvtx: bool = False) -> None:
         if nvtx and not torch.cuda.is_available():
-            raise ValueError("nvtx=True needs CUDA, but no CUDA device is available; leave nvtx out")
+            raise ValueError("nvtx=True needs CUDA, but no CUDA device is available; omit nvtx")
         self.path = Path(path)
         self._nvtx = nvtx
         self._tracer: Recorder | None = None
@@ -86,7 +86,7 @@ class profile:  # noqa: N801 - used like a function
         assert self._file is not None
         with ExitStack() as stack:
             stack.enter_context(self._file)
-            # Only at the end: until then a runtime that closes must have its devices' times read.
+            # Only at the end: until then a runtime that closes must let its devices' times be read.
             stack.callback(tracing.switch_off)
             tracing.stop_launches()
             self._spans = self._tracer.finish()

@@ -1,4 +1,4 @@
-"""Summary of a profile: for each device the time spent computing, copying and idle, by reason."""
+"""Summarize a profile: for each device, the time spent computing, copying and idle, by reason."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def summarize(spans: Sequence[Span]) -> ProfileSummary:
 
 
 def _method(call: Span) -> str:
-    """What was called; `in_call` names its spans so."""
+    """Return the name of the called method, with which `in_call` begins its span's name."""
     return call.name.partition(" of ")[0]
 
 

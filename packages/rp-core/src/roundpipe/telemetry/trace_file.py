@@ -1,4 +1,4 @@
-"""Conversion of spans to the Trace Event Format of Perfetto and ``chrome://tracing``."""
+"""Convert spans to the Trace Event Format of Perfetto and ``chrome://tracing``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ROWS = {
 def trace_events(spans: Sequence[Span]) -> dict[str, str | list[TraceEvent]]:
     """Convert spans: one process for the host and one for each device, one thread for each row.
 
-    >>> found = trace_events([Span("cpu:0", "compute", "task", "F[0:1] m0", 0.5, 0.75)])
-    >>> [(event["name"], event["ts"], event["dur"]) for event in found["traceEvents"] if event["ph"] == "X"]
+    >>> trace = trace_events([Span("cpu:0", "compute", "task", "F[0:1] m0", 0.5, 0.75)])
+    >>> [(event["name"], event["ts"], event["dur"]) for event in trace["traceEvents"] if event["ph"] == "X"]
     [('F[0:1] m0', 500000.0, 250000.0)]
 
     Source: the Trace Event Format, complete events (`ph` is X), in microseconds.
@@ -43,11 +43,11 @@ def _rows(place: str) -> tuple[str, ...]:
 
 
 def _event(span: Span, number: int) -> TraceEvent:
-    about: dict[str, str | int] = {}
+    details: dict[str, str | int] = {}
     if span.nbytes:
-        about["bytes"] = span.nbytes
+        details["bytes"] = span.nbytes
     if span.kind == "wait":
-        about["waited_for"] = span.reason
+        details["waited_for"] = span.reason
     return {
         "ph": "X",
         "name": span.name,
@@ -56,5 +56,5 @@ def _event(span: Span, number: int) -> TraceEvent:
         "tid": _rows(span.place).index(span.row),
         "ts": span.start_s * _US_PER_S,
         "dur": span.seconds * _US_PER_S,
-        "args": about,
+        "args": details,
     }

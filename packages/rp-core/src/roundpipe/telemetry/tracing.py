@@ -26,8 +26,8 @@ SpanKind = Literal[
 ]
 """`task`: one microbatch of a task, from its first use of the device to its last. `layer`: one layer of that.
 `upload`, `download`: a copy between host and device. `wait`: a stream or thread is blocked. `step`, `publication`:
-work of the optimizer's thread. `call`: the caller is inside a model's method. `reduce`, `gather`: gradients on
-their way to the machine that owns them, and new weights from there."""
+work of the optimizer's thread. `call`: the caller is inside a model's method. `reduce`, `gather`: transfers of
+gradients to the machine that owns them, and of new weights from there."""
 
 HOST = "host"
 CALLER = "caller"
@@ -37,7 +37,7 @@ GATHER = "gather"
 COMPUTE = "compute"
 NOTHING = nullcontext()
 # Nsight Systems sets the first in the processes it starts; users set the second.
-_ASKING = ("NSYS_PROFILING_SESSION_ID", "ROUNDPIPE_NVTX")
+_RANGE_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "ROUNDPIPE_NVTX")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class _Clock:
 class Tracer:
     """The interface that the engine reports to, from any thread; this base class records nothing.
 
-    `name`: the span's name, or a format string such as ``"weights of {}"`` for `parts`. The name is only put
-    together if it is recorded: most spans are of every layer and microbatch.
+    `name`: the span's name, or a format string such as ``"weights of {}"`` for `parts`. It is formatted only if
+    the span is recorded, since most spans occur for every layer and microbatch.
     """
 
     def on_stream(
@@ -98,31 +98,31 @@ class Tracer:
         nbytes: int = 0,
         reason: str = "",
     ) -> AbstractContextManager[None]:
-        """Span of the work queued on a stream inside the context, or of a wait of its thread."""
+        """Record a span of the work queued on a stream inside the context, or of a wait of its thread."""
         del device, stream, kind, name, parts, nbytes, reason
         return NOTHING
 
     def copying(
         self, device: Device, stream: Stream, kind: SpanKind, name: str, leaves: Iterable[object]
     ) -> AbstractContextManager[None]:
-        """Span of the copies of the tensors among these leaves."""
+        """Record a span of the copies of the tensors among these leaves."""
         del device, stream, kind, name, leaves
         return NOTHING
 
     def on_host(self, row: str, kind: SpanKind, name: str, *, reason: str = "") -> AbstractContextManager[None]:
-        """Span of what the calling thread does inside the context."""
+        """Record a span of the calling thread's work inside the context."""
         del row, kind, name, reason
         return NOTHING
 
     def past(self, row: str, kind: SpanKind, name: str, start_s: float, end_s: float, nbytes: int) -> None:
-        """Span of what other threads of the host did between these times of `time.perf_counter`.
+        """Record a span of work of other host threads between these times of `time.perf_counter`.
 
-        Those of one row go one after another: each begins when the one before has ended, at the earliest.
+        Spans of one row do not overlap: each begins when the previous one has ended, at the earliest.
         """
         del row, kind, name, start_s, end_s, nbytes
 
     def waiting(self, device: Device, reason: str, what: str, *parts: object) -> AbstractContextManager[None]:
-        """Span of a wait for `what` that keeps the device's compute stream, or the thread that feeds it, idle."""
+        """Record a span of a wait for `what` in which the device's compute stream, or its thread, is idle."""
         del device, reason, what, parts
         return NOTHING
 
@@ -219,7 +219,7 @@ class Recorder(Tracer):
             # A task may add its gradient downloads to the queue while it is being waited for.
             self._followed.popleft().wait()
         self.settle(list(self._clocks))
-        return sorted([*self._spans, *_in_turn(self._past)], key=lambda span: (span.start_s, -span.end_s))
+        return sorted([*self._spans, *_without_overlap(self._past)], key=lambda span: (span.start_s, -span.end_s))
 
     def settle(self, devices: Iterable[Device]) -> None:
         """Read the times of these devices' spans; must run before the devices are closed."""
@@ -250,8 +250,8 @@ class Recorder(Tracer):
         return _nvtx_range(name) if self._ranges else NOTHING
 
 
-def _in_turn(spans: Iterable[Span]) -> Iterator[Span]:
-    """The spans of each row, none of which begins before the one before has ended."""
+def _without_overlap(spans: Iterable[Span]) -> Iterator[Span]:
+    """Yield the spans of each row, shortened so that none begins before the previous one has ended."""
     ended_s: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.end_s):
         start_s = max(span.start_s, ended_s.get(span.row, 0.0))
@@ -275,31 +275,31 @@ def _nvtx_range(name: str) -> Generator[None]:
 
 
 def ranges_wanted() -> bool:
-    """Whether to emit NVTX ranges: CUDA is available, and Nsight Systems or ``ROUNDPIPE_NVTX=1`` asks for them.
+    """Return whether to emit NVTX ranges: CUDA is available, and Nsight or ``ROUNDPIPE_NVTX=1`` requests them.
 
     >>> ranges_wanted()
     False
     """
-    asked = any(os.environ.get(name, "0") not in ("", "0") for name in _ASKING)
-    return asked and torch.cuda.is_available()
+    is_requested = any(os.environ.get(name, "0") not in ("", "0") for name in _RANGE_VARIABLES)
+    return is_requested and torch.cuda.is_available()
 
 
 class _Switch:
     """The process's active profile.
 
-    `told`: the recorder that new launches use. `tracer`: the recorder until the profile has ended, also while it
-    only waits for work launched earlier. `where`: its destination.
+    `launching`: the recorder that new launches use. `tracer`: the recorder until the profile has ended, including
+    while it only waits for work launched earlier. `where`: its destination.
     """
 
     def __init__(self) -> None:
-        self.told: Recorder | None = None
+        self.launching: Recorder | None = None
         self.tracer: Recorder | None = None
         self.where = ""
         self.lock = threading.Lock()
         self._ranges: list[Tracer] = []
 
     def ranges(self) -> Tracer:
-        """The tracer when no profile is active; reads the environment once."""
+        """Return the tracer to use when no profile is active; reads the environment once."""
         if not self._ranges:
             self._ranges.append(Recorder(keep=False, ranges=True) if ranges_wanted() else SILENT)
         return self._ranges[0]
@@ -309,12 +309,12 @@ _SWITCH = _Switch()
 
 
 def current() -> Tracer:
-    """The tracer for work that is launched now."""
-    return _SWITCH.told or _SWITCH.ranges()
+    """Return the tracer for work that is launched now."""
+    return _SWITCH.launching or _SWITCH.ranges()
 
 
 def in_call(what: str, name: str) -> AbstractContextManager[None]:
-    """Span of the launcher's work for one call of a model's method."""
+    """Record a span of the launcher's work for one call of a model's method."""
     return current().on_host(CALLER, "call", f"{what} of {name}")
 
 
@@ -326,23 +326,23 @@ def switch_on(where: str, *, ranges: bool) -> Recorder:
     with _SWITCH.lock:
         if _SWITCH.tracer is not None:
             raise Busy(
-                f"a profile is being taken already, for {_SWITCH.where}; end it first: a process takes one "
-                "profile at a time, and profiles do not nest"
+                f"a profile is already active, for {_SWITCH.where}; end it first: a process takes one profile "
+                "at a time, and profiles do not nest"
             )
         _SWITCH.where = where
-        _SWITCH.told = _SWITCH.tracer = Recorder(keep=True, ranges=ranges or ranges_wanted())
+        _SWITCH.launching = _SWITCH.tracer = Recorder(keep=True, ranges=ranges or ranges_wanted())
         return _SWITCH.tracer
 
 
 def stop_launches() -> None:
     """Stop recording new launches: the profile is about to end."""
-    _SWITCH.told = None
+    _SWITCH.launching = None
 
 
 def switch_off() -> None:
     """End the profile."""
     with _SWITCH.lock:
-        _SWITCH.told = _SWITCH.tracer = None
+        _SWITCH.launching = _SWITCH.tracer = None
 
 
 def devices_go(devices: Iterable[Device]) -> None:

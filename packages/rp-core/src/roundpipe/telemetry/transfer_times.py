@@ -1,4 +1,4 @@
-"""Measured transfers of one launch: bytes and times by device and direction, and what the porters compute."""
+"""Measure the transfers of one launch: bytes and times by device and direction, and porters' processor time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Transfers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, device: str, stream: Stream) -> Moving:
-        """A transfer that the calling thread, a porter, now queues on `stream`."""
+        """Begin a transfer that the calling thread, a porter, queues on `stream`."""
         return Moving(self, device, stream, stream.record(timed=True), self.processor())
 
     def add(self, moved: _Moved) -> None:
@@ -35,23 +35,23 @@ class Transfers:
             self._moved.append(moved)
 
     def moved(self, way: Way) -> dict[str, tuple[int, float]]:
-        """By device, the bytes moved and the milliseconds that this took."""
-        found: dict[str, tuple[int, float]] = {}
+        """Return, by device, the bytes moved and the milliseconds that it took."""
+        totals: dict[str, tuple[int, float]] = {}
         for one in self._moved:
             if one.way == way:
-                nbytes, ms = found.get(one.device, (0, 0.0))
-                found[one.device] = nbytes + one.nbytes, ms + one.ms()
-        return found
+                nbytes, ms = totals.get(one.device, (0, 0.0))
+                totals[one.device] = nbytes + one.nbytes, ms + one.ms()
+        return totals
 
     def carried(self) -> tuple[int, float]:
-        """Bytes that porters passed on as they were, and the ms of processor time that this took them."""
+        """Return the bytes that porters copied directly, and the ms of processor time that it took them."""
         direct = [one for one in self._moved if one.is_direct]
         return sum(one.nbytes for one in direct), sum(one.processor_ms for one in direct)
 
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """A transfer under way; end it on the thread that began it."""
+    """A transfer in progress; end it on the thread that began it."""
 
     _owner: Transfers
     _device: str
@@ -60,7 +60,7 @@ class Moving:
     _processor_s: float
 
     def end(self, way: Way, nbytes: int, *, is_staged: bool = False) -> None:
-        """All of it is queued, or done if the host took part: `is_staged`, or it was added."""
+        """Note that the whole transfer is queued, or done if the host took part: `is_staged`, or it was added."""
         processor_ms = (self._owner.processor() - self._processor_s) * 1e3
         is_direct = way != "add" and not is_staged
         events = self._first, self._stream.record(timed=True)
@@ -77,6 +77,6 @@ class _Moved:
     is_direct: bool
 
     def ms(self) -> float:
-        """How long it took, on the device's clock: the last event is recorded after what the host does."""
+        """Return its duration on the device's clock. The last event is recorded after the host's part."""
         first, last = self.events
         return max(last.seconds_since(first), 0.0) * 1e3

@@ -1,1 +1,1 @@
-"""Blocks of host memory under way: pieces over several connections, sums, and what waits for them."""
+"""Transfers of blocks of host memory: pieces over several connections, sums, and waiting for them."""

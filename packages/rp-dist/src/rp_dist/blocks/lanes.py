@@ -1,4 +1,4 @@
-"""`Lane`: transfers of one kind, posted in launch order, each finished when its pieces are there."""
+"""`Lane`: transfers of one kind, posted in launch order, each finished when its pieces have arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Post = Callable[[], Sequence[Posted]]
 
 
 class Lane:
-    """Posts pieces on one thread and waits for them on another: a machine that is late holds up no posting."""
+    """Posts pieces on one thread and waits for them on another, so that a late machine delays no posting."""
 
     def __init__(self, name: str, wire: Wire) -> None:
         self._wire = wire
@@ -27,7 +27,7 @@ class Lane:
             thread.start()
 
     def launch(self, post: Post, work: Work) -> None:
-        """Queue a transfer: `post` posts its pieces."""
+        """Queue a transfer. `post` posts its pieces."""
         self._to_post.put((post, work))
 
     def _run_posts(self) -> None:
@@ -52,7 +52,7 @@ class Lane:
             del job, work
 
     def close(self, limit_s: float | None = None) -> None:
-        """Finish what is queued, and end the threads; after `limit_s` leave those that do not end."""
+        """Finish the queued transfers and end the threads. After `limit_s`, abandon those that have not ended."""
         self._to_post.put(None)
         for thread in self._threads:
             thread.join(limit_s)

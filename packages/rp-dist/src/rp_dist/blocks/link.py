@@ -1,4 +1,4 @@
-"""The link between the machines, measured: how many connections fill it, and what it then carries."""
+"""Measure the link between the machines: how many connections saturate it, and its rate then."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rp_dist.blocks.wire import PASS, Wire, slot
 PIECE_BYTES = 1 << 20
 _FIRST_BYTES = 4 << 20
 _MOST_BYTES = 256 << 20
-# Long enough to be measured, short enough for an opening.
+# The least time of a measurement: long enough to be accurate, short enough for opening.
 _LEAST_S = 0.05
 _ROUNDS = 3
 MOST_CONNECTIONS = 8
-# A further doubling of connections has to pay.
+# Double the connections again only if the last doubling raised the rate by at least this factor.
 _LEAST_GAIN = 1.15
 
 
 def fill(wire: Wire, add_groups: Callable[[int], None]) -> float:
-    """Double the number of connections until the link is no faster; return its GB/s."""
+    """Double the number of connections until the link gets no faster; return its GB/s."""
     best = measure(wire)
     while len(wire.groups) < MOST_CONNECTIONS:
         add_groups(len(wire.groups))
@@ -33,7 +33,7 @@ def fill(wire: Wire, add_groups: Callable[[int], None]) -> float:
 
 
 def measure(wire: Wire) -> float:
-    """GB/s (1e9 bytes) that the slowest machine sends while it receives as much, each to the next in a ring."""
+    """Return the GB/s (1e9 bytes) of the slowest machine, while each sends to the next in a ring and receives."""
     nbytes = _FIRST_BYTES
     while (seconds := _slowest_s(wire, nbytes)) < _LEAST_S and nbytes < _MOST_BYTES:
         nbytes *= 4

@@ -17,7 +17,7 @@ from rp_dist.blocks.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A block that this machine owns. `slot`: gloo's tag; `chunk`: elements of one piece."""
+    """The sum of a block that this machine owns. `slot`: gloo's tag. `chunk`: the elements of one piece."""
 
     block: Tensor
     out: Tensor
@@ -28,7 +28,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One piece under way: the other machines' `parts` arrive in a row of buffers."""
+    """One piece that is being received: each other machine's part arrives in a row of `buffers`."""
 
     reduction: Reduction
     begin: int
@@ -41,9 +41,9 @@ class _Chunk:
 
 
 class Reducer:
-    """Keeps up to `count` chunks of `chunk_bytes` under way from each other machine; adds them in launch order.
+    """Receives up to `count` chunks of `chunk_bytes` at once from each other machine; adds them in launch order.
 
-    A chunk is added while later ones arrive. Memory: (size - 1) x `count` x `chunk_bytes`.
+    Adding a chunk overlaps the arrival of later ones. Memory: (size - 1) x `count` x `chunk_bytes`.
     """
 
     def __init__(self, wire: Wire, chunk_bytes: int, count: int) -> None:
@@ -51,8 +51,8 @@ class Reducer:
         self._rank, self._size = wire.control.rank, wire.control.size
         self._chunk_bytes = chunk_bytes
         self._free: list[Tensor] = []
-        self._unmade = count
-        self._spare = torch.empty(0, dtype=torch.uint8)
+        self._unallocated = count
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._pieces: deque[tuple[Reduction, int]] = deque()
         self._is_closing = False
         self._queue: SimpleQueue[Reduction | None] = SimpleQueue()
@@ -64,24 +64,24 @@ class Reducer:
         self._queue.put(reduction)
 
     def close(self, limit_s: float | None = None) -> None:
-        """Finish what is queued, and end the thread; after `limit_s` leave it if it does not end."""
+        """Finish the queued reductions and end the thread. After `limit_s`, abandon it if it has not ended."""
         self._queue.put(None)
         self._thread.join(limit_s)
 
     def _run(self) -> None:
-        under_way: deque[_Chunk] = deque()
+        receiving: deque[_Chunk] = deque()
         while True:
-            while self._has_buffers() and (piece := self._next(may_wait=not under_way)) is not None:
-                self._begin(*piece, under_way)
-            if not under_way:
+            while self._has_buffers() and (piece := self._next(may_wait=not receiving)) is not None:
+                self._begin(*piece, receiving)
+            if not receiving:
                 return
-            self._complete(under_way.popleft())
+            self._complete(receiving.popleft())
 
     def _has_buffers(self) -> bool:
-        return bool(self._free) or self._unmade > 0
+        return bool(self._free) or self._unallocated > 0
 
     def _next(self, *, may_wait: bool) -> tuple[Reduction, int] | None:
-        """Which piece to begin; None at the end, and where none is queued and `may_wait` is false."""
+        """Return the next piece to receive; None at the end, or if none is queued and `may_wait` is false."""
         while not self._pieces:
             if self._is_closing or (not may_wait and self._queue.empty()):
                 return None
@@ -89,14 +89,14 @@ class Reducer:
             if reduction is None:
                 self._is_closing = True
             else:
-                self._pieces.extend((reduction, begin) for begin in _begins(reduction))
+                self._pieces.extend((reduction, begin) for begin in _chunk_starts(reduction))
         return self._pieces.popleft()
 
-    def _begin(self, reduction: Reduction, begin: int, under_way: deque[_Chunk]) -> None:
+    def _begin(self, reduction: Reduction, begin: int, receiving: deque[_Chunk]) -> None:
         chunk = _Chunk(reduction, begin, self._take_buffers(), [])
-        under_way.append(chunk)
+        receiving.append(chunk)
         if reduction.work.done():
-            return  # It has failed.
+            return  # The reduction has failed.
         try:
             for rank in range(self._size):
                 if rank != self._rank:
@@ -108,7 +108,7 @@ class Reducer:
     def _take_buffers(self) -> Tensor:
         if self._free:
             return self._free.pop()
-        self._unmade -= 1
+        self._unallocated -= 1
         return torch.empty(self._size - 1, self._chunk_bytes, dtype=torch.uint8)
 
     def _part(self, chunk: _Chunk, rank: int) -> Tensor:
@@ -135,12 +135,12 @@ class Reducer:
         parts = [self._part(chunk, rank) for rank in range(self._size)]
         dtype = sum_dtype(parts[0].dtype)
         nbytes = 2 * parts[0].numel() * dtype.itemsize
-        if self._spare.numel() < nbytes:
-            self._spare = torch.empty(nbytes, dtype=torch.uint8)
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         add_in_order(
-            parts, chunk.reduction.out[chunk.begin : chunk.end], self._spare[:nbytes].view(dtype).view(2, -1)
+            parts, chunk.reduction.out[chunk.begin : chunk.end], self._scratch[:nbytes].view(dtype).view(2, -1)
         )
 
 
-def _begins(reduction: Reduction) -> range:
+def _chunk_starts(reduction: Reduction) -> range:
     return range(0, reduction.block.numel(), reduction.chunk)

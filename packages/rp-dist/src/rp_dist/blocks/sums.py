@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What blocks of a dtype are added in: fp32, or fp64 for fp64.
+    """Return the dtype in which blocks of `dtype` are added: fp64 for fp64, else fp32.
 
     >>> sum_dtype(torch.bfloat16), sum_dtype(torch.float64)
     (torch.float32, torch.float64)
@@ -17,10 +17,10 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def add_in_order(parts: Sequence[Tensor], out: Tensor, spare: Tensor) -> None:
+def add_in_order(parts: Sequence[Tensor], out: Tensor, scratch: Tensor) -> None:
     """Write the sum of `parts`, added from the first to the last, to `out`.
 
-    `out` may be one of the parts. `spare`: (2, >= numel), memory of the sum's dtype; its content is lost.
+    `out` may be one of the parts. `scratch`: (2, >= numel), of the sum's dtype, overwritten.
 
     >>> out = torch.empty(2)
     >>> add_in_order([torch.ones(2, dtype=torch.bfloat16)] * 3, out, torch.empty(2, 2))
@@ -28,7 +28,7 @@ def add_in_order(parts: Sequence[Tensor], out: Tensor, spare: Tensor) -> None:
     tensor([3., 3.])
     """
     is_later_part = any(part.data_ptr() == out.data_ptr() for part in parts[1:])
-    total = spare[0, : out.numel()] if is_later_part or out.dtype != spare.dtype else out
+    total = scratch[0, : out.numel()] if is_later_part or out.dtype != scratch.dtype else out
     rest = parts[1:]
     if rest and parts[0].dtype == parts[1].dtype == total.dtype:
         torch.add(parts[0], parts[1], out=total)
@@ -36,11 +36,11 @@ def add_in_order(parts: Sequence[Tensor], out: Tensor, spare: Tensor) -> None:
     elif total.data_ptr() != parts[0].data_ptr():
         total.copy_(parts[0])
     for part in rest:
-        total.add_(_widened(part, spare[1, : out.numel()]))
+        total.add_(_widened(part, scratch[1, : out.numel()]))
     if total is not out:
         out.copy_(total)
 
 
 def _widened(part: Tensor, wide: Tensor) -> Tensor:
-    """The part in the sum's dtype. Two operations of one dtype each are twice as fast as one of two."""
+    """Return the part in the sum's dtype. Casting first is twice as fast as adding tensors of two dtypes."""
     return part if part.dtype == wide.dtype else wide.copy_(part)

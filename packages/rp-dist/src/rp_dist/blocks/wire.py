@@ -1,7 +1,7 @@
-"""`Wire`: pieces of blocks over several gloo process groups, each piece between two machines.
+"""`Wire`: sends and receives pieces of blocks over several gloo process groups.
 
-Only point-to-point calls of torch.distributed are used. A machine that fails breaks only the connections to
-itself; `abort` breaks all, so that no thread waits on.
+It uses only point-to-point calls of torch.distributed. A machine that fails breaks only the connections to itself.
+`abort` breaks all, so that no thread keeps waiting.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ REDUCE, GATHER, PASS = range(3)
 
 
 def slot(kind: int, tag: int, nbytes: int) -> int:
-    """Gloo's tag of a transfer. Pieces of one slot, pair and connection arrive in the order they were posted.
+    """Return gloo's tag for a transfer. Pieces of one slot, pair and connection arrive in the order of posting.
 
-    Tags that differ by less than `TAGS_APART` never share one. The size is part of it: gloo ends the process where
-    a piece is longer than what was posted for it.
+    Tags that differ by less than `TAGS_APART` have different slots. The size is part of the slot, since gloo
+    terminates the process if a piece is longer than the memory posted for it.
     """
     size = crc32(str(nbytes).encode()) & ((1 << _SIZE_BITS) - 1)
     return (kind << _TAG_BITS | tag % TAGS_APART) << _SIZE_BITS | size
@@ -40,7 +40,7 @@ def slot(kind: int, tag: int, nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A piece that gloo sends or receives; the tensor is kept until it has."""
+    """A piece that gloo sends or receives. It keeps the tensor alive until then."""
 
     work: dist.Work
     piece: Tensor
@@ -49,7 +49,7 @@ class Posted:
 
 
 class Wire:
-    """The connections to all other machines. `patience_s`: how long a living machine may keep a piece waiting."""
+    """The connections to all other machines. `patience_s`: how long a machine that is alive may delay a piece."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], control: Control, patience_s: float) -> None:
         self.groups = list(groups)
@@ -59,15 +59,15 @@ class Wire:
         self.received_bytes = 0
         self._counting = threading.Lock()
         self._is_aborted = False
-        # What threads wait for: by thread, the machine and since when.
+        # For each waiting thread: the machine it waits for, and since when.
         self._waits: dict[int, tuple[int, float]] = {}
 
     def send(self, piece: Tensor, peer: int, slot: int, connection: int) -> Posted:
-        """Post a piece, 1-D and contiguous, to be sent; returns before it is received."""
+        """Start to send a piece, 1-D and contiguous; return before it is received."""
         return self._post(dist.isend, piece, peer, slot, connection, True)
 
     def receive(self, piece: Tensor, peer: int, slot: int, connection: int) -> Posted:
-        """Post memory for a piece that the other machine sends on the same slot and connection."""
+        """Start to receive a piece that the other machine sends on the same slot and connection."""
         return self._post(dist.irecv, piece, peer, slot, connection, False)
 
     def _post(
@@ -102,12 +102,12 @@ class Wire:
                 self.received_bytes += posted.piece.numel()
 
     def waited_s(self, rank: int) -> float:
-        """For how many seconds a thread has waited for one piece of this machine; 0 if none does."""
+        """Return how many seconds a thread has waited for a piece of machine `rank`; 0 if none is waiting."""
         now = time.monotonic()
         return max((now - since for peer, since in list(self._waits.values()) if peer == rank), default=0.0)
 
     def raise_named(self, peer: int, error: BaseException) -> None:
-        """Raise the error of the machine because of which a call failed: who that is becomes known in a moment."""
+        """Raise the error that names the machine that made a call fail, which may take a moment to be known."""
         with suppress(TimeoutError):
             self.control.wait(lambda: self.control.has_left(peer), GRACE_S)
         if self.control.has_left(peer):
@@ -116,7 +116,7 @@ class Wire:
         self.control.raise_error()
 
     def abort(self) -> None:
-        """Break all connections: every wait ends with an error. May be called twice."""
+        """Break all connections, so that every wait ends with an error. May be called twice."""
         with self._counting:
             if self._is_aborted:
                 return
@@ -134,9 +134,10 @@ class Wire:
 
 
 def _break(group: dist.ProcessGroup, peer: int) -> None:
-    """Close all of a group's connections, unless the one to `peer` is closed already: then it is another's turn.
+    """Close all of a group's connections by a receive from `peer` that times out.
 
-    A wait that times out does so. Unlike calls that abort gloo, that one is documented.
+    This does nothing if the connection to `peer` is closed already, so callers try it with every machine. Closing
+    on a timeout is documented, unlike gloo's calls to abort.
     """
     with suppress(RuntimeError, ValueError):
         work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
@@ -145,7 +146,7 @@ def _break(group: dist.ProcessGroup, peer: int) -> None:
 
 
 class _named:  # noqa: N801 - reads as a function
-    """Turns gloo's errors into that of the machine that caused them."""
+    """Turns gloo's errors into errors that name the machine that caused them."""
 
     def __init__(self, wire: Wire, peer: int) -> None:
         self.wire, self.peer = wire, peer

@@ -1,4 +1,4 @@
-"""`Work`: one transfer that was launched."""
+"""`Work`: one launched transfer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 
 _CHECK_S = 0.2
-# From the loss of a machine until the transfers that it broke have let go of their blocks.
+# How long broken transfers may take to release their blocks after a machine is lost.
 _RELEASE_S = 1.0
 
 
 class Work:
-    """A transfer under way. Its block may not be changed, nor read where it arrives, until `wait` has returned.
+    """A transfer in progress. Until `wait` returns, its block must not be changed, nor read on the receiving side.
 
-    `launched_s`, `ended_s`: when it was launched and when it ended, by `time.perf_counter`; None until it has.
+    `launched_s`, `ended_s`: when it was launched and when it ended (None before), by `time.perf_counter`.
     """
 
     def __init__(self, raise_loss: Callable[[], None]) -> None:
@@ -25,13 +25,13 @@ class Work:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Wait until the transfer is complete here: what arrives is there, what leaves may be overwritten.
+        """Wait until the transfer is complete here: data has arrived, or sent memory may be overwritten.
 
-        Raises `MachineLost` where a machine is lost before that; then what the block holds is undefined.
+        Raises `MachineLost` if a machine is lost before. The content of the block is then undefined.
         """
         lost_s: float | None = None
         while not self._ended.wait(_CHECK_S):
@@ -46,7 +46,7 @@ class Work:
             raise self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Say that it is complete, or what went wrong; the first time counts."""
+        """Mark the transfer as complete or failed; only the first call counts."""
         if not self._ended.is_set():
             self._error = error
             self.ended_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`SplitMaster`: an fp32 master whose upper half is the bf16 weight itself, so only the remainder is extra."""
+"""`SplitMaster`: an fp32 master whose upper half is the bf16 weight, so that only the remainder is extra."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rp_optim.kernels.updates import Spot
 from rp_optim.masters import Master, link_of
 from rp_optim.worker import wait_for_steps
 
-# What torch's attributes and methods tell without a value of the tensor. All else makes a master whole.
+# Torch's attributes and methods that need no values of the tensor. Everything else makes a master whole.
 _VALUES = {"H", "T", "mH", "mT", "data", "imag", "real", "_base", "_cdata"}
 _BASE = torch.Tensor.__mro__[1]
-_GETTERS = {name for name, found in vars(_BASE).items() if type(found).__name__ == "getset_descriptor"}
+_GETTERS = {name for name, attribute in vars(_BASE).items() if type(attribute).__name__ == "getset_descriptor"}
 _as_torch: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage] - documented for this
 _METHODS = (
     *("dim", "ndimension", "numel", "nelement", "size", "element_size", "is_floating_point", "is_complex"),
@@ -41,11 +41,12 @@ _MAKING = threading.Lock()
 class SplitMaster(Master):
     """An fp32 master kept in halves: `weight`, its upper half rounded with ties away from zero, and `remainder`.
 
-    The optimizers of this package step it in halves, with the results that a whole master has, to the last bit: 2
-    bytes a parameter beside the weight instead of 4. A step writes the weight in place or, if the master is linked
-    to another one, there; that is its upper half from then on. Whoever reads or writes its values otherwise, such
-    as an optimizer of torch's, makes it whole for good, after the steps that were launched: `is_split` is then
-    False, it takes 4 bytes, and `weight` is only written by steps that it is linked to it in, rounded alike.
+    It takes 2 bytes per parameter in addition to the weight, instead of 4. The optimizers of this package step it
+    in halves, with the same results as for a whole master, to the last bit. A step writes the weight in place. If
+    the master is linked to another weight, the step writes that one, which becomes the upper half. Any other
+    reader or writer of its values, such as torch's optimizers, makes it whole for good, after the launched steps
+    are done. `is_split` is then False, it takes 4 bytes per parameter, and only steps during which it is linked to
+    `weight` write `weight`, with the same rounding.
 
     >>> weight = torch.ones(2, dtype=torch.bfloat16)
     >>> master = SplitMaster(weight)
@@ -57,13 +58,13 @@ class SplitMaster(Master):
     >>> master.detach(), master.is_split
     (tensor([0.9990, 0.9990]), False)
 
-    Shapes: `weight` bf16 and `remainder` int16, of one shape, contiguous, on the host; without a remainder it is
-    zero. `torch.save` saves it as a ``torch.nn.Parameter``; copies are whole.
+    Shapes: `weight` bf16 and `remainder` int16 (by default zero), of one shape, contiguous, on the host.
+    `torch.save` saves it as a ``torch.nn.Parameter``; copies are whole.
 
     Raises `InvalidParameter` for other tensors.
     """
 
-    # Whether a step may write the weight where it is although the master is not linked.
+    # Whether a step may write the weight in place although the master is not linked.
     steps_unlinked = True
 
     _halves: tuple[torch.Tensor, torch.Tensor] | None
@@ -71,7 +72,8 @@ class SplitMaster(Master):
     def __new__(cls, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> Self:
         rest = torch.zeros(weight.shape, dtype=torch.int16, device="cpu") if remainder is None else remainder
         _check(weight, rest)
-        # One number for all: what reads past torch's functions gets NaN, not other memory.
+        # The tensor itself is one NaN, expanded: code that reads it without torch's functions gets NaN, not other
+        # memory.
         shape = torch.full((), torch.nan, dtype=torch.float32, device="cpu").expand(weight.shape)
         made: Any = super().__new__(cls, shape)  # pyright: ignore[reportUnknownMemberType]
         master = cast("Self", made)
@@ -79,12 +81,12 @@ class SplitMaster(Master):
         return master
 
     def __init__(self, weight: torch.Tensor, remainder: torch.Tensor | None = None) -> None:
-        del weight, remainder  # All is done where it is made, as torch does.
+        del weight, remainder  # `__new__` does everything, as in torch.nn.Parameter.
         super().__init__()
 
     @property
     def is_split(self) -> bool:
-        """Whether it is in halves; if not, it was made whole."""
+        """Whether the master is in halves; if not, it was made whole."""
         return self._halves is not None
 
     @property
@@ -94,10 +96,10 @@ class SplitMaster(Master):
         Raises `InvalidLink` if the master was made whole.
         """
         if self._halves is None:
-            raise InvalidLink("the master was made whole, so it has no halves; ask is_split before")
+            raise InvalidLink("the master was made whole, so it has no halves; check is_split first")
         return self._halves
 
-    # What steps ask most often: not by torch's descriptors, which call `__torch_function__`.
+    # Steps read these attributes most often. Torch's descriptors would call `__torch_function__` each time.
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride] - torch has attributes
@@ -115,17 +117,17 @@ class SplitMaster(Master):
         return _OWN_META.__get__(self) if self._halves is None else False
 
     def move_to(self, weight: torch.Tensor) -> None:
-        """From now on the upper half is this tensor, which has its value; nothing is copied."""
+        """Make `weight`, which has the same value, the upper half from now on; nothing is copied."""
         self._halves = (weight.detach().view(self.halves[0].shape), self.halves[1])
 
     def start_from(self, weight: torch.Tensor) -> None:
-        """From now on its values are those of `weight`, bf16 and contiguous, which becomes the upper half."""
+        """Take the values of `weight` (bf16, contiguous), which becomes the upper half."""
         self.move_to(weight)
         self.halves[1].zero_()
         torch.autograd.graph.increment_version(self)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """A new fp32 tensor, flat, with the values of the elements [start, stop); the master stays as it is."""
+        """Return a new flat fp32 tensor with the values of elements [start, stop); the master stays in halves."""
         weight, rest = (half.view(-1)[start:stop] for half in self.halves)
         values = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
         spot = Spot(weight, weight, values, 1.0, rest=rest)
@@ -133,21 +135,21 @@ class SplitMaster(Master):
         return values
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Set the elements from `start` on to these fp32 values, flat, in its halves."""
+        """Set the elements from `start` on to `values`, flat fp32, without making the master whole."""
         weight, rest = (half.view(-1)[start : start + values.numel()] for half in self.halves)
         spot = Spot(values, values, weight, 1.0, rest=rest)
         kernel_for(spot).to_weight([spot])
         torch.autograd.graph.increment_version(self)
 
     def joined(self) -> torch.Tensor:
-        """A new fp32 tensor with the values; the master stays as it is."""
+        """Return a new fp32 tensor with all values; a master in halves stays so."""
         return self.read(0, self.numel()).view(self.shape) if self.is_split else self.detach().clone()
 
     def note_whole(self, reader: str) -> None:
-        """Called when it is made whole for `reader`, what reads or writes its values; subclasses may tell that."""
+        """Called when `reader`, which reads or writes values, makes the master whole. Subclasses may report it."""
 
     def make_whole(self, reader: str = "make_whole()") -> None:
-        """Make it an ordinary master, after the steps that were launched; nothing if it is one already."""
+        """Turn it into an ordinary master after the launched steps are done; do nothing if it is one already."""
         if self._halves is None:
             return
         wait_for_steps()
@@ -164,7 +166,7 @@ class SplitMaster(Master):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a torch function; one that needs values first makes the masters whole."""
+        """Run a torch function. If it needs values, make the masters among its arguments whole first."""
         del types
         if func not in _NEEDS_NO_VALUES:
             for master in _split_masters((args, kwargs or {})):
@@ -185,15 +187,15 @@ class SplitMaster(Master):
 
 
 def halves_of(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The weight and the remainder of a master in halves; None of all else."""
+    """Return the weight and the remainder of a master in halves; None for any other tensor."""
     return parameter._halves if isinstance(parameter, SplitMaster) else None  # pyright: ignore[reportPrivateUsage]
 
 
 def _name_of(func: Callable[..., Any]) -> str:
     owner = getattr(func, "__self__", None)
-    # A descriptor's own method is called alike for all attributes: its owner has the name.
-    found = owner if getattr(func, "__name__", "").startswith("__") and owner is not None else func
-    return str(getattr(found, "__name__", found))
+    # A descriptor's method has the same name for all attributes; its owner has the attribute's name.
+    named = owner if getattr(func, "__name__", "").startswith("__") and owner is not None else func
+    return str(getattr(named, "__name__", named))
 
 
 def _split_masters(value: object) -> Iterator[SplitMaster]:

@@ -1,4 +1,4 @@
-"""Adding a 16-bit gradient to a `GradientPair` in place, in one pass over memory."""
+"""Add a 16-bit gradient to a `GradientPair` in place, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 @torch.no_grad()
 def add_to_pair(pair: GradientPair, addend: torch.Tensor) -> None:
-    """Add a gradient to a pair: ``first`` becomes the sum, rounded, and ``second`` what the rounding left.
+    """Add a gradient to a pair: ``first`` becomes the rounded sum, and ``second`` its rounding error.
 
-    Adds in fp32. Two bf16 numbers hold 16 significant bits of the sum, so storing it changes it by at most 2^-17
-    of its size; two fp16 numbers by 2^-22, or by the spacing of their subnormals, 2^-24, if that is more. A sum
-    beyond the dtype's range becomes infinite. Releases the GIL for the whole pass, which moves 10 bytes a
-    parameter.
+    Adds in fp32. Two bf16 numbers hold 16 significant bits of the sum, so the relative error of storing it is at
+    most 2^-17; for two fp16 numbers it is 2^-22, or the spacing of their subnormals, 2^-24, if that is more. A sum
+    beyond the dtype's range becomes infinite. The whole pass, which moves 10 bytes per parameter, releases the
+    GIL.
 
     >>> pair = GradientPair(torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16))
     >>> add_to_pair(pair, torch.full((1,), 2**-10, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Compiling the kernels in ``csrc``, both when a wheel is built and on first use.
+"""Compile the kernels in ``csrc``, when a wheel is built or on first use.
 
 Uses only the standard library, since the wheel's build hook loads this file by its path.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 
-# Without contraction and reassociation all variants give the same bits. No flag (such as -ffast-math) links start
-# files that change the process's floating-point mode.
+# Without contraction and reassociation all variants give the same bits. There is no flag such as -ffast-math,
+# which would link startup files that change the process's floating-point mode.
 _FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -54,19 +54,19 @@ def find_compiler() -> Compiler | None:
 
     Raises `BuildFailed` if ``CC`` is set but does not run.
     """
-    if asked := os.environ.get("CC"):
-        return _named_compiler(asked)
+    if command := os.environ.get("CC"):
+        return _named_compiler(command)
     return _first_that_runs(["cc"], ["gcc"], ["clang"])
 
 
-def _named_compiler(asked: str) -> Compiler:
+def _named_compiler(command: str) -> Compiler:
     try:
-        found = _first_that_runs(shlex.split(asked))
+        compiler = _first_that_runs(shlex.split(command))
     except ValueError as error:
-        raise BuildFailed(f"CC must be a command, but is {asked!r}: {error}; correct it, or unset it") from error
-    if found is None:
-        raise BuildFailed(f"CC must name a C compiler that runs, but is {asked!r}; correct it, or unset it")
-    return found
+        raise BuildFailed(f"CC must be a command, but is {command!r}: {error}; correct it, or unset it") from error
+    if compiler is None:
+        raise BuildFailed(f"CC must name a C compiler that runs, but is {command!r}; correct it, or unset it")
+    return compiler
 
 
 def _first_that_runs(*commands: Sequence[str]) -> Compiler | None:
@@ -85,7 +85,7 @@ def _version(command: Sequence[str]) -> str:
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """The variants for this machine's architecture, each with its compiler flags.
+    """Return the kernel variants for this machine's architecture, each with its compiler flags.
 
     >>> "scalar" in variants()
     True
@@ -99,15 +99,15 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def source_hash() -> str:
-    """A hash of the sources and compiler flags, in 16 hexadecimal digits."""
-    found = hashlib.sha256(repr((_FLAGS, variants())).encode())
+    """Return a hash of the sources and compiler flags, in 16 hexadecimal digits."""
+    digest = hashlib.sha256(repr((_FLAGS, variants())).encode())
     for path in sorted(SOURCES.iterdir()):
-        found.update(path.name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def cache_key(compiler: Compiler) -> str:
-    """A hash of sources, architecture, system and compiler: libraries that differ in any have different keys."""
+    """Return a hash of everything that a library depends on: sources, architecture, system and compiler."""
     parts = (source_hash(), platform.machine(), platform.system(), *platform.libc_ver(), *compiler.command)
     return hashlib.sha256("\0".join((*parts, compiler.version)).encode()).hexdigest()[:24]
 
@@ -115,7 +115,7 @@ def cache_key(compiler: Compiler) -> str:
 def build(compiler: Compiler, library: Path) -> None:
     """Compile the kernels into the file `library`, which appears complete or not at all.
 
-    Uses OpenMP if the compiler has it. Several processes may do this at once: each works in its own folder.
+    Uses OpenMP if the compiler has it. Several processes may do this at once, each in its own temporary folder.
 
     Raises `BuildFailed`, and `OSError` if the folder of `library` cannot be written.
     """
@@ -130,20 +130,20 @@ def compiled(compiler: Compiler, parent: Path) -> Generator[Path]:
     Raises as `build` does.
     """
     with tempfile.TemporaryDirectory(dir=parent, prefix=".build-") as folder:
-        room = Path(folder)
+        folder_path = Path(folder)
         try:
-            made = _compile(compiler, room, ("-fopenmp",))
+            made = _compile(compiler, folder_path, ("-fopenmp",))
         except BuildFailed:
-            made = _compile(compiler, room, ())
+            made = _compile(compiler, folder_path, ())
         # The linker applies the umask, which may allow the group to write.
         made.chmod(0o755)
-        # Flushed to disk before it is renamed: after a crash no partial file has the final name.
+        # Flush the file to disk before it is renamed, so that after a crash no partial file has the final name.
         with made.open("rb+") as file:
             os.fsync(file.fileno())
         yield made
 
 
-def _compile(compiler: Compiler, room: Path, threads: tuple[str, ...]) -> Path:
+def _compile(compiler: Compiler, folder_path: Path, threads: tuple[str, ...]) -> Path:
     have = [f"-DRPO_HAVE_{name.upper()}" for name in variants()]
     source = f'-DRPO_SOURCE="{source_hash()}"'
     units = [("kernels.c", name, (f"-DRPO_VARIANT={name}", *flags)) for name, flags in variants().items()]
@@ -151,13 +151,13 @@ def _compile(compiler: Compiler, room: Path, threads: tuple[str, ...]) -> Path:
 
     def compile_unit(unit: tuple[str, str, tuple[str, ...]]) -> str:
         file, name, flags = unit
-        made = str(room / f"{name}.o")
+        made = str(folder_path / f"{name}.o")
         _run(compiler, *_FLAGS, *threads, *flags, "-c", str(SOURCES / file), "-o", made)
         return made
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_unit, units))
-    made = room / "kernels.so"
+    made = folder_path / "kernels.so"
     _run(compiler, "-shared", *threads, *objects, "-lm", "-o", str(made))
     return made
 

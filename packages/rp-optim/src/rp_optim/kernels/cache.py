@@ -12,7 +12,7 @@ from rp_optim.kernels.build import Compiler, cache_key, compiled
 
 
 def cache_folder() -> Path:
-    """Create the cache folder and return its path without symbolic links.
+    """Create the cache folder and return its path with symbolic links resolved.
 
     It is ``RP_OPTIM_CACHE``, else ``rp-optim`` in ``XDG_CACHE_HOME``, else in ``~/.cache``.
 
@@ -42,7 +42,7 @@ def _named_folder() -> Path:
 
 
 def check_trusted(path: Path) -> None:
-    """Raise `PermissionError` if users other than this one and root may change or replace the file at `path`.
+    """Raise `PermissionError` if any user but this one and root may change or replace the file at `path`.
 
     `path`: absolute, without symbolic links. As sshd does for keys, this checks owner and mode of the path and of
     all folders above it. A folder above may be writable by others if it is sticky, such as ``/tmp``: others cannot
@@ -51,19 +51,19 @@ def check_trusted(path: Path) -> None:
     >>> check_trusted(Path("/"))
     """
     for place in (path, *path.parents):
-        found = place.lstat()
-        if found.st_uid not in (0, os.geteuid()):
+        status = place.lstat()
+        if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(
-                f"{place} must belong to this user or root, but belongs to user {found.st_uid}; choose another "
+                f"{place} must belong to this user or root, but belongs to user {status.st_uid}; choose another "
                 "folder with RP_OPTIM_CACHE"
             )
-        sticky = place != path and found.st_mode & stat.S_ISVTX
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+        sticky = place != path and status.st_mode & stat.S_ISVTX
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
             raise PermissionError(f"{place} must not be writable by others; run chmod go-w on it")
 
 
 def build_cached(compiler: Compiler, folder: Path) -> Path:
-    """Compile the kernels into `folder`, under a name with the cache key and the content hash; returns the path.
+    """Compile the kernels into `folder`; return the path, whose name has the cache key and the content hash.
 
     Raises as `build` does.
     """
@@ -74,9 +74,10 @@ def build_cached(compiler: Compiler, folder: Path) -> Path:
 
 
 def find_cached(compiler: Compiler, folder: Path) -> Path | None:
-    """Find a library that `build_cached` made in `folder`; removes those that others may change or have changed.
+    """Find a library that `build_cached` made in `folder`; remove those that others may change or have changed.
 
-    These checks come before loading: loading runs the library's code, and a truncated library kills the process.
+    The checks come before loading, since loading runs the library's code, and a truncated library kills the
+    process.
     """
     for library in sorted(folder.glob(f"kernels-{cache_key(compiler)}-*.so")):
         with suppress(PermissionError):

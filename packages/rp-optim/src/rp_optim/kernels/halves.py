@@ -1,9 +1,9 @@
-"""An fp32 number in two halves of 16 bits, in torch operations: the bf16 weight, and what rounding to it left.
+"""An fp32 number in two halves of 16 bits, in torch operations: the bf16 weight and the remainder.
 
 The weight is the number rounded to nearest, ties away from zero: half a unit is added to the magnitude. The
-number's lower 16 bits, as an int16, are then what is left, so that both together are the number to the last bit.
+remainder is the number's lower 16 bits as an int16, so that both together are the number to the last bit.
 With ties to even that is impossible: 65,537 numbers would round to 0x3f80, and 65,535 to 0x3f81. Signs, subnormals
-and infinities are exact, also where the weight of a finite number is infinite; every NaN becomes the same one.
+and infinities are exact, even where the weight of a finite number is infinite. Every NaN becomes the same NaN.
 
 The compiled kernels do the same, bit for bit.
 """
@@ -18,7 +18,7 @@ _NAN = 0x7FC0
 
 
 def to_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fp32 numbers as weight (bf16) and remainder (int16), of the same shape.
+    """Split fp32 numbers into weight (bf16) and remainder (int16), of the same shape.
 
     >>> weight, rest = to_halves(torch.tensor([1.0, 1 + 2**-8, 1 + 2**-20]))
     >>> weight.tolist(), rest.tolist()
@@ -31,7 +31,7 @@ def to_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def of_halves(weight: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers that `to_halves` took apart.
+    """Join the halves of `to_halves` to fp32 numbers.
 
     >>> of_halves(*to_halves(torch.tensor([0.1, -0.0]))).tolist() == torch.tensor([0.1, -0.0]).tolist()
     True

@@ -1,7 +1,8 @@
-"""An optimizer's state tensors as they are kept: whole, in bf16 or in 8 bits; how they are made and converted.
+"""The formats of an optimizer's state tensors (full precision, bf16 or 8 bits): create, read and convert them.
 
-A tensor in 8 bits is two in the state: ``exp_avg_codes``, of the parameter's shape, and ``exp_avg_scales``. So an
-optimizer that does not know the format misses ``exp_avg`` and says so; torch's SGD alone begins anew.
+A tensor in 8 bits is two tensors in the state: ``exp_avg_codes``, of the parameter's shape, and
+``exp_avg_scales``. So an optimizer that does not know the format misses ``exp_avg`` and raises an error. Only
+torch's SGD does not: it starts with a new buffer.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ State = dict[str, Any]
 Shapes = Mapping[str, Sequence[int]]
 
 CODES, SCALES = "_codes", "_scales"
-# Second moments, which are kept as square roots; all others have a sign.
+# Second moments, which are stored as square roots; all other tensors have a sign.
 _SQUARES = frozenset(("exp_avg_sq", "max_exp_avg_sq", "variance", "row_var", "col_var"))
-# Kept in units of the root of another tensor, if that is there.
+# Tensors that are stored in units of the root of another tensor, if there is one.
 _IN_ROOTS_OF = {"exp_avg": "exp_avg_sq"}
 _SMALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_kind(optimizer: str, kind: str) -> StateKind:
-    """Return the kind. Raises `InvalidOption` if there is none of this name."""
+    """Return `kind` if it names a format. Raises `InvalidOption` otherwise."""
     for known in KINDS:
         if kind == known:
             return known
@@ -48,15 +49,15 @@ def check_kind(optimizer: str, kind: str) -> StateKind:
 
 
 def check_can_be_small(kind: StateKind, parameter: torch.Tensor) -> None:
-    """Raise `InvalidParameter` for a parameter whose state cannot be kept so."""
+    """Raise `InvalidParameter` for a parameter whose state cannot have the format `kind`."""
     if kind != "fp32" and parameter.dtype not in _SMALL_DTYPES:
         raise InvalidParameter(
-            f"state={kind!r} needs parameters of 32 or 16 bits, but one is {parameter.dtype}; leave state out"
+            f"state={kind!r} needs parameters of 32 or 16 bits, but one is {parameter.dtype}; omit state"
         )
 
 
 def nbytes_of(kind: StateKind, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of one state tensor of a parameter of this dtype.
+    """Return the bytes of one state tensor for a parameter of this dtype.
 
     >>> [nbytes_of(kind, (64,), torch.float32) for kind in ("fp32", "bf16", "8bit")]
     [256, 128, 68]
@@ -67,17 +68,17 @@ def nbytes_of(kind: StateKind, shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def has_codes(state: Mapping[str, Any]) -> bool:
-    """Whether a state has tensors in 8 bits."""
+    """Return whether a state has tensors in 8 bits."""
     return any(name.endswith(CODES) for name in state)
 
 
 def is_missing(state: Mapping[str, Any], name: str) -> bool:
-    """Whether a state does not have this tensor, however it is kept."""
+    """Return whether a state lacks this tensor in any format."""
     return state.get(name) is None and state.get(name + CODES) is None
 
 
 def as_whole(state: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    """The values of a state tensor, however it is kept, a copy only if that is 8 bits; None if it is missing."""
+    """Return the values of a state tensor in any format; None if it is missing. Only 8 bits are copied."""
     codes: torch.Tensor | None = state.get(name + CODES)
     if codes is None:
         return state.get(name)
@@ -94,7 +95,7 @@ def as_whole(state: Mapping[str, Any], name: str) -> torch.Tensor | None:
 def keep(
     state: State, name: str, values: torch.Tensor, kind: StateKind, draw: Draw = nearest, array: int = 0
 ) -> None:
-    """Put the values into the state, kept as `kind`. Rounds as `draw` says; "fp32" keeps the tensor itself."""
+    """Store values in the state in the format `kind`, rounded by `draw`; "fp32" stores the tensor itself."""
     state.pop(name + CODES, None)
     state.pop(name + SCALES, None)
     if kind == "fp32":
@@ -115,15 +116,15 @@ def keep(
 
 
 def convert(state: State, names: Iterable[str], kind: StateKind, dtype: torch.dtype) -> None:
-    """Keep those tensors that are there as `kind`, unless they are already. `dtype`: of whole ones."""
+    """Convert the tensors that exist to the format `kind`. `dtype`: their dtype in the format "fp32"."""
     wrong = {name: _as_plain(whole) for name in names if (whole := _if_wrong(state, name, kind)) is not None}
-    # Second moments first: first ones may be kept in units of them.
+    # Second moments first, since first moments may be stored in units of them.
     for name in sorted(wrong, key=lambda name: name not in _SQUARES):
         keep(state, name, wrong[name].to(dtype) if kind == "fp32" else wrong[name], kind)
 
 
 def _if_wrong(state: State, name: str, kind: StateKind) -> torch.Tensor | None:
-    """The values of a tensor that is kept as another kind."""
+    """Return the values of a tensor whose format is not `kind`; None if it is."""
     is_8bit = state.get(name + CODES) is not None
     if is_8bit == (kind == "8bit") and (kind != "bf16" or _is_bfloat16(state.get(name))):
         return None
@@ -147,7 +148,7 @@ class Kept:
 
 
 def kept(state: State, name: str, shape: Sequence[int], kind: StateKind) -> Kept:
-    """A small state tensor, which is made, as zeros, if it is not there."""
+    """Return a small state tensor; create it as zeros if it is missing."""
     if is_missing(state, name):
         for key, (own, dtype) in _tensors(name, shape, kind).items():
             state[key] = torch.zeros(tuple(own), dtype=dtype, device="cpu")
@@ -157,25 +158,29 @@ def kept(state: State, name: str, shape: Sequence[int], kind: StateKind) -> Kept
 
 
 def check_kept(state: Mapping[str, Any], name: str, shape: Sequence[int], kind: StateKind) -> None:
-    """Raise `InvalidParameter` unless a small state tensor, which may have been set, is as `kept` makes it."""
+    """Raise `InvalidParameter` unless a small state tensor (which users may have set) is as `kept` creates it."""
     if is_missing(state, name):
         return
     for key, (own, dtype) in _tensors(name, shape, kind).items():
-        found = state.get(key)
-        if found is None or not _fits(found, own, dtype):
-            told = "missing" if found is None else f"{found.dtype} of shape {tuple(found.shape)} on {found.device}"
+        tensor = state.get(key)
+        if tensor is None or not _fits(tensor, own, dtype):
+            actual = "missing" if tensor is None else _described(tensor)
             raise InvalidParameter(
                 f"the state {key!r} must be a contiguous {dtype} tensor of shape {tuple(own)} on the CPU, but is "
-                f"{told} instead; load the state of the same model with load_state_dict, which converts it"
+                f"{actual} instead; load the state of the same model with load_state_dict, which converts it"
             )
 
 
-def _fits(found: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    return found.is_cpu and found.dtype == dtype and tuple(found.shape) == tuple(shape) and is_plain(found)
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _fits(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    return tensor.is_cpu and tensor.dtype == dtype and tuple(tensor.shape) == tuple(shape) and is_plain(tensor)
 
 
 def _tensors(name: str, shape: Sequence[int], kind: StateKind) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """Names in the state of a small tensor's own tensors, with shape and dtype."""
+    """Return the tensors that store a small state tensor: their names in the state, with shape and dtype."""
     if kind == "bf16":
         return {name: (shape, torch.bfloat16)}
     codes = torch.uint8 if name in _SQUARES else torch.int8

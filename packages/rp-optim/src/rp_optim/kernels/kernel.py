@@ -1,4 +1,4 @@
-"""Choosing the kernel: loads or compiles the native library on first use; else torch's operations run."""
+"""Choose the kernel: load or compile the native library on first use, or fall back to torch's operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TORCH = TorchKernel()
 
 
 class Kernels:
-    """The kernels that can run in this process, found on first use, and the one in use.
+    """The kernels that can run in this process, looked up on first use, and the one in use.
 
     >>> Kernels().current().name in Kernels().all()
     True
@@ -38,24 +38,26 @@ class Kernels:
         self._current: Kernel | None = None
 
     def all(self) -> dict[str, Kernel]:
-        """All kernels by name, the fastest first, torch's last."""
+        """Return all kernels by name, the fastest first, torch's last."""
         with self._lock:
             if self._all is None:
                 self._all = {**_native_kernels(), _TORCH.name: _TORCH}
             return self._all
 
     def current(self) -> Kernel:
-        """The kernel in use: at first the one that ``RP_OPTIM_KERNEL`` names if that is set, else the fastest."""
+        """Return the kernel in use. It is at first the one that ``RP_OPTIM_KERNEL`` names, or else the fastest."""
         if self._current is None:
             return self.use(os.environ.get("RP_OPTIM_KERNEL") or next(iter(self.all())))
         return self._current
 
     def use(self, name: str) -> Kernel:
         """Use the kernel `name` from now on. Raises `KernelUnavailable` if it does not run here."""
-        found = self.all()
-        if name not in found:
-            raise KernelUnavailable(f"the kernel must be one of {', '.join(found)} here, but is {name!r} instead")
-        self._current = found[name]
+        kernels = self.all()
+        if name not in kernels:
+            raise KernelUnavailable(
+                f"the kernel must be one of {', '.join(kernels)} here, but is {name!r} instead"
+            )
+        self._current = kernels[name]
         return self._current
 
 
@@ -63,12 +65,12 @@ _kernels = Kernels()
 
 
 def current_kernel() -> Kernel:
-    """The kernel in use."""
+    """Return the kernel in use."""
     return _kernels.current()
 
 
 def kernel_in_use() -> str:
-    """The name of the kernel in use: ``avx512``, ``avx2``, ``neon`` or ``scalar``; ``torch`` without a compiler.
+    """Return the kernel in use: ``avx512``, ``avx2``, ``neon``, ``scalar``, or ``torch`` without a compiler.
 
     >>> kernel_in_use() in available_kernels()
     True
@@ -79,7 +81,7 @@ def kernel_in_use() -> str:
 
 
 def available_kernels() -> tuple[str, ...]:
-    """The names of all kernels that run on this machine, the fastest first.
+    """Return the names of all kernels that run on this machine, the fastest first.
 
     >>> available_kernels()[-1]
     'torch'
@@ -88,7 +90,7 @@ def available_kernels() -> tuple[str, ...]:
 
 
 def use_kernel(name: str) -> None:
-    """Use another kernel from now on, in the whole process; for tests and measurements.
+    """Use another kernel from now on, in the whole process. For tests and measurements.
 
     >>> before = kernel_in_use()
     >>> use_kernel("torch")
@@ -102,33 +104,33 @@ def use_kernel(name: str) -> None:
 
 
 def kernel_for(spot: Spot) -> Kernel:
-    """The kernel in use, or torch's operations for fp64, which the compiled kernels do not support."""
+    """Return the kernel in use; for fp64, which compiled kernels do not support, torch's operations."""
     return current_kernel() if spot.dtypes() <= NATIVE_DTYPES else _TORCH
 
 
 def by_kernel(updates: Iterable[_Update]) -> Iterable[tuple[Kernel, list[_Update]]]:
     """Group updates by the kernel that runs them."""
-    found: dict[int, tuple[Kernel, list[_Update]]] = {}
+    groups: dict[int, tuple[Kernel, list[_Update]]] = {}
     for update in updates:
         kernel = kernel_for(update.spot)
-        found.setdefault(id(kernel), (kernel, []))[1].append(update)
-    return found.values()
+        groups.setdefault(id(kernel), (kernel, []))[1].append(update)
+    return groups.values()
 
 
 def _native_kernels() -> dict[str, NativeKernel]:
     try:
         library, origin = _find_library()
     except (BuildFailed, OSError) as error:
-        _log.warning("rp-optim steps run on torch's operations, which are slower: %s", error)
+        _log.warning("rp-optim runs its steps with torch's operations, which are slower: %s", error)
         return {}
-    found = {name: NativeKernel(library, name) for name in library.variants()}
+    kernels = {name: NativeKernel(library, name) for name in library.variants()}
     threads = "with OpenMP" if library.openmp else "on one thread: the compiler has no OpenMP"
-    _log.info("rp-optim steps run on its %s kernel, %s, %s", next(iter(found)), origin, threads)
-    return found
+    _log.info("rp-optim runs its steps with the %s kernel, %s, %s", next(iter(kernels)), origin, threads)
+    return kernels
 
 
 def _find_library() -> tuple[Library, str]:
-    """The wheel's library, else the cached one, else a new one; and its origin, for the log."""
+    """Return the wheel's library, or the cached one, or a new one; and its origin, for the log."""
     try:
         return Library(_IN_WHEEL, source_hash()), "built into the wheel"
     except OSError as error:

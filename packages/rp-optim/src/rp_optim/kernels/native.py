@@ -1,4 +1,4 @@
-"""Calls of the compiled kernels through ctypes, which releases the GIL while they run."""
+"""Call the compiled kernels through ctypes, which releases the GIL while they run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _HALVES = 3
 _AMSGRAD, _MOMENTUM, _FIRST, _NESTEROV, _STREAM = 1, 2, 4, 8, 16
 _BF16_STATE, _8BIT_STATE = 1, 2
 
-# Elements from which on weights are written around the cache. Fewer may still be cached when they are read next.
+# From this many elements on, weights are written past the cache. Fewer may still be cached when they are read
+# next.
 _STREAM_FROM = 1 << 16
 
 _int64, _double, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -86,7 +87,7 @@ def _array(tensor: torch.Tensor | None, *, is_halved: bool = False) -> _Array:
 
 
 def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | Move) -> dict[str, float]:
-    # Not dataclasses.asdict, whose deep copies took a third of the time of a small parameter's update.
+    # dataclasses.asdict makes deep copies, which took a third of the time of a small parameter's update.
     return {name: getattr(numbers, name) for name in numbers.__dataclass_fields__}
 
 
@@ -102,7 +103,7 @@ def _job(
     return _Job(
         count=count,
         threads=torch.get_num_threads(),
-        # Weights that are read, too, are in the cache.
+        # A weight that is also read is in the cache already.
         flags=flags | (_STREAM if count >= _STREAM_FROM and spot.weight is not spot.param else 0),
         param=_array(spot.param, is_halved=spot.is_halved),
         grad=_array(spot.grad, is_halved=spot.is_halved and spot.grad is spot.param),
@@ -143,8 +144,8 @@ def _sgd_job(update: SGDUpdate) -> _Job:
     numbers = update.numbers
     flags = 0 if update.buffer is None else _MOMENTUM
     flags |= (_FIRST if numbers.first else 0) | (_NESTEROV if numbers.nesterov else 0)
-    found = {"l2": numbers.l2, "rate": numbers.rate, "beta1": numbers.keep, "gain1": numbers.gain}
-    return _job(update.spot, (update.buffer,), flags, found, update.small)
+    fields = {"l2": numbers.l2, "rate": numbers.rate, "beta1": numbers.keep, "gain1": numbers.gain}
+    return _job(update.spot, (update.buffer,), flags, fields, update.small)
 
 
 def _lion_job(update: LionUpdate) -> _Job:
@@ -165,7 +166,7 @@ def _gains(numbers: AdamNumbers | LionNumbers) -> dict[str, float]:
 class Library:
     """The shared library of compiled kernels.
 
-    Raises `OSError` if it cannot be loaded, or was compiled from sources with another hash than `source_hash`.
+    Raises `OSError` if it cannot be loaded, or if the hash of its sources is not `source_hash`.
     """
 
     def __init__(self, path: Path, source_hash: str) -> None:
@@ -188,7 +189,7 @@ class Library:
         return bool(self._library.rpo_has_openmp())
 
     def variants(self) -> dict[str, int]:
-        """The name and number of each variant that this processor can run, the fastest first."""
+        """Return the name and number of each variant that this processor can run, the fastest first."""
         return {name: number for number, name in enumerate(self._names()) if name}
 
     def _names(self) -> Iterator[str]:
@@ -198,7 +199,7 @@ class Library:
             number += 1
 
     def call(self, name: str, variant: int, jobs: Sequence[_Job]) -> list[float]:
-        """Run jobs of one kind; returns each job's sum (zero for kinds without one).
+        """Run jobs of one kind; return each job's sum (zero for kinds without one).
 
         Raises `MemoryError` if there is no memory for partial sums.
         """
@@ -218,7 +219,7 @@ class NativeKernel:
 
     @property
     def name(self) -> str:
-        """The instruction set it was compiled for."""
+        """The instruction set that the variant was compiled for."""
         return self._name
 
     def _call(self, name: str, *jobs: _Job) -> list[float]:
@@ -282,12 +283,12 @@ class NativeKernel:
         """See `Kernel.to_weight`."""
         self._call("to_weight", *map(_job, spots))
 
-    # For benchmarks only: the speed that memory bandwidth allows
+    # For benchmarks only: the speed that the memory bandwidth allows.
 
     def rewrite(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
-        """Read, change and write all of Adam's arrays in place: 32 bytes a parameter."""
+        """Read, change and write all of Adam's arrays in place: 32 bytes per parameter."""
         self._call("rewrite", *(_job(spot, moments) for spot, *moments in arrays))
 
     def traffic(self, arrays: Sequence[tuple[Spot, torch.Tensor, torch.Tensor]]) -> None:
-        """Read and write what an Adam step does, 28 bytes a parameter, with almost no arithmetic."""
+        """Read and write the same memory as an Adam step, 28 bytes per parameter, with almost no arithmetic."""
         self._call("traffic", *(_job(spot, moments) for spot, *moments in arrays))

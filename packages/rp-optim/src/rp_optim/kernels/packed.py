@@ -3,8 +3,9 @@
 The 8-bit format follows FlashOptim (Gonzalez Ortiz et al., 2026, arXiv 2602.23349): second moments as square
 roots, numbers with a sign companded by ``2x / (1 + |x|)``, each group divided by its largest element. Four things
 differ. Rounding is stochastic, so that an average over many steps does not stall. Scales are bf16, rounded up.
-Only zero becomes zero, so that no step divides by a second moment that was lost. Adam's first moment is kept in
-units of the root of its second, which a step divides it by: small elements beside large ones keep their precision.
+Only zero becomes zero, so that no step divides by a second moment that rounding lost. Adam's first moment is
+stored in units of the root of its second moment, by which a step divides it. So small elements in a group with
+large ones keep their precision.
 
 The compiled kernels do the same, bit for bit.
 """
@@ -25,7 +26,8 @@ GROUP = 32
 
 _MASK = 0xFFFFFFFF
 _ROOTS, _SIGNED = 255.0, 127.0
-# The fp32 number below 1 / 255: no kept root is larger than the scale, which would grow if it is kept again.
+# The fp32 number just below 1 / 255, so that no stored root exceeds the scale. Otherwise the scale would grow each
+# time the roots are stored again.
 _UNIT = float.fromhex("0x1.0101p-8")
 # The bits of the smallest normal and the largest bf16 number, and of a NaN.
 _LEAST, _MOST, _NAN = 0x0080, 0x7F7F, 0x7FC0
@@ -34,7 +36,7 @@ _INFINITE = 0x7F800000
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random numbers that depend on a key and an element's index alone, never on the process's generators.
+    """Random numbers that depend only on a key and an element's index, never on the process's generators.
 
     >>> noise = Noise.of(step=3, parameter=0)
     >>> noise.draws(2, 2, 0).equal(noise.draws(0, 4, 0)[2:])
@@ -45,7 +47,7 @@ class Noise:
 
     @classmethod
     def of(cls, step: int, parameter: int) -> Noise:
-        """The noise of a parameter, by its place in the optimizer, in a step."""
+        """Return the noise of a parameter (its index in the optimizer) in a step."""
         # SplitMix64 (Steele et al., 2014) mixes both into 64 bits.
         x = ((step << 32) + parameter + 0x9E3779B97F4A7C15) & (2**64 - 1)
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
@@ -54,7 +56,7 @@ class Noise:
         return cls((x & _MASK, x >> 32))
 
     def draws(self, first: int, count: int, array: int) -> torch.Tensor:
-        """Numbers in [0, 65536) for the elements from `first` on, int64; `array`: which of three state tensors."""
+        """Draw int64 numbers in [0, 65536) for elements from `first` on. `array`: which of three state tensors."""
         index = torch.arange(first, first + count, dtype=torch.int64, device="cpu")
         x = (self.key[0] + (index & _MASK) + (index >> 32) * 0x9E3779B1) & _MASK
         x = x ^ (x >> 16)
@@ -67,18 +69,18 @@ class Noise:
         return (x if array == 1 else (x * 0x9E3779B1) & _MASK) >> 16
 
 
-# Numbers in [0, 65536) for `count` elements from `first` on, and for one of three arrays.
+# Draws numbers in [0, 65536): draw(first element, number of elements, which of three state tensors).
 Draw = Callable[[int, int, int], torch.Tensor]
 
 
 def nearest(first: int, count: int, array: int) -> torch.Tensor:
-    """In place of `Noise.draws`: rounds to nearest, for conversions."""
+    """Round to nearest, for conversions; use it in place of `Noise.draws`."""
     del first, array
     return torch.full((count,), 1 << 15, dtype=torch.int64, device="cpu")
 
 
 def num_groups(count: int) -> int:
-    """The number of scales of so many elements.
+    """Return the number of scales for `count` elements.
 
     >>> num_groups(33)
     2
@@ -87,7 +89,7 @@ def num_groups(count: int) -> int:
 
 
 def exact_sqrt(values: torch.Tensor) -> torch.Tensor:
-    """Square roots, correctly rounded: those of torch may come from a library that is off by a last bit."""
+    """Return correctly rounded square roots; torch's may be off by the last bit."""
     return values.double().sqrt().to(values.dtype)
 
 
@@ -95,7 +97,7 @@ def exact_sqrt(values: torch.Tensor) -> torch.Tensor:
 
 
 def to_bfloat16(values: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Round fp32 numbers to bf16, up or down as `draws` say, on average exactly; finite ones stay finite.
+    """Round fp32 numbers to bf16, up or down by `draws`, exact on average. Finite numbers stay finite.
 
     >>> halfway = torch.full((2,), 1 + 2**-8)
     >>> to_bfloat16(halfway, torch.tensor([0, 65535]))
@@ -110,7 +112,7 @@ def to_bfloat16(values: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 def _bfloat16(bits: torch.Tensor) -> torch.Tensor:
-    """From the bits in int64."""
+    """Make bf16 numbers from their bits in int64."""
     return (bits - ((bits >> 15) << 16)).to(torch.int16).view(torch.bfloat16)
 
 
@@ -118,13 +120,13 @@ def _bfloat16(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(values: torch.Tensor) -> torch.Tensor:
-    """(n,) to (groups, GROUP), filled up with zeros."""
+    """Reshape (n,) to (groups, GROUP), padded with zeros."""
     fill = num_groups(values.numel()) * GROUP - values.numel()
     return torch.nn.functional.pad(values, (0, fill)).view(-1, GROUP)
 
 
 def _scales(groups: torch.Tensor) -> torch.Tensor:
-    """Each group's largest element, rounded up to a normal bf16 number; 0 if all are 0, else NaN if not finite."""
+    """Return each group's largest magnitude, rounded up to normal bf16; 0 for zeros, NaN if not finite."""
     sizes = groups.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
     top = sizes.amax(-1)
     up = ((top + 0xFFFF) >> 16).clamp(_LEAST, _MOST)
@@ -133,15 +135,15 @@ def _scales(groups: torch.Tensor) -> torch.Tensor:
 
 def _per_scale(number: float, scales: torch.Tensor) -> torch.Tensor:
     wide = scales.float()
-    # A number divided by a tensor would be a product with the reciprocal, rounded twice.
+    # Torch computes number / tensor as a product with the reciprocal, which is rounded twice.
     return torch.where(wide == 0, wide, torch.tensor(number).div(wide))[:, None]
 
 
 def pack_roots(squares: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep square roots: (n,) fp32 to codes (n,) uint8 and scales (groups,) bf16.
+    """Store square roots: (n,) fp32 to codes (n,) uint8 and scales (groups,) bf16.
 
-    Rounds so that the kept squares are right on average. Only 0 becomes 0. A group with a number that is negative
-    or not finite becomes NaN.
+    Rounds so that the stored squares are exact on average. Only 0 becomes 0. A group with a number that is
+    negative or not finite becomes NaN.
 
     >>> codes, scales = pack_roots(torch.tensor([4.0, 1.0, 0.0]), nearest(0, 3, 0))
     >>> codes.tolist(), scales.tolist(), unpack_roots(codes, scales).square()
@@ -159,13 +161,13 @@ def pack_roots(squares: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor
 
 
 def unpack_roots(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The square roots that `pack_roots` kept, (n,) fp32."""
+    """Return the square roots that `pack_roots` stored, (n,) fp32."""
     unit = scales.float() * _UNIT
     return (_grouped(codes.float()) * unit[:, None]).view(-1)[: codes.numel()]
 
 
 def pack_signed(values: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep numbers with a sign: (n,) fp32 to codes (n,) int8 and scales (groups,) bf16.
+    """Store numbers with a sign: (n,) fp32 to codes (n,) int8 and scales (groups,) bf16.
 
     A group with a number that is not finite becomes NaN.
 
@@ -184,6 +186,6 @@ def pack_signed(values: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor
 
 
 def unpack_signed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The numbers that `pack_signed` kept, (n,) fp32."""
+    """Return the numbers that `pack_signed` stored, (n,) fp32."""
     code = _grouped(codes.float())
     return (code / (2 * _SIGNED - code.abs()) * scales.float()[:, None]).view(-1)[: codes.numel()]

@@ -1,6 +1,6 @@
 """The kernels' arithmetic in torch operations: the reference for their tests, and the fallback.
 
-The fallback runs without a compiler, and for fp64. It works in pieces, so that no full copy in fp32 is made.
+The fallback runs if there is no compiler, and for fp64. It works in pieces, so that it makes no full copy in fp32.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROW = 1 << 12
 
 
 def _wide(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy in the dtype of the arithmetic: fp64 for fp64 parameters, else fp32."""
+    """Return a copy in the dtype of the arithmetic: fp64 for fp64 parameters, else fp32."""
     return tensor.to(torch.float64 if like.dtype == torch.float64 else torch.float32, copy=True)
 
 
@@ -52,7 +52,7 @@ def _places(spot: Spot) -> Iterator[slice]:
 
 
 def _pieces(spot: Spot) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """For each piece: its slice, its parameter and its gradient times the factor, both as by `_wide`."""
+    """Yield each piece's slice, parameter and scaled gradient; the two tensors in the arithmetic's dtype."""
     for place in _places(spot):
         yield place, _param(spot, place), _gradient(spot, place).mul_(spot.factor)
 
@@ -62,14 +62,14 @@ _Place = slice | tuple[slice, slice]
 
 
 def _param(spot: Spot, place: _Place) -> torch.Tensor:
-    """A piece of a spot's parameter, as by `_wide`."""
+    """Return a piece of a spot's parameter in the arithmetic's dtype."""
     if spot.rest is not None and spot.is_halved:
         return of_halves(spot.param[place], spot.rest[place])
     return _wide(spot.param[place], spot.param)
 
 
 def _gradient(spot: Spot, place: _Place) -> torch.Tensor:
-    """A piece of a spot's gradient without the factor, as by `_wide`."""
+    """Return a piece of a spot's gradient, without the factor, in the arithmetic's dtype."""
     if spot.is_halved and spot.grad is spot.param:
         return _param(spot, place)
     wide = _wide(spot.grad[place], spot.param)
@@ -94,18 +94,18 @@ def _write_weight(spot: Spot, place: _Place, value: torch.Tensor) -> None:
 
 
 def _lerp(start: torch.Tensor, end: torch.Tensor, gain: float) -> torch.Tensor:
-    # Starts from the nearer end, as torch.lerp does. Not torch.lerp itself, which may use a fused multiply-add.
+    # Starts from the nearer end, like torch.lerp. Torch's own may use a fused multiply-add.
     return start + (end - start) * gain if gain < 0.5 else end - (end - start) * (1 - gain)
 
 
 def _total(values: torch.Tensor) -> torch.Tensor:
-    # Rows first: torch divides one long sum among its threads, so the result would depend on their number.
+    # Sum rows first: torch divides one long sum among its threads, so the result would depend on their number.
     whole = values.numel() // _ROW * _ROW
     return values[:whole].view(-1, _ROW).sum(-1).sum() + values[whole:].sum()
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:
-    """Sums over the last of three dimensions; by `_total` if there is only one sum."""
+    """Sum over the last of three dimensions, with `_total` if there is only one sum."""
     alone = values.shape[0] * values.shape[1] == 1
     return _total(values.reshape(-1)).view(1, 1) if alone else values.sum(-1)
 
@@ -115,20 +115,20 @@ def _squares(values: torch.Tensor) -> float:
 
 
 class _State:
-    """An update's state tensors, flat, as they are kept; reads and writes pieces in the arithmetic's dtype."""
+    """An update's flat state tensors in any format; reads and writes pieces in the arithmetic's dtype."""
 
     def __init__(self, small: Small | None, *tensors: torch.Tensor) -> None:
         self._small = small
         self._tensors = tensors
 
     def read(self, array: int, place: slice, like: torch.Tensor) -> torch.Tensor:
-        """Numbers with a sign, or any numbers that are not in 8 bits."""
+        """Read a piece of a state tensor that is not in 8 bits, or whose numbers have a sign."""
         if self._small is None or not self._small.scales:
             return _wide(self._tensors[array][place], like)
         return unpack_signed(self._tensors[array][place], self._scales(array, place))
 
     def write(self, array: int, place: slice, values: torch.Tensor) -> None:
-        """The same the other way."""
+        """Write a piece of a state tensor that is not in 8 bits, or whose numbers have a sign."""
         if self._small is None:
             self._tensors[array][place] = values
         elif self._small.scales:
@@ -137,11 +137,11 @@ class _State:
             self._tensors[array][place] = to_bfloat16(values, self._draws(array, place))
 
     def read_roots(self, array: int, place: slice) -> torch.Tensor:
-        """Square roots in 8 bits."""
+        """Read a piece of a state tensor that is stored as square roots in 8 bits."""
         return unpack_roots(self._tensors[array][place], self._scales(array, place))
 
     def write_roots(self, array: int, place: slice, squares: torch.Tensor) -> torch.Tensor:
-        """The same the other way; returns the roots as they are kept."""
+        """Write a piece of a state tensor as square roots in 8 bits; return the stored roots."""
         self._put(array, place, pack_roots(squares, self._draws(array, place)))
         return self.read_roots(array, place)
 
@@ -159,7 +159,7 @@ class _State:
 
 
 class _AdamState:
-    """Adam's moments, as `_State` keeps them; in 8 bits the first one is in units of the second one's root."""
+    """Adam's moments. In 8 bits the first moment is stored in units of the second moment's root."""
 
     def __init__(self, small: Small | None, *tensors: torch.Tensor) -> None:
         self._state = _State(small, *tensors)
@@ -235,7 +235,7 @@ def _momentum(update: MomentumUpdate, state: _State) -> None:
 
 
 def _ahead(grad: torch.Tensor, mean: torch.Tensor, keep: float) -> torch.Tensor:
-    # As by `_lerp`, but goes by 1 - keep, as the compiled kernels do.
+    # Like `_lerp`, but chooses the nearer end by 1 - keep, as the compiled kernels do.
     near = 1 - keep < 0.5
     return mean - (mean - grad) * (1 - keep) if near else grad + (mean - grad) * keep
 
@@ -303,7 +303,7 @@ class TorchKernel:
             spot.more[place] = torch.where(rest.isfinite(), rest, 0)
 
     def squares(self, spots: Sequence[Spot]) -> list[float]:
-        """See `Kernel.squares`. A sum over fp64 can overflow to infinity, as torch's norm does."""
+        """See `Kernel.squares`. A sum over fp64 numbers can overflow to infinity, like torch's norm."""
         return [
             sum((_squares(_gradient(spot, place)) for place in _places(spot)), 0.0)
             for spot in map(Spot.flat, spots)
@@ -353,7 +353,7 @@ class TorchKernel:
 
 
 def _as_matrices(spot: Spot, shape: Matrices) -> Spot:
-    """The same tensors as views in three dimensions."""
+    """Return the same tensors as views in three dimensions."""
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(shape.batch, shape.rows, shape.cols)

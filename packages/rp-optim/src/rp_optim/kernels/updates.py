@@ -13,22 +13,22 @@ from rp_optim.masters import own_data
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view of a contiguous tensor, complex numbers as pairs, with its own version counter."""
+    """Return a flat view of a contiguous tensor, with complex numbers as pairs and a separate version counter."""
     data = own_data(tensor)
     return (torch.view_as_real(data) if data.dtype.is_complex else data).view(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """The tensors of one parameter's update: contiguous, on the host, in any shape; a complex number is a pair.
+    """The tensors of one parameter's update: contiguous, on the host, of any shape. A complex number is a pair.
 
     The gradient is ``(grad + more) * factor``, added in fp32 (in fp64 for an fp64 `param`); without `more` just
     ``grad * factor``. The factor combines unscaling, clipping and the sign for maximizing. The result is written
     into `param` and, rounded to its dtype, into `weight`.
 
-    `rest`: a bf16 `param` is the upper half of fp32 numbers, and this the remainder (int16, see `kernels.halves`);
-    the result is then written into `weight`, which may be `param` itself, and `rest`. `rounds_away`: a bf16
-    `weight` is rounded as halves are.
+    `rest`: the remainder (int16) of fp32 numbers whose upper half is a bf16 `param` (see `kernels.halves`). The
+    result is then written into `rest` and `weight`, which may be `param` itself. `rounds_away`: a bf16 `weight` is
+    rounded with ties away from zero, as halves are.
     """
 
     param: torch.Tensor
@@ -46,12 +46,12 @@ class Spot:
 
     @property
     def writes_halves(self) -> bool:
-        """Whether `weight` and, if there is one, `rest` take the halves of the result."""
+        """Whether the halves of the result are written into `weight` and, if there is one, `rest`."""
         halves = self.rest is not None or self.rounds_away
         return halves and self.weight is not None and self.weight.dtype == torch.bfloat16
 
     def of_param(self) -> Spot:
-        """For kernels that only read a gradient: the parameter in its place."""
+        """Return the arguments for kernels that only read a gradient, with the parameter in its place."""
         return Spot(self.param, self.param, None, 1.0, rest=self.rest)
 
     @property
@@ -60,7 +60,7 @@ class Spot:
         return self.grad.numel() * (2 if self.grad.dtype.is_complex else 1)
 
     def flat(self) -> Spot:
-        """The same tensors as `flat` views."""
+        """Return the same tensors as `flat` views."""
         weight = None if self.weight is None else flat(self.weight)
         more = None if self.more is None else flat(self.more)
         rest = None if self.rest is None else flat(self.rest)
@@ -69,14 +69,14 @@ class Spot:
         return Spot(param, grad, weight, self.factor, more, rest, self.rounds_away)
 
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of its tensors of numbers."""
+        """Return the dtypes of the tensors, except `rest`."""
         tensors = (self.param, self.grad, self.weight, self.more)
         return {tensor.dtype for tensor in tensors if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """How an update's state is kept small: in bf16 or, if there are `scales`, in 8 bits; see `kernels.packed`.
+    """The format of an update's small state: 8 bits if there are `scales`, else bf16; see `kernels.packed`.
 
     scales: one tensor for each of the update's state tensors, in their order, (groups,) bf16.
     """
@@ -103,7 +103,7 @@ class AdamNumbers:
 
 @dataclass(frozen=True, slots=True)
 class AdamUpdate:
-    """One Adam step of one parameter; amsgrad if there is a `max_exp_avg_sq`."""
+    """One Adam step of one parameter; with amsgrad if there is a `max_exp_avg_sq`."""
 
     spot: Spot
     numbers: AdamNumbers
@@ -200,7 +200,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How a parameter moves by an update: ``param = param * shrink - rate * update``.
+    """The numbers that apply an update to a parameter: ``param = param * shrink - rate * update``.
 
     Adafactor's update is ``grad / sqrt(variance)``.
     """
@@ -212,7 +212,7 @@ class Move:
 class Kernel(Protocol):
     """Updates parameters in place, several in one call.
 
-    State tensors have the parameter's dtype, fp32 if that is in halves, unless the update has a `Small`.
+    State tensors have the parameter's dtype (fp32 for a parameter in halves), unless the update has a `Small`.
 
     Sums are in fp64; the order of summation depends only on the size, not on the number of threads.
     """
@@ -239,30 +239,30 @@ class Kernel(Protocol):
         ...
 
     def move(self, spot: Spot, move: Move) -> None:
-        """Update the parameter by the gradient; see `Move`."""
+        """Update the parameter by the gradient, as `Move` says."""
         ...
 
     def to_weight(self, spots: Sequence[Spot]) -> None:
-        """Write each parameter into its weight, rounded, or as halves; gradients are not read."""
+        """Write each parameter into its weight, rounded or as halves. Gradients are not read."""
         ...
 
     def add_to_pair(self, spot: Spot) -> None:
-        """Add `grad` to the pair of `param` and `more`, all 16-bit: `param` the sum, `more` its rounding error."""
+        """Add `grad` to the 16-bit pair `param`, `more`: `param` gets the sum, `more` its rounding error."""
         ...
 
     def squares(self, spots: Sequence[Spot]) -> list[float]:
-        """The sum of squares of each gradient, without the factor.
+        """Return the sum of squares of each gradient, without the factor.
 
-        It is finite exactly if all elements are, except in fp64.
+        It is finite if and only if all elements are, except in fp64.
         """
         ...
 
     def matrix_squares(self, spot: Spot, shape: Matrices) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of squares of the gradient, without the factor, of each row and each column: fp64, flat."""
+        """Return the gradient's sums of squares per row and per column, without the factor: fp64, flat."""
         ...
 
     def matrix_norm(self, spot: Spot, shape: Matrices, factors: Factors) -> float:
-        """The sum of squares of ``grad / sqrt(variance)``, the update before clipping."""
+        """Return the sum of squares of ``grad / sqrt(variance)``, the update before clipping."""
         ...
 
     def matrix_apply(self, spot: Spot, shape: Matrices, factors: Factors, move: Move) -> None:
@@ -270,9 +270,9 @@ class Kernel(Protocol):
         ...
 
     def vector_variance(self, spot: Spot, variance: torch.Tensor, gain: float, least: float) -> float:
-        """Interpolate the variance by `gain` toward the squared gradient; returns the sum of `matrix_norm`."""
+        """Interpolate the variance by `gain` toward the squared gradient; return the sum of `matrix_norm`."""
         ...
 
     def vector_apply(self, spot: Spot, variance: torch.Tensor, least: float, move: Move) -> None:
-        """Like `matrix_apply`, with a variance that is not factored."""
+        """Update the parameter like `matrix_apply`, with a variance that is not factored."""
         ...

@@ -17,19 +17,18 @@ from rp_optim.kernels.updates import Factors, Matrices, Move, Spot
 
 Scalar = float | torch.Tensor
 
-# Elements of a row that are summed at once: so few that torch sums them on one thread.
+# Elements of a row that are summed at once, few enough that torch sums them on one thread.
 _SUMMED = 1 << 12
 
 
 class Adafactor(HostOptimizer, torch.optim.Adafactor):
-    """Adafactor (Shazeer and Stern, 2018): stores the second moment of a matrix as one row times one column.
+    """Adafactor (Shazeer and Stern, 2018), which stores the second moment of a matrix as one row times one column.
 
-    Takes the arguments of ``torch.optim.Adafactor``; `foreach` is accepted and changes nothing. Its
-    ``state_dict`` and torch's load each other. The update is clipped by its own norm, so a step reads the gradient
-    three times (that of a vector twice) and the parameter twice. It copies neither, but for a matrix it allocates
-    sums in fp64: one for each row, and up to 64 for each column. For stacks of tiny matrices, such as the kernels
-    of a convolution, these take as much memory as the parameter. `state`: as for `rp_optim.Adam`, but there is
-    little to save.
+    Takes the arguments of ``torch.optim.Adafactor``; `foreach` is accepted and changes nothing. Its ``state_dict``
+    and torch's can load each other. The update is clipped by its own norm, so a step reads the gradient three
+    times (that of a vector twice) and the parameter twice. It copies neither, but for a matrix it allocates sums
+    in fp64: one for each row, and up to 64 for each column. For stacks of tiny matrices, such as the kernels of a
+    convolution, these take as much memory as the parameter. `state`: as for `rp_optim.Adam`, but it saves little.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> optimizer = Adafactor([weight], lr=0.5)
@@ -88,7 +87,7 @@ class Adafactor(HostOptimizer, torch.optim.Adafactor):
         if self._kind == "fp32":
             update(group, state, parameter, spot, number)
             return
-        # One element for each row and column: little beside the parameter, so it is made whole meanwhile.
+        # The state has one element per row and column, few compared with the parameter: use it in full precision.
         noise, names = self._noise(parameter, number), self._state_shapes(group, parameter)
         whole: State = {name: _wide(as_whole(state, name)) for name in names}
         update(group, whole, parameter, spot, number)
@@ -130,9 +129,9 @@ def _update_matrix(group: Group, state: State, parameter: torch.Tensor, spot: Sp
 def _move_factor(
     state: State, name: str, parameter: torch.Tensor, dim: int, mean: torch.Tensor, gain: float
 ) -> torch.Tensor:
-    """Interpolate the factor `name` of the variance by `gain` toward `mean`; returns the stored values, in fp32.
+    """Interpolate the factor `name` of the variance by `gain` toward `mean`; return the stored values in fp32.
 
-    In fp64 for an fp64 parameter.
+    For an fp64 parameter they are in fp64.
     """
     wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     stored = state.get(name)
@@ -146,7 +145,7 @@ def _move_factor(
 
 
 def _means(rows: torch.Tensor) -> torch.Tensor:
-    """The mean of each row: (batch, rows) to (batch, 1).
+    """Return the mean of each row: (batch, rows) to (batch, 1).
 
     Summed in fp64 and in pieces: torch divides a long sum among its threads, so the result would depend on their
     number.
@@ -168,7 +167,7 @@ def _gain(group: Group, number: int) -> float:
 
 
 def _rate(group: Group, spot: Spot, number: int) -> float:
-    """The step size for an update of root mean square 1: relative to the parameter's root mean square."""
+    """Return the step size for an update of root mean square 1, relative to the parameter's root mean square."""
     size = math.sqrt(kernel_for(spot).squares([spot.of_param()])[0] / spot.param.numel())
     return max(float(group["eps"][1]), size) * min(float(group["lr"]), 1 / math.sqrt(number))
 

@@ -19,7 +19,7 @@ Scalar = float | torch.Tensor
 
 
 class AdamSteps(HostOptimizer):
-    """Optimizers that update some or all of their parameters by Adam."""
+    """Base of the optimizers that update some or all of their parameters with Adam."""
 
     def _adam_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
@@ -27,7 +27,7 @@ class AdamSteps(HostOptimizer):
 
     def _step_by_adam(self, taken: Sequence[Taken]) -> None:
         steps = count_steps([self.state[each.parameter] for each in taken])
-        # Nearly all parameters share a group and a step count, so numbers are computed once for each pair.
+        # Nearly all parameters share a group and a step number, so the numbers are computed once per pair.
         alike = {(id(each.group), step): each.group for each, step in zip(taken, steps, strict=True)}
         numbers = {key: _numbers(group, key[1]) for key, group in alike.items()}
         updates = [
@@ -38,17 +38,17 @@ class AdamSteps(HostOptimizer):
             kernel.adam(some)
 
     def _one_by_adam(self, taken: Taken, numbers: AdamNumbers, step: int) -> AdamUpdate:
-        found, small = self._kept_state(taken, step)
-        return AdamUpdate(taken.spot, numbers, **found, small=small)
+        moments, small = self._kept_state(taken, step)
+        return AdamUpdate(taken.spot, numbers, **moments, small=small)
 
 
 class Adam(AdamSteps, torch.optim.Adam):
     """Adam (Kingma and Ba, 2015) in one pass over host memory.
 
     Takes the arguments of ``torch.optim.Adam``; `foreach` and `fused` are accepted and change nothing. Its
-    ``state_dict`` and torch's load each other. `state`: how moments are kept: "fp32"
-    (in the parameter's dtype, exact), or rounded, "bf16" or "8bit" (a byte and a 16th); docs/memory.md has
-    what that costs.
+    ``state_dict`` and torch's can load each other. `state`: the format of the moments: "fp32" (the parameter's
+    dtype, exact), or rounded to "bf16" or "8bit" (1 1/16 bytes per number); docs/memory.md has the cost in
+    accuracy.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = Adam([weight], lr=0.5)
@@ -84,7 +84,7 @@ class Adam(AdamSteps, torch.optim.Adam):
         check_option_flags(type(self).__name__, {"capturable": capturable, "differentiable": differentiable})
         del foreach, fused
         options: dict[str, Any] = {"decoupled_weight_decay": decoupled_weight_decay}
-        # Not super(): from AdamW that would call the constructor of torch's AdamW, whose options differ.
+        # Not super(), which would call torch's AdamW from our AdamW, and its options differ.
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
         )

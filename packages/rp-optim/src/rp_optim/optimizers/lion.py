@@ -21,7 +21,7 @@ class Lion(HostOptimizer):
     """Lion (Chen et al., 2023, algorithm 2): steps by the sign of a momentum, in one pass over host memory.
 
     Torch has no Lion; the signature and the state (``exp_avg``) are the authors'. `foreach` and `fused` are
-    accepted and change nothing. Use a learning rate some 3 to 10 times smaller than AdamW's, and a weight decay as
+    accepted and change nothing. Use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as
     many times larger. `state`: as for `rp_optim.Adam`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -70,8 +70,8 @@ class Lion(HostOptimizer):
             kernel.lion(updates)
 
     def _one(self, taken: Taken, step: int) -> LionUpdate:
-        found, small = self._kept_state(taken, step)
-        return LionUpdate(taken.spot, _numbers(taken.group), **found, small=small)
+        moments, small = self._kept_state(taken, step)
+        return LionUpdate(taken.spot, _numbers(taken.group), **moments, small=small)
 
 
 def _numbers(group: Group) -> LionNumbers:

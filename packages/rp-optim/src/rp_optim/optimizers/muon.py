@@ -24,24 +24,26 @@ Scalar = float | torch.Tensor
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
 _RATES = ("original", "match_rms_adamw", "spectral_unclamped")
 _NS_DTYPES = (torch.bfloat16, torch.float32)
-# What a group with use_muon=False has unless it says otherwise: AdamW's defaults.
+# Defaults of a group with use_muon=False: those of AdamW.
 _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True}
 
 
 class Muon(AdamSteps, torch.optim.Muon):
     """Muon (Jordan et al., 2024) for matrices, and AdamW for everything else, in one optimizer.
 
-    A group of parameters with ``use_muon=True``, the default, takes the arguments of ``torch.optim.Muon`` and its
-    steps; its parameters are matrices, or stacks of them (3 dimensions), such as the weights of experts. One with
-    ``use_muon=False`` takes AdamW's `lr`, `betas`, `eps`, `weight_decay` and `amsgrad`: embeddings, heads, norms
-    and biases belong there. `muon_groups` makes both of a model. With ``adjust_lr_fn="match_rms_adamw"``, AdamW's
-    `lr` and `weight_decay` suit both; otherwise Muon's `lr` is much larger, so that AdamW's groups need their own.
+    A group of parameters with ``use_muon=True``, the default, has the arguments of ``torch.optim.Muon`` and takes
+    its steps. Its parameters are matrices, or stacks of them (3 dimensions) such as the weights of experts. A
+    group with ``use_muon=False`` has AdamW's `lr`, `betas`, `eps`, `weight_decay` and `amsgrad`; embeddings,
+    heads, norms and biases belong there. `muon_groups` makes both groups from a model. With
+    ``adjust_lr_fn="match_rms_adamw"``, AdamW's `lr` and `weight_decay` suit both. Otherwise Muon's `lr` is much
+    larger, so AdamW's groups need their own.
 
-    The ``state_dict`` and that of ``torch.optim.Muon`` load each other, as long as all parameters are matrices.
-    `foreach` and `fused` are accepted and change nothing. `state`: as for `rp_optim.Adam`. `ns_dtype`: of the
-    Newton-Schulz iteration, bf16 or fp32; None: torch's bf16 where the processor multiplies such matrices fast
-    (AMX), else fp32. The iteration is most of a step: docs/performance.md has what it takes. Its matrix products
-    are torch's, so that the last bits depend on the processor, unlike those of this package's other optimizers.
+    The ``state_dict`` and that of ``torch.optim.Muon`` can load each other if all parameters are matrices.
+    `foreach` and `fused` are accepted and change nothing. `state`: as for `rp_optim.Adam`. `ns_dtype`: the dtype
+    of the Newton-Schulz iteration, bf16 or fp32. None: bf16, as in torch, if the processor multiplies bf16
+    matrices fast (AMX), else fp32. The iteration takes most of a step; docs/performance.md has its time. Its
+    matrix products are torch's, so the last bits depend on the processor, unlike those of this package's other
+    optimizers.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> groups = [{"params": [layer.weight]}, {"params": [layer.bias], "use_muon": False, "lr": 3e-4}]
@@ -87,7 +89,7 @@ class Muon(AdamSteps, torch.optim.Muon):
             "adjust_lr_fn": adjust_lr_fn,
         }
         _check_muon(defaults)
-        # Not torch's constructor for Muon, which refuses everything but matrices.
+        # Torch's constructor of Muon refuses everything but matrices.
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,13 +97,13 @@ class Muon(AdamSteps, torch.optim.Muon):
 
     def __setstate__(self, state: State) -> None:
         for group in state["param_groups"]:
-            # Torch's has none.
+            # A state of torch's Muon has no such entry.
             group.setdefault("use_muon", True)
         super().__setstate__(state)
 
     def add_param_group(self, param_group: Group) -> None:
-        """As `HostOptimizer.add_param_group`. ``use_muon``: whether it takes Muon's steps or AdamW's."""
-        # Torch refuses what is no dict.
+        """Add a group of parameters. ``use_muon``: whether it takes Muon's steps or AdamW's."""
+        # Torch raises the error if it is not a dict.
         if isinstance(param_group, dict) and not param_group.setdefault("use_muon", True):  # pyright: ignore[reportUnnecessaryIsInstance]
             self._check_rate(param_group)
             for name, value in _ADAMW.items():
@@ -111,9 +113,9 @@ class Muon(AdamSteps, torch.optim.Muon):
     def _check_rate(self, group: Group) -> None:
         if "lr" not in group and self.defaults["adjust_lr_fn"] != "match_rms_adamw":
             raise InvalidOption(
-                "Muon needs an lr in each group with use_muon=False, since its own is not one for AdamW, but a "
+                "Muon needs an lr in each group with use_muon=False, since Muon's lr does not suit AdamW, but a "
                 "group has none; add one, such as 'lr': 3e-4, or set adjust_lr_fn='match_rms_adamw', whose lr "
-                "fits both"
+                "suits both"
             )
 
     def _check_group(self, group: Group) -> None:
@@ -140,7 +142,8 @@ class Muon(AdamSteps, torch.optim.Muon):
         return self._adam_shapes(group, parameter)
 
     def _update_some(self, taken: Sequence[Taken]) -> None:
-        # One matrix takes as long as the others together by AdamW. Its weight is ready before the next one begins.
+        # One matrix takes as long as all of AdamW's parameters together. Update one by one, so that weights are
+        # ready soon.
         super()._update_some([each for each in taken if not each.group["use_muon"]])
         for each in taken:
             if each.group["use_muon"]:
@@ -156,22 +159,23 @@ class Muon(AdamSteps, torch.optim.Muon):
     def _update_matrix(self, taken: Taken) -> None:
         group, spot = taken.group, taken.spot
         (step,) = self._count_small_steps([taken])
-        found, small = self._kept_state(taken, step)
+        buffers, small = self._kept_state(taken, step)
         if spot.count == 0:
             return
         update = torch.empty(taken.parameter.shape, dtype=self._ns_dtype or dtype_here(), device="cpu")
-        # Only the dtype of the parameter counts here: fp32 for one in halves, as that of its whole buffer.
-        like = found["momentum_buffer"] if spot.is_halved and small is None else spot.param
+        # Only the parameter's dtype matters here. For one in halves it is fp32, that of its buffer in full
+        # precision.
+        like = buffers["momentum_buffer"] if spot.is_halved and small is None else spot.param
         begun = Spot(like, spot.grad, update, spot.factor, spot.more)
         keep, nesterov = float(group["momentum"]), bool(group["nesterov"])
-        kernel_for(begun).momentum(MomentumUpdate(begun, keep, nesterov, found["momentum_buffer"], small))
+        kernel_for(begun).momentum(MomentumUpdate(begun, keep, nesterov, buffers["momentum_buffer"], small))
         iteration_of(group).orthogonalize_(update.view(-1, *update.shape[-2:]))
         moved = replace(spot, grad=update, factor=1.0, more=None)
         kernel_for(moved).move(moved, _move(group, update.shape))
 
 
 def iteration_of(group: Group) -> NewtonSchulz:
-    """The Newton-Schulz iteration of a group's matrices."""
+    """Return the Newton-Schulz iteration for a group's matrices."""
     a, b, c = map(float, group["ns_coefficients"])
     return NewtonSchulz((a, b, c), int(group["ns_steps"]), float(group["eps"]))
 
@@ -182,10 +186,10 @@ def _move(group: Group, shape: Sequence[int]) -> Move:
 
 
 def _relative_rate(group: Group, rows: int, cols: int) -> float:
-    """By which the rate of a matrix of this shape is multiplied: torch's rules.
+    """Return the factor on the learning rate for a matrix of this shape, by torch's rules.
 
-    "original": Jordan's; "match_rms_adamw": so that updates are as large as AdamW's (Liu et al., 2025, arXiv
-    2502.16982); "spectral_unclamped": Bernstein's.
+    "original": Jordan's. "match_rms_adamw": updates are as large as AdamW's (Liu et al., 2025, arXiv
+    2502.16982). "spectral_unclamped": Bernstein's.
     """
     rule = group["adjust_lr_fn"]
     if rule == "match_rms_adamw":

@@ -1,4 +1,4 @@
-"""Orthogonalizing matrices by Newton-Schulz iterations, as torch.optim.Muon does."""
+"""Orthogonalize matrices by Newton-Schulz iterations, as torch.optim.Muon does."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class NewtonSchulz:
     def orthogonalize_(self, stack: torch.Tensor) -> None:
         """Orthogonalize each matrix in place.
 
-        stack: (batch, rows, cols), contiguous, bf16 or fp32, in which all arithmetic is. Beside it, this takes the
-        memory of one matrix and of two squares of its shorter side.
+        stack: (batch, rows, cols), contiguous, in bf16 or fp32, the dtype of all arithmetic. In addition to the
+        stack, this takes the memory of one matrix and of two square matrices of its shorter side.
         """
         for matrix, norm in zip(stack, _norms(stack), strict=True):
-            # The products are as small as they can be if the rows are the shorter side.
+            # The products are smallest if a row is the longer side.
             is_tall = matrix.shape[0] > matrix.shape[1]
             wide = matrix.T if is_tall else matrix
             wide.div_(torch.tensor(norm, dtype=stack.dtype, device="cpu").clamp_(min=self.eps))
-            found = self._iterate(wide)
-            matrix.copy_(found.T if is_tall else found)
+            result = self._iterate(wide)
+            matrix.copy_(result.T if is_tall else result)
 
     def _iterate(self, wide: torch.Tensor) -> torch.Tensor:
         a, b, c = self.coefficients
@@ -50,7 +50,7 @@ class NewtonSchulz:
         return wide
 
     def flops(self, shape: Sequence[int]) -> int:
-        """Operations for a matrix, or a stack of them.
+        """Return the number of floating-point operations for a matrix or a stack of matrices.
 
         >>> NewtonSchulz((3.4445, -4.775, 2.0315), 5, 1e-7).flops((2, 10, 30))
         140000
@@ -60,19 +60,19 @@ class NewtonSchulz:
 
 
 def _norms(stack: torch.Tensor) -> list[float]:
-    """Frobenius norms, summed in fp64, in an order that does not depend on the number of threads."""
+    """Return Frobenius norms, summed in fp64 in an order that does not depend on the number of threads."""
     spots = [Spot(matrix, matrix, None, 1.0) for matrix in stack]
     return [math.sqrt(squares) for squares in kernel_for(spots[0]).squares(spots)] if spots else []
 
 
 @functools.cache
 def dtype_here() -> torch.dtype:
-    """bf16, as torch.optim.Muon, where the processor has instructions for its matrices (AMX); else fp32.
+    """Return bf16, as in torch.optim.Muon, if the processor has instructions for bf16 matrices (AMX); else fp32.
 
-    Without them products in bf16 take two to nine times as long as in fp32, which is more exact
+    Without AMX, products in bf16 take two to nine times as long as in fp32, which is more exact
     (docs/performance.md).
     """
     has_tiles = bool(torch.cpu._is_amx_tile_supported())  # pyright: ignore[reportPrivateUsage] - torch has no public name
-    found = torch.bfloat16 if has_tiles else torch.float32
-    _log.info("rp-optim orthogonalizes Muon's updates in %s", found)
-    return found
+    dtype = torch.bfloat16 if has_tiles else torch.float32
+    _log.info("rp-optim orthogonalizes Muon's updates in %s", dtype)
+    return dtype

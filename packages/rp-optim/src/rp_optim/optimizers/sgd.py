@@ -70,8 +70,8 @@ class SGD(HostOptimizer, torch.optim.SGD):
         if first and self._kind == "fp32":
             # The first step writes it before reading it, so it needs no zeros.
             state["momentum_buffer"] = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-        found, small = self._kept_state(taken, step)
-        return SGDUpdate(taken.spot, _numbers(group, first=first), found["momentum_buffer"], small)
+        buffers, small = self._kept_state(taken, step)
+        return SGDUpdate(taken.spot, _numbers(group, first=first), buffers["momentum_buffer"], small)
 
 
 def _numbers(group: Group, *, first: bool) -> SGDNumbers:

@@ -1,4 +1,4 @@
-"""The size of an optimizer's state, known before its first step: of this package's optimizers, and of torch's."""
+"""Predict the size of an optimizer's state before its first step, for this package's optimizers and torch's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rp_optim.masters import is_elsewhere
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Bytes of the optimizer's state once it has stepped all its parameters; None if that cannot be told.
+    """Return the bytes of the optimizer's state once it has stepped all its parameters; None if unknown.
 
-    Known for this package's optimizers, and for those in ``torch.optim`` whose step needs no closure: these step
-    once on the meta device, where tensors have no memory, unless they have made their state when they were made,
+    Known for this package's optimizers, and for those in ``torch.optim`` whose step needs no closure. A copy of
+    these steps once on the meta device, where tensors have no memory, unless their constructor creates the state,
     as torch's Adagrad does. The optimizer itself does not change.
 
     >>> weight = torch.nn.Parameter(torch.zeros(10, 10))
@@ -32,18 +32,18 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
         return None
     try:
         return sum(_of_group(optimizer, group) for group in optimizer.param_groups)
-    except Exception:  # what an optimizer of torch's raises on the meta device is not documented
-        return _made_before(optimizer)
+    except Exception:  # Torch does not document what its optimizers raise on the meta device.
+        return _existing_bytes(optimizer)
 
 
-def _made_before(optimizer: torch.optim.Optimizer) -> int | None:
+def _existing_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states: list[dict[str, Any]] = [optimizer.state.get(parameter, {}) for parameter in parameters]
     return sum(map(nbytes_of_state, states)) if all(states) else None
 
 
 def _of_group(optimizer: torch.optim.Optimizer, group: Group) -> int:
-    # Parameters of one shape have states of one size: a model has thousands of parameters, but few shapes.
+    # Parameters of one shape have states of one size, and a model has thousands of parameters but few shapes.
     here = [parameter for parameter in group["params"] if not is_elsewhere(parameter)]
     counts = Counter((parameter.shape, parameter.dtype) for parameter in here)
     tried = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in counts]
@@ -64,11 +64,11 @@ def _step_once(
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     try:
-        # The class's own function, without hooks, and without what learning rate schedulers put in its place.
+        # The class's own function, without hooks and without the wrappers of learning rate schedulers.
         with torch.no_grad():
             inspect.unwrap(type(twin).step)(twin)
     except RuntimeError:
-        # Adafactor reads values, which there are none of, after it has made its state.
+        # Adafactor reads values, which meta tensors lack, after it has created its state.
         if not all(twin.state[parameter] for parameter in parameters):
             raise
     return cast("dict[torch.Tensor, dict[str, Any]]", twin.state)

@@ -1,4 +1,4 @@
-"""Losses: over logits, over a head that never holds all logits, and the model's own, however a batch is split."""
+"""Losses: of given logits, of a head that never computes all logits, and the model's own for split batches."""
 
 from rp_presets.losses.causal import causal_lm_loss
 from rp_presets.losses.lazy_logits import LazyLogits, lazy_logits

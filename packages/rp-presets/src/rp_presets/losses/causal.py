@@ -15,11 +15,11 @@ Reduction = Literal["sum", "mean"]
 
 
 class HasLogits(Protocol):
-    """An output object of a language model."""
+    """The output object of a language model."""
 
     @property
     def logits(self) -> Tensor | None:
-        """(batch, positions, vocabulary), or None if the model returned none."""
+        """The logits, (batch, positions, vocabulary), or None if the model returned none."""
         ...
 
 
@@ -32,7 +32,7 @@ def causal_lm_loss(
     ignore_index: int = -100,
     chunk_positions: int = 256,
 ) -> Tensor:
-    """Next-token cross entropy.
+    """Compute the next-token cross entropy.
 
     >>> import torch
     >>> tokens = torch.tensor([[3, 1, 2], [1, 0, -100]])
@@ -44,17 +44,17 @@ def causal_lm_loss(
     t + 1, and the last position of a sequence is not scored. With `aligned` the labels are already shifted:
     position t is scored against the label at t.
 
-    The reduction has no default, since either may be wrong. "mean" divides by the number of labels counted in
-    *these* logits: if microbatches differ in that, the mean of their means is not the mean over all tokens. For
-    the latter, use "sum" and divide by the number of labels in the whole batch. As in torch, the mean over no
-    labels is NaN.
+    The reduction has no default, since either may be wrong. "mean" divides by the number of scored labels in
+    *this* call. If microbatches have different numbers, the mean of their means is not the mean over all tokens.
+    For the mean over all tokens, use "sum" and divide by the number of labels in the whole batch. As in torch, the
+    mean over no labels is NaN.
 
     Shapes:
         outputs: (..., positions, vocabulary), floating point; or an object with such `logits`.
         labels: (..., positions), integers; positions with `ignore_index` are not scored.
         returns: a scalar, fp32 (fp64 for fp64 logits).
 
-    Logits of `lazy_logits` are never all computed; their chunks have a size of their own.
+    Logits of `lazy_logits` are never all computed; `chunk_positions` does not apply to them.
 
     Memory: `chunk_positions` positions at a time are computed in fp32. That takes one buffer of
     `chunk_positions * vocabulary * 4` bytes in forward and two in backward. The gradient has the logits' dtype.
@@ -90,12 +90,12 @@ class _Context(Protocol):
 class _SumOfChunks(torch.autograd.Function):
     """Sum of `-log_softmax(logits)[target]` over counted positions; its gradient is `softmax - one_hot`.
 
-    Each is one kernel call, which reads the logits in their own dtype and computes in the wider one.
+    Both are one kernel call, which reads the logits in their dtype and computes in fp32 (fp64 for fp64).
     """
 
     @staticmethod
     def forward(ctx: _Context, logits: Tensor, targets: Tensor, counted: Tensor, chunk_positions: int) -> Tensor:
-        # An ignored target may be any number, but gather needs a valid index.
+        # An ignored target may be any number, but `gather` needs a valid index.
         targets = targets.where(counted, 0)[:, None]
         ctx.save_for_backward(logits, targets, counted[:, None])
         ctx.chunk_positions = chunk_positions

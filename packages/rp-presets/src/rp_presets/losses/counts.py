@@ -1,4 +1,4 @@
-"""What a mean over labels may be divided by: ways to count them, additive over the rows of a batch."""
+"""Rules for counting labels, as divisors of mean losses. Counts are additive over the rows of a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def count(rule: Rule, labels: Tensor, kwargs: Mapping[str, Any]) -> int:
 
 
 def candidates(labels: Tensor, kwargs: Mapping[str, Any]) -> list[Rule]:
-    """The rules that may hold for labels of this kind, the usual ones first."""
+    """Return the rules that may apply to labels of this kind, the usual ones first."""
     if labels.is_floating_point():
         return ["rows"]
     if labels.ndim < 2:

@@ -1,4 +1,4 @@
-"""What a head does to each logit between the projection and the loss, recorded: casts, scales, soft-capping."""
+"""Recorded elementwise steps between a head's projection and the loss: casts, scales, soft-capping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """To another floating dtype."""
+    """Cast to another floating-point dtype."""
 
     dtype: torch.dtype
 
@@ -20,14 +20,14 @@ class Cast:
         return x.to(self.dtype)
 
     def backward(self, grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The gradient of `x` from that of `y`."""
+        """Return the gradient of `x` from that of `y`."""
         del y
         return grad.to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times a number."""
+    """Multiply by a number."""
 
     factor: float
 
@@ -36,14 +36,14 @@ class Times:
         return x * self.factor
 
     def backward(self, grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The gradient of `x` from that of `y`."""
+        """Return the gradient of `x` from that of `y`."""
         del x, y
         return grad * self.factor
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Divided by a number: rounded otherwise than times its inverse."""
+    """Divide by a number. Multiplying by the inverse would round differently."""
 
     divisor: float
 
@@ -52,21 +52,21 @@ class Over:
         return x / self.divisor
 
     def backward(self, grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The gradient of `x` from that of `y`."""
+        """Return the gradient of `x` from that of `y`."""
         del x, y
         return grad / self.divisor
 
 
 @dataclass(frozen=True, slots=True)
 class Tanh:
-    """The hyperbolic tangent."""
+    """Apply the hyperbolic tangent."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply it."""
         return x.tanh()
 
     def backward(self, grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The gradient of `x` from that of `y`."""
+        """Return the gradient of `x` from that of `y`."""
         del x
         return torch.ops.aten.tanh_backward(grad, y)
 
@@ -86,15 +86,15 @@ def apply(steps: Sequence[Step], x: Tensor) -> Tensor:
 
 
 def traced(steps: Sequence[Step], x: Tensor) -> list[Tensor]:
-    """`x` and the result of each step."""
-    found = [x]
+    """Return `x` and the result of each step."""
+    trace = [x]
     for step in steps:
-        found.append(step.forward(found[-1]))
-    return found
+        trace.append(step.forward(trace[-1]))
+    return trace
 
 
 def differentiate(steps: Sequence[Step], trace: Sequence[Tensor], grad: Tensor) -> Tensor:
-    """The gradient of the steps' input from that of their result.
+    """Return the gradient of the steps' input, given that of their result.
 
     >>> steps = (Over(2.0), Tanh())
     >>> trace = traced(steps, torch.zeros(1))

@@ -1,5 +1,5 @@
-"""Logits that are computed only where something other than a cross entropy asks for them."""
-# The stand-in's own attributes are private to this file, not to its class; torch types few of its own:
+"""Logits that are computed only if an operation other than a cross entropy reads them."""
+# The attributes of `LazyLogits` are private to this file, not to the class; torch types few of its functions:
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rp_presets.losses.cross_entropy import Head, cross_entropy
 from rp_presets.losses.recording import RECORDED
 from rp_presets.losses.row_chunks import Options
 
-# Any: arguments and results of torch's functions, of which there are many.
+# Any, since these are arguments and results of many different torch functions.
 Function = Callable[..., Any]
 
 
 def lazy_logits(linear: nn.Linear, hidden: Tensor) -> Tensor:
-    """Stand for `linear(hidden)` without computing it, for a cross entropy in chunks of rows.
+    """Return a placeholder for `linear(hidden)` from which a cross entropy is computed in chunks of rows.
 
     >>> head, hidden = nn.Linear(8, 1000), torch.randn(2, 5, 8)
     >>> logits = lazy_logits(head, hidden)
@@ -32,25 +32,25 @@ def lazy_logits(linear: nn.Linear, hidden: Tensor) -> Tensor:
     >>> type(logits).__name__, type(loss).__name__
     ('LazyLogits', 'Tensor')
 
-    What heads of language models do to logits is recorded: casts to a floating dtype, products with and quotients
-    by a number, tanh, indexing and reshaping of the positions, contiguous, detach. A cross entropy over (rows,
-    vocabulary) and class indices, with any of torch's options, then never holds all logits: see
-    `rp_presets.losses.cross_entropy`. Every other operation computes the logits, once, and goes on with them:
-    the same numbers, more memory.
+    The usual operations of language model heads are recorded: casts to a floating-point dtype, products and
+    quotients with a number, tanh, indexing and reshaping of the positions, contiguous, detach. A cross entropy
+    over (rows, vocabulary) and class indices, with any of torch's options, then never holds all logits; see
+    `rp_presets.losses.cross_entropy`. Any other operation computes the logits once and uses them: the same
+    numbers, but more memory.
 
-    The result is `linear(hidden)` itself where the layer is not a plain `nn.Linear` (a subclass, hooks), and while
-    `torch.compile` traces, which fuses the loss by itself.
+    If the layer is not a plain `nn.Linear` (a subclass, or with hooks), and while `torch.compile` traces, which
+    fuses the loss by itself, the result is `linear(hidden)`.
 
     Shapes:
         hidden: (..., features), floating point. returns: (..., vocabulary).
     """
     if torch.compiler.is_dynamo_compiling() or not _is_plain(linear):
         return linear(hidden)
-    return _stand_for(Head(*_as_autocast(hidden, linear.weight, linear.bias)))
+    return _placeholder(Head(*_as_autocast(hidden, linear.weight, linear.bias)))
 
 
 class LazyLogits(torch.Tensor):
-    """A tensor of logits that were not computed; `lazy_logits` makes it.
+    """A placeholder for logits that have not been computed, made by `lazy_logits`.
 
     >>> logits = lazy_logits(nn.Linear(2, 3), torch.ones(4, 2))
     >>> isinstance(logits, LazyLogits), type(logits.materialize()) is Tensor
@@ -58,35 +58,35 @@ class LazyLogits(torch.Tensor):
     """
 
     _head: Head
-    # The node that `_stand_for` made. Another function that returns this object, such as a checkpoint of torch's
-    # reentrant kind, puts its own in its place: gradients must then enter there.
+    # The autograd node that `_placeholder` created. Another autograd function that returns this object, such as
+    # torch's reentrant checkpoint, replaces it by its own node, and gradients must then enter there.
     _node: Any
-    # The computed logits. Everything reads them from then on, since they may be written in place.
+    # The computed logits. From then on every operation reads them, since they may be written in place.
     _real: Tensor | None
-    # How many stand for the same memory, as views do in torch.
+    # The number of placeholders for the same memory (torch would have made views), in a shared list.
     _aliases: list[int]
     _hooks: list[Callable[[], None]]
 
     def materialize(self) -> Tensor:
-        """Compute the logits as an ordinary tensor, with autograd; once."""
+        """Compute the logits as an ordinary tensor, with autograd, on the first call; return them."""
         if self._real is None:
             with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(_plain(self).requires_grad):
                 self._real = self._computed()
         return self._real
 
     def on_backward(self, hook: Callable[[], None]) -> None:
-        """Call `hook` when backward reaches these logits, which may have no gradient of their own by then."""
+        """Call `hook` when backward reaches these logits, even if their gradient is never computed as a tensor."""
         self._hooks.append(hook)
 
     def _computed(self) -> Tensor:
-        if not self._is_mine():
-            return cast(Tensor, cast(Any, _Adopted).apply(self))
+        if not self._has_own_node():
+            return cast(Tensor, cast(Any, _ReturnedElsewhere).apply(self))
         real = self._head.logits()
         if real.requires_grad:
             _call_on_backward(real, self._hooks)
         return real
 
-    def _is_mine(self) -> bool:
+    def _has_own_node(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.grad_fn is self._node
 
@@ -96,7 +96,7 @@ class LazyLogits(torch.Tensor):
         if func not in RECORDED or sum(isinstance(each, LazyLogits) for each in args) > 1:
             return None
         head = RECORDED[func](*(self._head if each is self else each for each in args), **kwargs)
-        return self if head is self._head else None if head is None else _stand_for(head, self)
+        return self if head is self._head else None if head is None else _placeholder(head, self)
 
     @classmethod
     def __torch_function__(
@@ -106,7 +106,7 @@ class LazyLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer from the record if that is possible, otherwise from the computed logits."""
+        """Record the operation if possible, otherwise run it on the computed logits."""
         del types
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
@@ -114,11 +114,11 @@ class LazyLogits(torch.Tensor):
             if func in _DESCRIBING:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            found = first._recorded(func, args, kwargs) if first._is_mine() else None
-            if found is not None:
-                return found
+            result = first._recorded(func, args, kwargs) if first._has_own_node() else None
+            if result is not None:
+                return result
         if _writes(func, kwargs):
-            _refuse_torn(func, (*args[:1], kwargs.get("out")))
+            _refuse_separated_views(func, (*args[:1], kwargs.get("out")))
         return func(*_real_in(tuple(args)), **_real_in(dict(kwargs)))
 
     @classmethod
@@ -129,21 +129,21 @@ class LazyLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What comes here has passed by `__torch_function__`, as C++ does: autograd is done already."""
+        """Run an operation of C++ code, which bypasses `__torch_function__`. Autograd has handled it already."""
         del types
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             lazy = cast(LazyLogits, args[0])
-            return _bare(lazy._head) if lazy._real is None else lazy._real.detach()
+            return _without_graph(lazy._head) if lazy._real is None else lazy._real.detach()
         values: Any = pytree.tree_map_only(LazyLogits, _value, (tuple(args), dict(kwargs or {})))
         return func(*values[0], **values[1])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Do not compute the logits to show them in a debugger."""
+        """Describe the placeholder without computing the logits, as for a debugger."""
         del tensor_contents
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-# Making
+# Creating placeholders
 
 
 def _is_plain(linear: nn.Linear) -> bool:
@@ -155,7 +155,7 @@ def _is_plain(linear: nn.Linear) -> bool:
 
 
 def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors in the dtype in which autocast would multiply them, if it is on."""
+    """Cast the tensors as autocast would for the product, if it is on."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device) or torch.float64 in (hidden.dtype, weight.dtype):
         return hidden, weight, bias
@@ -163,14 +163,14 @@ def _as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _stand_for(head: Head, source: LazyLogits | None = None) -> LazyLogits:
-    """Make the stand-in. `source`: what it was made from."""
+def _placeholder(head: Head, source: LazyLogits | None = None) -> LazyLogits:
+    """Create a placeholder. `source`: the placeholder that it was derived from."""
     # `apply` is untyped in torch.
-    made = cast(LazyLogits, cast(Any, _Standing).apply(head, *head.tensors()))
+    made = cast(LazyLogits, cast(Any, _PlaceholderNode).apply(head, *head.tensors()))
     made._head = head
     made._real = None
     made._hooks = [] if source is None else source._hooks
-    # Torch would have made a view, unless each number has changed.
+    # Without elementwise steps, torch would have made a view of the source.
     is_view = source is not None and source._head.steps == head.steps
     made._aliases = source._aliases if source is not None and is_view else [0]
     made._aliases[0] += 1
@@ -179,8 +179,8 @@ def _stand_for(head: Head, source: LazyLogits | None = None) -> LazyLogits:
     return made
 
 
-def _bare(head: Head) -> LazyLogits:
-    """A stand-in without a graph."""
+def _without_graph(head: Head) -> LazyLogits:
+    """Create a placeholder without an autograd graph."""
     made = cast(Any, LazyLogits)._make_wrapper_subclass(
         LazyLogits, head.shape, dtype=head.dtype, device=head.hidden.device
     )
@@ -188,21 +188,21 @@ def _bare(head: Head) -> LazyLogits:
     return made
 
 
-class _Standing(torch.autograd.Function):
-    """Ties a stand-in to its head, for code below `__torch_function__` that takes it for an ordinary tensor."""
+class _PlaceholderNode(torch.autograd.Function):
+    """Connects a placeholder to its head in autograd, for C++ code that treats it as an ordinary tensor."""
 
     @staticmethod
     def forward(ctx: Any, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
         ctx.save_for_backward(hidden, weight, bias)
         ctx.steps = head.steps
-        return _bare(head)
+        return _without_graph(head)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the names
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        # Not the saved tensors themselves: they have a graph of their own.
+        # Detach the saved tensors, which belong to another graph.
         held = [None if each is None else each.detach() for each in ctx.saved_tensors]
         wanted = [
             tensor.requires_grad_()
@@ -215,8 +215,8 @@ class _Standing(torch.autograd.Function):
         return None, *(next(grads) if needed else None for needed in ctx.needs_input_grad[1:])
 
 
-class _Adopted(torch.autograd.Function):
-    """The logits of a stand-in that another function returned: their gradient goes there."""
+class _ReturnedElsewhere(torch.autograd.Function):
+    """The logits of a placeholder that another autograd function returned, which gets their gradient."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
@@ -230,7 +230,7 @@ class _Adopted(torch.autograd.Function):
 
 
 def _value(lazy: LazyLogits) -> Tensor:
-    """The logits, without a graph."""
+    """Return the logits without an autograd graph."""
     if lazy._real is not None:
         return lazy._real.detach()
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -246,7 +246,7 @@ def _call_on_backward(tensor: Tensor, hooks: list[Callable[[], None]]) -> None:
     tensor.register_hook(call)  # pyright: ignore[reportUnknownMemberType]
 
 
-# Computing all
+# Computing all logits
 
 
 def _real_in(tree: Any) -> Any:
@@ -254,7 +254,7 @@ def _real_in(tree: Any) -> Any:
 
 
 def _plain(lazy: LazyLogits) -> Any:
-    """The stand-in itself, for its own attributes; use it with torch functions of subclasses disabled."""
+    """Return the placeholder untyped, to read attributes while torch functions of subclasses are disabled."""
     return lazy
 
 
@@ -264,13 +264,13 @@ def _writes(func: Function, kwargs: Mapping[str, Any]) -> bool:
     return in_place or name in _WRITING or isinstance(kwargs.get("out"), LazyLogits)
 
 
-def _refuse_torn(func: Function, targets: Sequence[Any]) -> None:
+def _refuse_separated_views(func: Function, targets: Sequence[Any]) -> None:
     for lazy in targets:
         if isinstance(lazy, LazyLogits) and lazy._aliases[0] > 1 and lazy._real is None:
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)} writes logits in place of which there are views, but the "
-                "logits were not computed yet, so the views would not change; call .materialize() before making "
-                "views, or write a copy"
+                f"{getattr(func, '__name__', func)} writes in place to logits that have views, but the logits "
+                "are not computed yet, so the views would not change; call .materialize() before making views, "
+                "or write to a copy"
             )
 
 
@@ -292,7 +292,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The loss in chunks; None if the arguments ask for what that does not do."""
+    """Compute the loss in chunks; return None if the arguments need more than that supports."""
     plain = size_average is None and reduce is None and reduction in ("none", "sum", "mean")
     if not plain or not isinstance(input, LazyLogits) or not _are_rows(input, target, weight, label_smoothing):
         return None
@@ -304,7 +304,7 @@ def _cross_entropy(
 
 
 def _are_rows(lazy: LazyLogits, target: Any, weight: Any, label_smoothing: float) -> bool:
-    """Whether the arguments are (rows, vocabulary) and class indices; torch tells what is wrong with others."""
+    """Return whether the arguments are (rows, vocabulary) and class indices. For others torch raises the error."""
     hidden = lazy._head.hidden
     if hidden.ndim != 2 or type(target) is not Tensor or target.dtype != torch.int64:
         return False
@@ -320,13 +320,13 @@ def _are_rows(lazy: LazyLogits, target: Any, weight: Any, label_smoothing: float
 
 
 def _loss_dtype(lazy: LazyLogits) -> torch.dtype:
-    """Autocast computes losses in fp32."""
+    """Return the dtype of the loss. Autocast computes losses in fp32."""
     narrow = lazy.dtype.itemsize < 4
     is_cast = torch.is_autocast_enabled(lazy._head.hidden.device.type)
     return torch.float32 if narrow and is_cast else lazy.dtype
 
 
-# What the stand-in itself knows. Any: torch types a property of a tensor as its value.
+# Functions that the placeholder answers itself. Any, since torch types a property of a tensor as its value.
 _TENSOR: Any = Tensor
 _DESCRIBING: frozenset[Function] = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Find out by experiment how a model's own loss divides: run it on parts of a batch and compare with the whole."""
+"""Find by experiment how a model's own loss over a batch follows from the losses of its parts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from rp_presets.errors import UnknownLoss
 from rp_presets.losses.counts import IGNORED, Rule, candidates, count
 from rp_presets.losses.own_loss import TOTAL, OwnLoss, Shifts
 
-# Runs the model, or its end, and returns its output object. Any: whatever the model takes and returns.
+# Runs the model, or its end, and returns its output object.
 Run = Callable[[Mapping[str, Any]], Any]
 
-# Divisors for the experiments: any numbers that are no counts of labels.
+# Divisors for the experiments: any numbers that cannot be counts of labels.
 _TOTALS = (7.5, 11.25, 3.125)
 
 
 def observe_loss(run: Run, batch: Mapping[str, Any], *, labels: str = "labels") -> OwnLoss:
-    """Find how the loss that a model returns follows from the losses of parts of the batch.
+    """Find how the loss that a model returns for a batch follows from the losses of its parts.
 
     Args:
         run: calls the model with keyword arguments and returns its output object, which has a `loss`. The same
-            arguments must give the same loss: in eval mode. In fp64 the numbers tell more than in fp32.
-        batch: arguments of a few short sequences or samples, with labels of the kind that is asked about. Tensors
-            whose first dimension is that of the labels are split. Three rows or more, and more tokens are surer.
-        labels: the name of the argument.
+            arguments must give the same loss, so use eval mode. In fp64 the experiments are more conclusive.
+        batch: arguments for a few short sequences or samples, at least three rows, with labels of the kind in
+            question. Tensors whose first dimension is that of the labels are split. More tokens are more
+            conclusive.
+        labels: the name of the argument for labels.
 
     >>> from types import SimpleNamespace
     >>> logits = torch.randn(4, 6, 9)
@@ -40,27 +41,27 @@ def observe_loss(run: Run, batch: Mapping[str, Any], *, labels: str = "labels") 
     >>> observe_loss(run, {"row": torch.arange(4), "labels": torch.randint(9, (4, 6))}).rule
     'tokens'
 
-    The labels are replaced by ragged ones, in which other positions are ignored (-100) in each row; each of those
-    batches is split in several ways. Whether `num_items_in_batch` divides the loss is tried, and so is what
-    `shift_labels` do. A rule holds if it gives the loss of the whole in every experiment, to the precision of
-    the dtype.
+    The labels are replaced by ragged ones, with different ignored positions (-100) in each row. Each of these
+    batches is split in several ways. The experiments also test whether `num_items_in_batch` divides the loss, and
+    what `shift_labels` do. A rule holds if it gives the loss of the whole batch in every experiment, to the
+    precision of the dtype.
 
     Raises:
-        UnknownLoss: no rule does, or several that differ; the message says which and why. Never a guess.
-        ValueError: the batch has no labels, or less than three rows.
+        UnknownLoss: no rule holds, or several that differ; the message says which and why. It never guesses.
+        ValueError: the batch has no labels, or fewer than three rows.
     """
     return _Observer(run, _checked(batch, labels), labels).observe()
 
 
 class _Seen(NamedTuple):
-    """A loss, and the auxiliary loss that the output named."""
+    """A loss, and the auxiliary loss in the same output."""
 
     loss: float
     auxiliary: float | None
 
 
 class _Sample(NamedTuple):
-    """Arguments, and what the model made of them."""
+    """Arguments, and the losses that the model computed from them."""
 
     kwargs: Mapping[str, Any]
     seen: _Seen
@@ -82,7 +83,7 @@ class _Observer:
     tolerance: float = 0.0
 
     def observe(self) -> OwnLoss:
-        """All experiments, in the order in which they build on each other."""
+        """Run all experiments; later ones use the results of earlier ones."""
         first = self._measured(self.batch)
         again = self._measured(self.batch)
         if not math.isfinite(first.loss) or self._differ(first.loss, again.loss):
@@ -90,9 +91,9 @@ class _Observer:
                 f"the loss of the same batch was {first.loss} and then {again.loss}; it must be finite and the "
                 "same each time: call eval() first"
             )
-        rest = self._undivided(first.loss)
-        takes_total = rest is not None
-        known = None if rest is None else self._known(rest, first)
+        undivided = self._undivided(first.loss)
+        takes_total = undivided is not None
+        known = None if undivided is None else self._known_coefficient(undivided, first)
         rule, coefficient = self._rule(self._experiments(), known, takes_total=takes_total)
         shifts = self._shifts(first.loss, takes_total=takes_total, coefficient=coefficient)
         return OwnLoss(rule, takes_total, coefficient, shifts, self.labels)
@@ -108,13 +109,13 @@ class _Observer:
         self.tolerance = 1e-10 if loss.dtype == torch.float64 else 64 * torch.finfo(loss.dtype).eps
         return _Seen(loss.double().item(), auxiliary.double().item() if isinstance(auxiliary, Tensor) else None)
 
-    def _differ(self, found: float, wanted: float, scale: float = 0.0) -> bool:
-        return not abs(found - wanted) <= self.tolerance * max(abs(found), abs(wanted), scale)
+    def _differ(self, actual: float, wanted: float, scale: float = 0.0) -> bool:
+        return not abs(actual - wanted) <= self.tolerance * max(abs(actual), abs(wanted), scale)
 
-    # The divisor that callers may give
+    # The divisor that callers may pass
 
     def _undivided(self, plain: float) -> float | None:
-        """What of the loss `num_items_in_batch` does not divide; None if it divides nothing."""
+        """Return the part of the loss that `num_items_in_batch` does not divide; None if it divides nothing."""
         try:
             given = [self._measured({**self.batch, TOTAL: total}).loss for total in _TOTALS]
         except TypeError:
@@ -124,28 +125,30 @@ class _Observer:
             return None
         (total, rest), third = self._line(given[:2]), given[2]
         if self._differ(total / _TOTALS[2] + rest, third):
-            raise UnknownLoss(f"{TOTAL} changes the loss, but is not its divisor")
+            raise UnknownLoss(f"{TOTAL} changes the loss, but does not divide it")
         return rest
 
-    def _known(self, rest: float, first: _Seen) -> float:
-        """The coefficient of the auxiliary loss, from what was not divided."""
-        if abs(rest) <= self.tolerance * abs(first.loss):
+    def _known_coefficient(self, undivided: float, first: _Seen) -> float:
+        """Return the coefficient of the auxiliary loss, from the undivided part of the loss."""
+        if abs(undivided) <= self.tolerance * abs(first.loss):
             return 0.0
         if not first.auxiliary:
-            raise UnknownLoss(f"{rest} of the loss is not divided by {TOTAL}, and no aux_loss says what it is")
-        return rest / first.auxiliary
+            raise UnknownLoss(
+                f"{undivided} of the loss is not divided by {TOTAL}, and the output has no aux_loss to explain it"
+            )
+        return undivided / first.auxiliary
 
     def _line(self, given: Sequence[float]) -> tuple[float, float]:
-        """The sum that was divided by the first two of `_TOTALS`, and what was not divided."""
+        """Return the sum that was divided by the first two of `_TOTALS`, and the part that was not divided."""
         total = (given[0] - given[1]) / (1 / _TOTALS[0] - 1 / _TOTALS[1])
         return total, given[0] - total / _TOTALS[0]
 
-    # The count that a mean divides by
+    # The count by which a mean divides
 
     def _rule(
         self, experiments: Sequence[_Experiment], known: float | None, *, takes_total: bool
     ) -> tuple[Rule, float]:
-        """The rule that gives the loss of each whole, and the coefficient of the auxiliary loss."""
+        """Return the rule that gives the loss of every whole batch, and the coefficient of the auxiliary loss."""
         rules, fitting = candidates(self.batch[self.labels], self.batch), list[tuple[Rule, float]]()
         for rule in rules:
             coefficient = self._coefficient(rule, self.labels, experiments, known)
@@ -153,7 +156,7 @@ class _Observer:
                 fitting.append((rule, coefficient))
         if not fitting:
             raise UnknownLoss(
-                f"the loss of a batch is no mean over {' or '.join(rules)}: no such count gives it from the "
+                f"the loss of a batch is not a mean over {' or '.join(rules)}: no such count gives it from the "
                 "losses of its parts"
             )
         self._refuse_doubt([rule for rule, _ in fitting], experiments)
@@ -162,7 +165,7 @@ class _Observer:
         return fitting[0]
 
     def _refuse_doubt(self, rules: Sequence[Rule], experiments: Sequence[_Experiment]) -> None:
-        """Raise if rules that hold count differently in any experiment."""
+        """Raise if rules that hold count differently in some experiment."""
         batches = [sample.kwargs for each in experiments for sample in (each.whole, *each.parts)]
         counts = [[count(rule, kwargs[self.labels], kwargs) for kwargs in batches] for rule in rules]
         if any(each != counts[0] for each in counts):
@@ -174,15 +177,15 @@ class _Observer:
     def _coefficient(
         self, rule: Rule, labels: str, experiments: Sequence[_Experiment], known: float | None
     ) -> float | None:
-        """The coefficient of the auxiliary loss with which the rule holds, 0 without one; None if it does not."""
-        found = [_errors(rule, labels, each) for each in experiments]
-        errors = [each for each in found if each is not None]
-        if len(errors) < len(found):
+        """Return the auxiliary loss's coefficient with which the rule holds, 0 without one; None if it fails."""
+        attempts = [_errors(rule, labels, each) for each in experiments]
+        errors = [each for each in attempts if each is not None]
+        if len(errors) < len(attempts):
             return None
         weight = sum(auxiliary**2 for _, auxiliary, _ in errors)
         auxiliary = experiments[0].whole.seen.auxiliary
         if known is None and auxiliary and math.sqrt(weight) <= 100 * self.tolerance * abs(auxiliary):
-            # It is the same in parts and wholes, so its coefficient does not show.
+            # It is the same in the parts and the whole, so its coefficient cannot be determined.
             return None
         if known is None:
             known = sum(main * auxiliary for main, auxiliary, _ in errors) / weight if weight else 0.0
@@ -191,13 +194,13 @@ class _Observer:
         )
 
     def _check_total(self, rule: Rule, experiments: Sequence[_Experiment]) -> None:
-        """With its own count given, the loss must be what it is without; with any, parts' losses must add up."""
+        """Raise unless passing the counted total changes nothing, and the parts' losses add up with any total."""
         for each in experiments:
             total = count(rule, each.whole.kwargs[self.labels], each.whole.kwargs)
-            found = self._measured({**each.whole.kwargs, TOTAL: total}).loss if total else each.whole.seen.loss
-            if self._differ(found, each.whole.seen.loss) and total:
+            loss = self._measured({**each.whole.kwargs, TOTAL: total}).loss if total else each.whole.seen.loss
+            if self._differ(loss, each.whole.seen.loss) and total:
                 raise UnknownLoss(
-                    f"with the {total} labels that it counts given as {TOTAL}, the loss is {found} instead of "
+                    f"with its number of labels, {total}, passed as {TOTAL}, the loss is {loss} instead of "
                     f"{each.whole.seen.loss}"
                 )
         self._check_sums(experiments[-1])
@@ -206,7 +209,7 @@ class _Observer:
         whole, *parts = (self._sum(sample.kwargs) for sample in (each.whole, *each.parts))
         if self._differ(sum(parts), whole, scale=max(map(abs, parts))):
             raise UnknownLoss(
-                f"with {TOTAL} given, the losses of the parts add up to {sum(parts)}, but that of the whole is "
+                f"with {TOTAL} passed, the losses of the parts add up to {sum(parts)}, but that of the whole is "
                 f"{whole}"
             )
 
@@ -217,7 +220,7 @@ class _Observer:
     # Labels that are shifted already
 
     def _shifts(self, plain: float, *, takes_total: bool, coefficient: float) -> Shifts:
-        """What the model does with `shift_labels`, which have other labels ignored than its labels have."""
+        """Return how the model treats `shift_labels`, tested with other ignored positions than in its labels."""
         labels = self.batch[self.labels]
         if labels.is_floating_point() or labels.ndim < 2:
             return "ignored"
@@ -233,24 +236,24 @@ class _Observer:
         experiments = self._splits(whole)
         if takes_total:
             self._check_sums(experiments[-1])
-        found = self._coefficient("tokens", "shift_labels", experiments, coefficient)
-        return "unknown" if found is None else "counted"
+        holds = self._coefficient("tokens", "shift_labels", experiments, coefficient)
+        return "unknown" if holds is None else "counted"
 
     # Experiments
 
     def _experiments(self) -> list[_Experiment]:
-        """Ragged batches, each split in two ways; only the batch itself if the model takes no ignored labels."""
+        """Split ragged batches in two ways each; only the batch itself if the model rejects ignored labels."""
         first, *others = _ragged(self.batch[self.labels])
-        found = self._splits({**self.batch, self.labels: first})
+        experiments = self._splits({**self.batch, self.labels: first})
         try:
             for labels in others:
-                found += self._splits({**self.batch, **self._padded(labels), self.labels: labels})
+                experiments += self._splits({**self.batch, **self._padded(labels), self.labels: labels})
         except (IndexError, RuntimeError, ValueError):
-            return found[:2]
-        return found
+            return experiments[:2]
+        return experiments
 
     def _padded(self, labels: Tensor) -> dict[str, Tensor]:
-        """The attention mask with padding, at whose positions labels count or not."""
+        """Return the attention mask with some padding, to see whether labels there count."""
         mask = self.batch.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape != labels.shape or labels.shape[1] < 3:
             return {}
@@ -270,9 +273,9 @@ class _Observer:
 
 
 def _errors(rule: Rule, labels: str, each: _Experiment) -> tuple[float, float, float] | None:
-    """By how much the parts' loss and auxiliary loss, weighted by the rule, miss the whole's; and their scale.
+    """Return the errors of the loss and auxiliary loss that the rule predicts from the parts, and their scale.
 
-    None if the rule counts nothing where there is a loss, or something where it is not a number.
+    None if the rule counts no labels although the loss is nonzero, or counts some although it is not finite.
     """
     whole = each.whole.seen
     total = count(rule, each.whole.kwargs[labels], each.whole.kwargs)
@@ -288,7 +291,7 @@ def _errors(rule: Rule, labels: str, each: _Experiment) -> tuple[float, float, f
 
 
 def _ragged(labels: Tensor) -> Iterator[Tensor]:
-    """The labels, and the same with others ignored in each row: at the end, at the start, in between, all."""
+    """Yield the labels, then ragged ones: with the end, the start, a part in between or a whole row ignored."""
     yield labels
     if labels.is_floating_point():
         return
@@ -301,9 +304,9 @@ def _ragged(labels: Tensor) -> Iterator[Tensor]:
         (column < (row + 1) % columns) | first_only,
         (row == 0) | ((row + column) % 3 == 0),
     ):
-        found = labels.masked_fill(ignored.reshape(labels.shape), IGNORED)
-        if (found != IGNORED).any():
-            yield found
+        ragged = labels.masked_fill(ignored.reshape(labels.shape), IGNORED)
+        if (ragged != IGNORED).any():
+            yield ragged
 
 
 def _rows(whole: Mapping[str, Any], rows: slice, size: int) -> dict[str, Any]:
@@ -314,7 +317,7 @@ def _rows(whole: Mapping[str, Any], rows: slice, size: int) -> dict[str, Any]:
 
 
 def _checked(batch: Mapping[str, Any], labels: str) -> Mapping[str, Any]:
-    found = batch.get(labels)
-    if not isinstance(found, Tensor) or found.ndim == 0 or len(found) < 3:
-        raise ValueError(f"the batch must have {labels!r}, a tensor of at least three rows, to try the loss on")
+    given = batch.get(labels)
+    if not isinstance(given, Tensor) or given.ndim == 0 or len(given) < 3:
+        raise ValueError(f"the batch must have {labels!r}, a tensor of at least three rows, to test the loss with")
     return batch

@@ -1,4 +1,4 @@
-"""A model's own loss over a batch that is split: what each part contributes to the loss of the whole."""
+"""A model's own loss over a split batch: what each part contributes to the loss of the whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from rp_presets.losses.counts import Rule, count
 
 TOTAL = "num_items_in_batch"
-# What a model does with `shift_labels`: counts them instead of its labels, ignores them, or something else.
+# How a model treats `shift_labels`: counts them instead of its labels, ignores them, or something else.
 Shifts = Literal["counted", "ignored", "unknown"]
 
 
@@ -22,7 +22,7 @@ class Share(NamedTuple):
     """How much a part's loss counts in the loss of the whole batch.
 
     `main`: the factor of the mean over labels; NaN if no label of the whole batch counts. `auxiliary`: the factor
-    of what does not depend on labels, which is in the loss `coefficient` times.
+    of the auxiliary loss, which does not depend on labels and is in the loss `coefficient` times.
     """
 
     main: float
@@ -32,10 +32,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnLoss:
-    """How a model's own loss divides, as `observe_loss` found it.
+    """How a model's own loss follows from the losses of parts, as `observe_loss` found it.
 
-    `rule`: what it counts. `takes_total`: it divides by `num_items_in_batch`, if that is given. `coefficient`: of
-    `aux_loss` in the loss, 0 without one. `labels`: the name of the argument.
+    `rule`: what the loss counts. `takes_total`: it divides by `num_items_in_batch`, if that is passed.
+    `coefficient`: the factor of `aux_loss` in the loss, 0 without one. `labels`: the name of the argument for
+    labels.
 
     >>> own = OwnLoss("shifted", takes_total=False)
     >>> whole = {"labels": torch.tensor([[1, 2, 3], [1, 2, -100], [1, -100, -100]])}
@@ -51,35 +52,36 @@ class OwnLoss:
     labels: str = "labels"
 
     def with_total(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the whole batch, with the number of its labels if the model divides by that.
+        """Add the number of labels to the arguments of the whole batch, if the model divides by it.
 
-        A number that the caller gives stays: the labels of several accumulated batches, say.
+        A number that the caller has passed stays, such as that of several accumulated batches.
 
         Raises:
-            ValueError: there are no rows; or `shift_labels`, and it is unknown how the model counts them.
+            ValueError: there are no rows, or there are `shift_labels` and it is unknown how the model counts them.
             TypeError: the labels are not a tensor.
         """
-        found = dict(kwargs)
-        if self.takes_total and found.get(TOTAL) is None:
-            found[TOTAL] = self._count(found)
+        completed = dict(kwargs)
+        if self.takes_total and completed.get(TOTAL) is None:
+            completed[TOTAL] = self._count(completed)
         else:
-            self._counted(found)
-        return found
+            self._counted(completed)
+        return completed
 
     def share(self, part: Mapping[str, Any], whole: Mapping[str, Any]) -> Share:
-        """What a part of the rows contributes. `whole`: the arguments that `with_total` returned."""
+        """Return the share of a part of the batch. `whole`: the arguments that `with_total` returned."""
         rows = len(self._counted(part)[1]) / len(self._counted(whole)[1])
         return Share(self._main(part, whole), rows, self.coefficient)
 
     @staticmethod
     def loss_fn(outputs: Any, share: Share) -> Tensor:
-        """A part's contribution, from the model's output object; the sum over the parts is the loss of the whole.
+        """Return a part's contribution, from the model's output object. The parts' sum is the loss of the whole.
 
-        Where no label of a part counts, it is zero, and so is its gradient, though the mean over nothing is NaN.
-        If none of the whole batch counts, the loss is NaN and gradients zero, as with torch's cross entropy.
+        If no label of a part counts, its contribution and gradient are zero, although the mean over nothing is
+        NaN. If no label of the whole batch counts, the loss is NaN and gradients are zero, as with torch's cross
+        entropy.
 
-        An auxiliary loss, such as a router's, is no sum over rows: it is averaged over the parts by their rows.
-        That is not its value over the unsplit batch.
+        An auxiliary loss, such as a router's, is not a sum over rows. It is averaged over the parts, weighted by
+        their rows, which differs from its value over the unsplit batch.
         """
         loss, auxiliary = _losses(outputs, share)
         if auxiliary is None:
@@ -96,10 +98,10 @@ class OwnLoss:
         return count(*self._counted(kwargs), kwargs)
 
     def _counted(self, kwargs: Mapping[str, Any]) -> tuple[Rule, Tensor]:
-        """The rule, and the labels that it counts."""
+        """Return the rule and the labels that it counts."""
         shifted = kwargs.get("shift_labels")
         if shifted is not None and self.shift_labels == "unknown":
-            raise ValueError("how this model counts shift_labels is unknown; give it labels alone")
+            raise ValueError("it is unknown how this model counts shift_labels; pass labels only")
         rule, name = (self.rule, self.labels)
         if shifted is not None and self.shift_labels == "counted":
             rule, name = "tokens", "shift_labels"
@@ -109,14 +111,14 @@ class OwnLoss:
                 f"{name} must be a tensor whose first dimension is the batch, but is {_described(labels)}"
             )
         if not len(labels):
-            raise ValueError(f"the batch is empty: {name} has no rows; give one sample or more")
+            raise ValueError(f"the batch is empty: {name} has no rows; pass at least one sample")
         return rule, labels
 
 
 class OwnLosses:
-    """The own losses of a model that reads the kind of its loss off the labels, as classifiers do.
+    """The own losses of a model that chooses its loss by the kind of labels, as classifiers do.
 
-    `observe` gets the arguments of the first call with labels of a kind, and finds the loss for that.
+    `observe` is called with the arguments of the first call with each kind of labels, and returns the loss for it.
 
     >>> losses = OwnLosses(lambda kwargs: OwnLoss("rows", takes_total=False))
     >>> whole = losses.with_total({"labels": torch.ones(4, 3)})
@@ -127,7 +129,7 @@ class OwnLosses:
     def __init__(self, observe: Callable[[Mapping[str, Any]], OwnLoss], *, labels: str = "labels") -> None:
         self._observe = observe
         self._labels = labels
-        self._found: dict[object, OwnLoss] = {}
+        self._by_kind: dict[object, OwnLoss] = {}
 
     def with_total(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """See `OwnLoss.with_total`. Raises what `observe` raises, such as `UnknownLoss`."""
@@ -146,18 +148,18 @@ class OwnLosses:
         if not isinstance(labels, Tensor):
             raise TypeError(f"{self._labels} must be a tensor, but is {_described(labels)}")
         kind = (labels.is_floating_point(), labels.ndim, kwargs.get("attention_mask") is not None)
-        if kind not in self._found:
-            self._found[kind] = self._observe(kwargs)
-        return self._found[kind]
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._observe(kwargs)
+        return self._by_kind[kind]
 
 
 def _losses(outputs: Any, share: Share) -> tuple[Tensor, Tensor | None]:
-    """The loss, and what is in it of the auxiliary loss."""
+    """Return the loss, and the auxiliary loss's part of it; None without one."""
     loss = getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"the model must return an object with its loss, but returned a {type(outputs).__name__} with "
-            f"{_described(loss)}; leave return_dict alone"
+            f"{_described(loss)}; do not set return_dict"
         )
     auxiliary = getattr(outputs, "aux_loss", None) if share.coefficient else None
     return loss, None if auxiliary is None else share.coefficient * auxiliary.to(loss.device)
@@ -171,7 +173,7 @@ def _main(loss: Tensor, share: Share) -> Tensor:
 
 
 class _Constant(torch.autograd.Function):
-    """A number in the place of a loss that may be NaN. No gradient goes back: zero times infinity is NaN, too."""
+    """Replaces a loss that may be NaN by a number. It passes no gradient: zero times infinity would be NaN."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, value: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which of torch's functions need not compute logits: what each makes of a head, None where it needs them."""
+"""Torch functions that can be recorded on a head without computing logits; None if they need the logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 from rp_presets.losses.cross_entropy import Head
 from rp_presets.losses.elementwise import Over, Step, Tanh, Times
 
-# Any: the arguments of torch's functions, of which there are many. In the place of logits they have a head.
+# A function of the arguments of a torch function, with a head in place of the logits.
 Rule = Callable[..., Head | None]
 
 
@@ -70,13 +70,13 @@ def _to(head: Head, *args: Any, non_blocking: bool = False, **kwargs: Any) -> He
 
 
 def _is_here(head: Head, place: str | torch.device) -> bool:
-    here, there = head.hidden.device, torch.device(place)
-    if there == torch.device("cuda"):
-        there = torch.device("cuda", torch.cuda.current_device())
-    return here == there
+    own, wanted = head.hidden.device, torch.device(place)
+    if wanted == torch.device("cuda"):
+        wanted = torch.device("cuda", torch.cuda.current_device())
+    return own == wanted
 
 
-# Of the positions: done to the hidden states at once
+# Operations on positions, which are applied to the hidden states
 
 
 def _detach(head: Head) -> Head:
@@ -90,15 +90,15 @@ def _index(head: Head, key: Any) -> Head | None:
 
 
 def _leaves_vocabulary(keys: tuple[Any, ...], ndim: int) -> bool:
-    """Whether indexing leaves the last of `ndim` dimensions as it is."""
+    """Return whether indexing keeps all of the last of `ndim` dimensions."""
     if not all(each is Ellipsis or each is None or isinstance(each, int | slice | Tensor) for each in keys):
         return False
     ellipses = [place for place, each in enumerate(keys) if each is Ellipsis]
-    taken = sum(map(_dims_of, keys))
+    indexed = sum(map(_dims_of, keys))
     if not ellipses:
-        return taken < ndim or (taken == ndim and _is_whole(keys[-1]))
+        return indexed < ndim or (indexed == ndim and _is_whole(keys[-1]))
     after = keys[ellipses[0] + 1 :]
-    return len(ellipses) == 1 and (taken <= ndim and _is_whole(after[-1]) if after else taken < ndim)
+    return len(ellipses) == 1 and (indexed <= ndim and _is_whole(after[-1]) if after else indexed < ndim)
 
 
 def _dims_of(key: Any) -> int:
@@ -122,12 +122,12 @@ def _reshape(head: Head, *args: Any, **kwargs: Any) -> Head | None:
 
 
 def _resolved(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
-    """The shape with its -1 filled in; None if it has not `count` elements."""
+    """Return the shape with its -1 replaced; None if it does not have `count` elements."""
     known = math.prod(size for size in shape if size != -1)
     if not shape or shape.count(-1) > 1 or known <= 0 or count % known:
         return None
-    found = tuple(count // known if size == -1 else size for size in shape)
-    return found if math.prod(found) == count else None
+    resolved = tuple(count // known if size == -1 else size for size in shape)
+    return resolved if math.prod(resolved) == count else None
 
 
 RECORDED: Mapping[Callable[..., Any], Rule] = MappingProxyType(

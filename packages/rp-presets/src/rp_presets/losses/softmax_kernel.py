@@ -1,6 +1,6 @@
-"""Cross entropy of rows of logits and its gradient in one Triton kernel; needs Triton at import."""
+"""Cross entropy of rows of logits and its gradient, in one Triton kernel. Importing this needs Triton."""
 
-# Triton compiles the kernel's source, where Python's types mean nothing; it has no stubs either.
+# Triton compiles the kernel's source, to which Python's types do not apply; it has no type stubs.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownParameterType=false, reportMissingParameterType=false
 # pyright: reportUnknownArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false, reportCallIssue=false
@@ -12,23 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Logits that a program reads at a time, with how many threads.
+# How many logits a program reads at a time, and with how many warps.
 _BLOCK = 4096
 _WARPS = 8
 
 
 def differentiate_in_place(logits: Tensor, targets: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-    """The rows' losses; the logits become the gradient of their sum.
+    """Return the rows' losses; overwrite the logits by the gradient of the sum of losses.
 
     Shapes:
-        logits: (rows, classes), of up to 32 bits, each row contiguous. targets: (rows), int64, a class also where
-        it does not count. counts: (rows), fp32, 1 for a target that counts, otherwise 0. weights: (rows), fp32,
-        of the losses.
-        returns: (rows), fp32.
+        logits: (rows, classes), of up to 32 bits, each row contiguous. targets: (rows), int64, a valid class even
+        where it does not count. counts: (rows), fp32, 1 for a target that counts, otherwise 0. weights: (rows),
+        fp32, the weights of the losses. returns: (rows), fp32.
     """
     rows, classes = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    # Triton launches on the calling thread's device, which may be another one.
+    # Triton launches on the calling thread's current device, which may be another one.
     with torch.cuda.device_of(logits):
         if rows:
             _softmax[(rows,)](
@@ -39,7 +38,7 @@ def differentiate_in_place(logits: Tensor, targets: Tensor, counts: Tensor, weig
 
 @triton.jit
 def _softmax(logits, stride, targets, counts, weights, losses, classes, block: tl.constexpr):
-    # A program for each row. It reads the row twice, the second time mostly from the cache.
+    # One program per row. It reads the row twice, the second time mostly from the cache.
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -48,7 +47,7 @@ def _softmax(logits, stride, targets, counts, weights, losses, classes, block: t
     hit = tl.load(logits + target).to(tl.float32)
     columns = tl.arange(0, block)
 
-    # For each column of a block the maximum so far, and the sum of exp(logit - maximum).
+    # For each column of a block: the maximum so far, and the sum of exp(logit - maximum).
     most = tl.full((block,), float("-inf"), tl.float32)
     total = tl.zeros((block,), tl.float32)
     for start in range(0, classes, block):
@@ -56,7 +55,7 @@ def _softmax(logits, stride, targets, counts, weights, losses, classes, block: t
             tl.float32
         )
         larger = tl.maximum(most, part)
-        # While all logits are -inf nothing is subtracted: -inf minus -inf is not a number.
+        # While all logits are -inf, subtract nothing: -inf minus -inf is NaN.
         base = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp(most - base) + tl.exp(part - base)
         most = larger

@@ -1,1 +1,1 @@
-"""Observation of a model's forward: where its layers are, and the proof that they form a row."""
+"""Observe a model's forward: find its layers, and prove that they form a row."""

@@ -1,4 +1,4 @@
-"""Attributes that modules set while they run: which, and whether anything reads what they leave there."""
+"""Find the attributes that modules set while they run, and whether anything reads them later."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from rp_presets.rows.capture import HOOKED
 from rp_presets.rows.trees import contents_of, is_box, leaves, mapped, refill
 
-# What torch keeps in a module, the numbers by which layers know their place, and the mark of transformers' hooks,
-# which stay.
+# Torch's own attributes of a module, a layer's own number, and the mark of transformers' hooks, which stay.
 _STATE = frozenset(vars(nn.Module())) | {"layer_idx", "layer_id", "layer_number", "block_idx", HOOKED}
 
 
 class Attributes:
-    """The plain attributes of a model's modules at one time.
+    """A snapshot of the plain attributes of a model's modules.
 
     >>> model = nn.Sequential(nn.Identity())
     >>> before = Attributes(model)
@@ -36,7 +35,7 @@ class Attributes:
         ]
 
     def changed(self) -> list[tuple[nn.Module, str]]:
-        """The modules that were written since then, with the attribute's name."""
+        """Return the attributes that have changed since: their module and name."""
         return [
             (module, name)
             for module, before in self._before
@@ -45,7 +44,7 @@ class Attributes:
         ]
 
     def restore(self) -> None:
-        """Give the modules their attributes of then."""
+        """Restore the modules' attributes."""
         for module, name in self.changed():
             held = next(before for one, before in self._before if one is module).get(name)
             if held is None:
@@ -57,39 +56,39 @@ class Attributes:
 
 
 def own(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The plain attributes of a module."""
+    """Yield the plain attributes of a module."""
     return ((name, value) for name, value in vars(module).items() if name not in _STATE)
 
 
 def holds_others(layer: nn.Module) -> bool:
-    """Whether a layer has other modules in its plain attributes: these may be other layers."""
+    """Return whether a layer's plain attributes hold modules outside of it, which may be other layers."""
     inside = set(layer.modules())
     values = [value for module in inside for _, value in own(module)]
-    found = [leaf.__self__ if isinstance(leaf, MethodType) else leaf for value in values for leaf in leaves(value)]
-    return any(isinstance(one, nn.Module) and one not in inside for one in found)
+    held = [leaf.__self__ if isinstance(leaf, MethodType) else leaf for value in values for leaf in leaves(value)]
+    return any(isinstance(one, nn.Module) and one not in inside for one in held)
 
 
 def is_scratch(call: Callable[[Any], Any], arguments: Any) -> bool:
-    """Whether a layer's result depends on its arguments alone, whatever it has left in its attributes.
+    """Return whether a layer's result depends only on its arguments, not on attributes that an earlier run set.
 
-    `call(arguments)`: run it, with the same random numbers each time.
+    `call(arguments)` runs the layer, with the same random numbers each time.
     """
     first = _run(call, arguments)
-    _run(call, mapped(_other, arguments))
+    _run(call, mapped(_changed_leaf, arguments))
     return _is_equal(first, _run(call, arguments))
 
 
 def _run(call: Callable[[Any], Any], arguments: Any) -> list[Any]:
-    # Copies: layers write containers that they are handed.
-    copied = mapped(_as_it_is, arguments)
+    # Copy the arguments, since layers write to containers that they get.
+    copied = mapped(_same_leaf, arguments)
     return [*leaves(call(copied)), *leaves(copied)]
 
 
-def _as_it_is(leaf: Any) -> Any:
+def _same_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def _other(leaf: Any) -> Any:
+def _changed_leaf(leaf: Any) -> Any:
     is_floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
     return leaf * 0.5 + 0.25 if is_floating else leaf
 

@@ -1,4 +1,4 @@
-"""Lists of modules in a model that may be its layers."""
+"""Find the lists of modules in a model that may be its layers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import nn
 
 
 def lists_of_layers(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """The lists of modules in the model that are in no other, by name, largest first.
+    """Return the outermost lists of modules in the model by name, largest first.
 
     >>> lists_of_layers(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1)])})).keys()
     dict_keys(['layers'])
     """
-    found = dict(_outermost(model, ""))
-    return dict(sorted(found.items(), key=lambda item: -size(item[1])))
+    lists = dict(_outermost(model, ""))
+    return dict(sorted(lists.items(), key=lambda item: -size(item[1])))
 
 
 def size(module: nn.Module) -> int:
-    """Number of elements of its parameters."""
+    """Return the number of elements of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -32,7 +32,7 @@ def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleLis
 
 
 def spine_of(paths: Collection[str]) -> frozenset[str]:
-    """The names of the modules around these.
+    """Return the names of all modules that contain the modules with these names.
 
     >>> sorted(spine_of(["model.decoder.layers"]))
     ['', 'model', 'model.decoder']

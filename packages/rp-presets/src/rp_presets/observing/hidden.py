@@ -1,4 +1,4 @@
-"""Tensors that a layer reads without being handed them: of a global, or of an object that layers share."""
+"""Detect tensors that a layer reads but does not get as arguments, from globals or objects that layers share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rp_presets.observing.attributes import own
 from rp_presets.rows.trees import tensors
 
-# Makes a tensor of numbers, which torch hands to it as a tensor.
+# `torch.tensor` of numbers calls this with a new tensor, which is not a hidden read.
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
 class Reads(TorchDispatchMode):
-    """Notes inside the context whether an operation reads memory that is not in `known` and was not made inside.
+    """Records whether an operation inside the context reads memory that is neither in `known` nor created inside.
 
     >>> x, other = torch.ones(2), torch.ones(2)
     >>> with Reads([x]) as reads:
@@ -30,12 +30,12 @@ class Reads(TorchDispatchMode):
     True
     """
 
-    # Operations such as flex_attention are looked at like any other.
+    # Observe operations such as flex_attention like any other.
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """For torch: what is compiled stays compiled within this mode."""
+        """Tell torch that compiled code stays compiled within this mode."""
         return True
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -50,7 +50,7 @@ class Reads(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation."""
+        """Run the operation, and check the memory that it reads."""
         del types
         if func is not _LIFT:
             self.hidden |= not self._known.issuperset(map(_memory, tensors([args, kwargs or {}])))
@@ -60,7 +60,7 @@ class Reads(TorchDispatchMode):
 
 
 def held_by(layer: nn.Module) -> list[Tensor]:
-    """The tensors that a layer holds: parameters, buffers, and those in plain attributes."""
+    """Return a layer's parameters, buffers, and the tensors in its plain attributes."""
     plain = [value for module in layer.modules() for _, value in own(module)]
     return [*layer.parameters(), *layer.buffers(), *tensors(plain)]
 

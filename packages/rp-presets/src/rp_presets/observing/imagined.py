@@ -1,4 +1,4 @@
-"""A model's own loss, observed on a few tokens without running its layers or its large matrices."""
+"""Observe a model's own loss on a few tokens, without running its layers or large matrices."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rp_presets.rows.trees import leaves, mapped
 
 
 class Imagined:
-    """A `Session` in which layers hand on what they are handed, and linear layers return waves.
+    """A `Session` in which layers return their arguments, and linear layers return sine waves of their input.
 
-    What divides a loss depends on the code that computes it, not on weights. Rows do not mix, as in the model.
-    `tokens`: how many were in the batch that `seen` is of.
+    How a loss divides depends on the code that computes it, not on weights. As in the model, rows do not mix.
+    `tokens`: the number of tokens in the batch that `seen` comes from.
     """
 
     def __init__(self, layout: Layout, seen: Sequence[Seen], tokens: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Imagined:
         if stub.index == len(segment.results) - 1:
             self._collect(stub.segment, given[0])
         return mapped(
-            lambda leaf: _handed_on(leaf, given) if isinstance(leaf, Like) else leaf, segment.results[stub.index]
+            lambda leaf: _passed_on(leaf, given) if isinstance(leaf, Like) else leaf, segment.results[stub.index]
         )
 
     def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,20 +69,20 @@ class Imagined:
                 values.append(_waves(rows, spec.shape[-1], number + 1) if isinstance(spec, Spec) else spec)
 
 
-def _handed_on(like: Like, given: Sequence[Tensor]) -> Tensor:
-    # Of other results nothing is known; only layers read them.
+def _passed_on(like: Like, given: Sequence[Tensor]) -> Tensor:
+    # Nothing is known of other results, which only layers read.
     return torch.zeros(()) if like.argument is None else given[like.argument]
 
 
 def _waves(rows: Tensor, width: int, number: int = 1) -> Tensor:
-    """Numbers for each row that depend on that row alone: (..., width)."""
+    """Return numbers for each row that depend only on that row: (..., width)."""
     phase = rows.double().mean(-1, keepdim=True) * 100 + number
-    found = torch.sin(phase * torch.arange(1, width + 1, dtype=torch.float64, device=rows.device))
-    return found.to(torch.promote_types(rows.dtype, torch.float32))
+    waves = torch.sin(phase * torch.arange(1, width + 1, dtype=torch.float64, device=rows.device))
+    return waves.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> OwnLosses:
-    """How the model's own loss divides, found at the first call with labels of each kind."""
+    """Return the model's own losses, each observed at the first call with its kind of labels."""
     first = next(value for value in inputs.values() if isinstance(value, Tensor))
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     session = Imagined(layout, seen, first.shape[:2].numel(), device)
@@ -104,7 +104,7 @@ def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: M
         try:
             return observe_in(False, batch)
         except UnknownLoss:
-            # Some models do more than turn dropout off: RWKV then divides its layers' weights.
+            # In eval mode some models do more than turn off dropout: RWKV divides its layers' weights.
             if not model.training:
                 raise
         return observe_in(True, batch)
@@ -113,14 +113,14 @@ def own_losses(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: M
 
 
 def _give_own_configs(bare: nn.Module) -> None:
-    # Some classifiers write into their config what kind of labels they were given.
+    # Some classifiers write the kind of their labels into their config.
     for module in bare.modules():
         if "config" in vars(module):
             vars(module)["config"] = copy.copy(vars(module)["config"])
 
 
 def _batch(inputs: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Twice the rows of the inputs, with labels of the kind of those in `kwargs`."""
+    """Make a batch of twice the rows of the inputs, with labels of the same kind as in `kwargs`."""
     batch = {name: _twice(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     first = next(value for value in batch.values() if isinstance(value, Tensor))
     labels: Tensor = kwargs["labels"]

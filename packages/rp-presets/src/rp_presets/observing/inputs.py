@@ -1,4 +1,4 @@
-"""A few tokens, pixels or sounds to observe a model with."""
+"""Make a few tokens, pixels or sound samples to observe a model with."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ROWS, _TOKENS = 2, 6
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
-    """Small inputs for the model's forward, made from its config, on the device of its first parameter.
+    """Make small inputs for the model's forward from its config, on the device of its first parameter.
 
     Raises `UnsupportedModel` for a model without a config, or whose main input is of an unknown kind.
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedModel(
-            f"{type(model).__name__} has no config that says what it takes; pass arguments of its forward: "
+            f"{type(model).__name__} has no config that describes its inputs; pass arguments of its forward: "
             "to_sequential(model, example_inputs={...})"
         )
     name = str(getattr(model, "main_input_name", "input_ids"))
@@ -57,12 +57,12 @@ def _tokens(config: Any) -> Tensor:
     size = int(_first(config, ("vocab_size",), 32))
     usual = [token for token in range(min(size, 512)) if token not in special] or [0]
     ids = torch.arange(_ROWS * _TOKENS).reshape(_ROWS, _TOKENS) * 7 + 3
-    found = torch.tensor(usual)[ids % len(usual)]
+    tokens = torch.tensor(usual)[ids % len(usual)]
     end = getattr(config, "eos_token_id", None)
     if getattr(config, "is_encoder_decoder", False) and isinstance(end, int):
-        # Their sequence classifiers read the last one.
-        found[:, -1] = end
-    return found
+        # Sequence classifiers with an encoder and a decoder read the hidden state at the end token.
+        tokens[:, -1] = end
+    return tokens
 
 
 def _special_tokens(config: Any) -> Iterable[int]:
@@ -97,9 +97,9 @@ def _varied(*shape: int) -> Tensor:
 def _first(config: Any, names: Iterable[str], default: Any) -> Any:
     for one in (config, *_inner(config)):
         for name in names:
-            found = getattr(one, name, None)
-            if found is not None:
-                return found
+            value = getattr(one, name, None)
+            if value is not None:
+                return value
     return default
 
 

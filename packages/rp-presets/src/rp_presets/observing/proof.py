@@ -1,4 +1,4 @@
-"""Proof that a model is a row: the code around its layers runs alone and misses nothing."""
+"""Prove that a model is a row: the code around its layers runs alone and gets everything that it reads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SEEDS = (1, 2, 3)
 
 
 def proven(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> Layout:
-    """The layout, with what the code behind layers needs of what comes before them.
+    """Prove that the layout is a row; return it with everything that the code after layers needs from before them.
 
-    Raises `NotARow` where a list of layers is no row.
+    Raises `NotARow` if a list of layers is not a row.
     """
     floats = {(-1, name, 0) for name, value in inputs.items() if isinstance(value, Tensor)}
     for stage in range(1, len(layout.segments) + 1):
@@ -34,7 +34,7 @@ def proven(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mappi
             if _is_enough(lambda layout=fewer: _outcome(model, layout, seen, inputs, stage), reference):  # noqa: B023
                 everything = fewer
         if not _same(_outcome(model, everything, seen, inputs, stage, seed=_SEEDS[1]), reference):
-            _refuse_spoilt(model)
+            _refuse_nonfinite_weights(model)
             raise NotARow(
                 layout.segments[stage - 1].path,
                 "the code behind its layers reads random numbers that are drawn before them, as by a dropout",
@@ -45,7 +45,7 @@ def proven(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mappi
 
 
 def _refuse_memory(model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any]) -> None:
-    """Refuse code that computes otherwise the second time: each copy of it, on each device, has its own past."""
+    """Refuse code whose result depends on how often it ran: each device has a copy, which runs at other times."""
     later = range(1, len(layout.segments))
     glues = [
         Prologue(model, layout),
@@ -55,7 +55,7 @@ def _refuse_memory(model: nn.Module, layout: Layout, seen: Sequence[Seen], input
     once, again = (_all_outcomes(glues, seen, inputs) for _ in range(2))
     for number, (one, other) in enumerate(zip(once, again, strict=True)):
         if not _same(one, other):
-            _refuse_spoilt(model)
+            _refuse_nonfinite_weights(model)
             raise NotARow(
                 layout.segments[max(number - 1, 0)].path,
                 f"the code {'behind' if number else 'before'} its layers depends on how often it ran, "
@@ -63,8 +63,8 @@ def _refuse_memory(model: nn.Module, layout: Layout, seen: Sequence[Seen], input
             )
 
 
-def _refuse_spoilt(model: nn.Module) -> None:
-    """Refuse weights that are NaN or infinite: nothing that is computed from them is the same twice."""
+def _refuse_nonfinite_weights(model: nn.Module) -> None:
+    """Refuse weights that are NaN or infinite, since NaN results never compare as equal."""
     for name, weight in model.named_parameters():
         if not bool(weight.detach().isfinite().all()):
             raise UnsupportedModel(
@@ -73,13 +73,13 @@ def _refuse_spoilt(model: nn.Module) -> None:
 
 
 def _all_outcomes(glues: Sequence[Glue], seen: Sequence[Seen], inputs: Mapping[str, Any]) -> list[list[Any]]:
-    """What the code of each stage computes, when the layers return what was seen."""
+    """Run the code of all stages with the observed results of the layers; return what each stage computes."""
     outcomes: list[list[Any]] = []
-    found: Any = None
+    result: Any = None
     for number, glue in enumerate(glues):
         _seed(_SEEDS[0])
-        found = glue(**inputs) if number == 0 else glue(_behind_layers(found, seen[number - 1]))
-        outcomes.append(_computed(found, number))
+        result = glue(**inputs) if number == 0 else glue(_after_layers(result, seen[number - 1]))
+        outcomes.append(_computed(result, number))
     return outcomes
 
 
@@ -93,31 +93,31 @@ def _is_enough(outcome: Callable[[], list[Any]], reference: list[Any]) -> bool:
 def _origins(
     model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int
 ) -> set[Origin]:
-    """What is computed before the code of a stage."""
-    carry = _handed_on(model, layout, seen, inputs, stage, _SEEDS[0])
+    """Return the origins of everything that is computed before the code of a stage."""
+    carry = _passed_to_stage(model, layout, seen, inputs, stage, _SEEDS[0])
     layers = {(number, "", index) for number in range(stage - 1) for index in range(len(seen[number].results))}
     return {origin for origin in carry.program.past if origin[1]} | layers
 
 
-def _handed_on(
+def _passed_to_stage(
     model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int, seed: int
 ) -> Carry:
-    """What the code of a stage is handed, when the layers return what was seen."""
+    """Return the carry that the code of a stage gets if the layers return their observed results."""
     _seed(seed)
     carry: Any = None
     for number in range(stage):
         glue = Prologue(model, layout) if number == 0 else Interlude(model, layout, number)
         carry = glue(**inputs) if number == 0 else glue(carry)
-        carry = _behind_layers(carry, seen[number])
+        carry = _after_layers(carry, seen[number])
     return carry
 
 
-def _behind_layers(carry: Carry, seen: Seen) -> Carry:
+def _after_layers(carry: Carry, seen: Seen) -> Carry:
     computed = {
-        wanted.key: found
+        expected.key: leaf
         for call, result in zip(carry.program.calls, seen.results, strict=True)
-        for wanted, found in zip(leaves(call.result), leaves(result), strict=True)
-        if isinstance(wanted, Value)
+        for expected, leaf in zip(leaves(call.result), leaves(result), strict=True)
+        if isinstance(expected, Value)
     }
     done = frozenset[int]().union(*(call.done for call in carry.program.calls))
     values = {key: value for key, value in (carry.values | computed).items() if key not in done}
@@ -138,8 +138,8 @@ def _outcome(
     *,
     seed: int = _SEEDS[0],
 ) -> list[Any]:
-    """What the code of a stage computes. `seed`: of the random numbers before it; its own are always the same."""
-    carry = _handed_on(model, layout, seen, inputs, stage, _SEEDS[0])
+    """Return what the code of a stage computes. `seed`: for random numbers before it; its own are fixed."""
+    carry = _passed_to_stage(model, layout, seen, inputs, stage, _SEEDS[0])
     _seed(seed)
     is_last = stage == len(layout.segments)
     glue: Glue = Epilogue(model, layout) if is_last else Interlude(model, layout, stage)
@@ -147,13 +147,13 @@ def _outcome(
     return _computed(glue(carry), stage)
 
 
-def _computed(found: Any, stage: int) -> list[Any]:
-    if isinstance(found, Carry):
-        own = [part for origin, part in found.parts.items() if origin[0] == stage]
-        # Functions that are made anew have other addresses.
-        calls = re.sub(r"0x[0-9a-f]+", "", repr(found.program.calls))
-        return [*leaves(found.values), *leaves(found.boxes), *leaves(own), calls]
-    return list(leaves(found))
+def _computed(result: Any, stage: int) -> list[Any]:
+    if isinstance(result, Carry):
+        own = [part for origin, part in result.parts.items() if origin[0] == stage]
+        # Drop addresses: functions that are created in each run have other ones.
+        calls = re.sub(r"0x[0-9a-f]+", "", repr(result.program.calls))
+        return [*leaves(result.values), *leaves(result.boxes), *leaves(own), calls]
+    return list(leaves(result))
 
 
 def _seeding(seed: int) -> Callable[[], object]:

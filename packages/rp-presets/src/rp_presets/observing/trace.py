@@ -1,4 +1,4 @@
-"""A model's forward, run once with its layers watched: which lists of layers it calls, and what they return."""
+"""Run a model's forward once and observe which lists of layers it calls, and what they return."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rp_presets.rows.trees import contents_of, is_plain, leaves, mapped, same
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one run showed of one list of layers.
+    """The observation of one list of layers in one run.
 
-    `results`: of each layer. `written`: what the containers that they wrote hold. `collected`: what hooks
-    collected of them, by name.
+    `results`: the result of each layer. `written`: the contents of containers that the layers wrote to, by number.
+    `collected`: values that hooks collected from the layers, by name.
     """
 
     results: list[Any]
@@ -34,9 +34,9 @@ class Seen:
 
 
 class Trace:
-    """A `Session` in which everything runs, but only one of several like layers.
+    """A `Session` in which everything runs, except that of several layers of one kind only the first does.
 
-    `lists`: the lists of layers to watch, by name.
+    `lists`: the lists of layers to observe, by name.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Trace:
         self._used_since: set[str] = set()
         self._templates: defaultdict[int, list[Any]] = defaultdict(list)
         self._results: defaultdict[int, list[Any]] = defaultdict(list)
-        # By list of layers, then by name: what hooks collected of its layers.
+        # By list of layers and name: the values that hooks collected from its layers.
         self._collected: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        # By kind of layer: its result, and what hooks collected of it, by name.
+        # By kind of layer: its result, and the values that hooks collected from it, by name.
         self._of_kind: dict[Any, tuple[Any, dict[str, list[Any]]]] = {}
         self._boxes: defaultdict[int, dict[int, tuple[Any, Any]]] = defaultdict(dict)
-        # By list of layers: attributes that its layers set, with the number of the first that does.
+        # By list of layers: the attributes that its layers set, with the index of the first layer that does.
         self._written_attributes: defaultdict[int, dict[str, int]] = defaultdict(dict)
         self._settable: set[str] = set()
         self._skeleton = skeleton(
@@ -77,14 +77,14 @@ class Trace:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run the model's forward."""
-        # With gradients, to see where the model switches them off.
+        # With gradients, to notice where the model turns them off.
         with in_session(self), torch.enable_grad():
             self._skeleton(*args, **kwargs)
         self._assign_used(len(self._order))
         self._check_others()
 
     def layout(self, *, cache_argument: bool) -> Layout:
-        """What the run showed."""
+        """Return the observed layout."""
         segments = [Segment(self._names[number], tuple(self._templates[number])) for number in self._order]
         parts = [frozenset(self._used[phase]) for phase in range(len(segments) + 1)]
         return Layout(
@@ -98,7 +98,7 @@ class Trace:
         )
 
     def seen(self) -> list[Seen]:
-        """What it showed of each list of layers, in the order of the segments."""
+        """Return the observation of each list of layers, in the order of the segments."""
         return [
             Seen(self._results[number], self._written(number), self._collected[number]) for number in self._order
         ]
@@ -109,7 +109,7 @@ class Trace:
             key: contents_of(box) for key, (box, first) in enumerate(boxes) if not same(contents_of(box), first)
         }
 
-    # What stubs and parts ask
+    # Calls from stubs and parts
 
     def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.layer`."""
@@ -134,18 +134,19 @@ class Trace:
 
     def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.part`."""
-        self._note(part.part.path if isinstance(part, Method) else part.path)
+        self._note_use(part.part.path if isinstance(part, Method) else part.path)
         return part.run(args, kwargs)
 
     def read(self, part: Part, name: str) -> Any:
         """See `Session.read`."""
-        self._note(part.path)
+        self._note_use(part.path)
         return getattr(part.held(), name)
 
     # Inside
 
-    def _note(self, path: str) -> None:
-        # Whether this is between two layers of a list or behind them shows when the next layer is called, or none.
+    def _note_use(self, path: str) -> None:
+        # Only the next call of a layer, if any, tells whether this use is between two layers of a list or after
+        # them.
         self._used_since.add(path)
 
     def _assign_used(self, phase: int) -> None:
@@ -166,7 +167,7 @@ class Trace:
         self._next += 1
 
     def _result(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The first layer of a list differs: hooks collect what it is handed, too.
+        # The first layer of a list is a kind of its own: hooks also collect its arguments.
         kind = (stub.segment, stub.index == 0, _kind(layer), _shapes((args, kwargs)))
         if kind in self._of_kind:
             result, collected = mapped(_cloned, self._of_kind[kind])
@@ -174,7 +175,7 @@ class Trace:
         else:
             before = [contents_of(box) for box in boxes_of((args, kwargs))]
             known = _lengths(capture.wanted())
-            result = self._watched(stub, layer, args, kwargs)
+            result = self._observed(stub, layer, args, kwargs)
             collected = {key: lists[known[key] :] for key, lists in capture.wanted().items() if key in known}
             if same(before, [contents_of(box) for box in boxes_of((args, kwargs))]):
                 self._of_kind[kind] = result, collected
@@ -182,11 +183,11 @@ class Trace:
             self._collected[stub.segment].setdefault(key, []).extend(values)
         return result
 
-    def _watched(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observed(self, stub: Stub, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._check_handed(stub, (args, kwargs))
         versions = [tensor._version for tensor in given]
-        before, arguments = Attributes(self._model), mapped(_as_it_is, (args, kwargs))
+        before, arguments = Attributes(self._model), mapped(_same_leaf, (args, kwargs))
         with torch.no_grad(), Reads([*given, *held_by(layer)]) as reads:
             result = layer(*args, **kwargs)
         if reads.hidden:
@@ -197,7 +198,7 @@ class Trace:
             )
         if [tensor._version for tensor in given] != versions:
             self._refuse(stub.segment, f"layer {stub.index} writes a tensor that it is handed")
-        if (strange := next((leaf for leaf in leaves(result) if not _travels(leaf)), None)) is not None:
+        if (strange := next((leaf for leaf in leaves(result) if not _can_be_passed_on(leaf)), None)) is not None:
             self._refuse(
                 stub.segment,
                 f"layer {stub.index} returns a {type(strange).__name__}, which may be another in each call, or "
@@ -220,7 +221,7 @@ class Trace:
     def _check_written(
         self, stub: Stub, layer: nn.Module, changed: list[tuple[nn.Module, str]], arguments: Any
     ) -> None:
-        """Whether nobody reads the attributes that a layer has set."""
+        """Raise if anything may read the attributes that a layer has set."""
         inside = {module: name for name, module in _named_modules(layer)}
         for module, name in changed:
             if module not in inside:
@@ -238,7 +239,7 @@ class Trace:
         self._settable |= {name for _, name in changed}
 
     def _check_others(self) -> None:
-        """Refuse layers that may read the attributes which other layers set."""
+        """Raise if a layer may read attributes that other layers set."""
         for number, written in self._written_attributes.items():
             for index, layer in enumerate(self._lists[number]):
                 if holds_others(layer):
@@ -253,7 +254,7 @@ class Trace:
         raise NotARow(self._names[segment], reason)
 
 
-def _travels(leaf: Any) -> bool:
+def _can_be_passed_on(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, Tensor)
 
 
@@ -262,7 +263,7 @@ def _with_seed(call: Callable[[], Any]) -> Any:
     return call()
 
 
-def _as_it_is(leaf: Any) -> Any:
+def _same_leaf(leaf: Any) -> Any:
     return leaf
 
 
@@ -286,12 +287,12 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
 
 
 def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    # With complete types.
+    # A typed wrapper of `named_modules`.
     yield from module.named_modules()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _kind(module: nn.Module) -> Any:
-    """What layers have in common that return alike things: classes, plain attributes, shapes of parameters."""
+    """Return what determines a layer's kind of result: classes, plain attributes, parameter shapes."""
     plain = {
         f"{path}.{name}": value
         for path, child in _named_modules(module)
@@ -307,7 +308,7 @@ def _kind(module: nn.Module) -> Any:
 
 
 class _Restored:
-    """What observation must not change: buffers, attributes, training flags, the CPU's random numbers."""
+    """Restores what observation must not change: buffers, attributes, training flags, the CPU's random state."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -333,5 +334,5 @@ class _Restored:
 
 
 def undisturbed(model: nn.Module) -> _Restored:
-    """Restore the model and the random numbers at the end of the context."""
+    """Return a context that restores the model and the random state at its end."""
     return _Restored(model)

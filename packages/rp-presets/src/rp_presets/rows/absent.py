@@ -1,4 +1,4 @@
-"""Tensors that are not there: they stand for a layer's results where the layer has not run."""
+"""Placeholders for the results of layers that have not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rp_presets.truths import writes
 
 
 class Spec:
-    """What is known of a tensor that is not there. A leaf in trees of tensors."""
+    """The shape and dtype of a tensor that is not available. A leaf in trees of tensors."""
 
     __slots__ = ("dtype", "shape")
 
@@ -23,23 +23,23 @@ class Spec:
 
     @classmethod
     def of(cls, leaf: Any) -> Any:
-        """A tensor's shape and dtype; other leaves as they are."""
+        """Return a tensor's shape and dtype; return other leaves unchanged."""
         return cls(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """A `StandIn` of this shape and dtype, of NaN or zeros."""
+        """Return a `StandIn` of this shape and dtype, filled with NaN or zeros."""
         floating = self.dtype.is_floating_point or self.dtype.is_complex
-        found = torch.full(self.shape, float("nan") if floating else 0, dtype=self.dtype, device=device)
-        return found.as_subclass(StandIn)
+        filled = torch.full(self.shape, float("nan") if floating else 0, dtype=self.dtype, device=device)
+        return filled.as_subclass(StandIn)
 
 
 def standing_in(tree: Any, device: torch.device) -> Any:
-    """The tree with stand-ins for its `Spec` leaves."""
+    """Return the tree with its `Spec` leaves replaced by stand-ins."""
     return mapped(lambda leaf: leaf.stand_in(device) if isinstance(leaf, Spec) else leaf, tree)
 
 
 class StandIn(torch.Tensor):
-    """Has the shape and dtype of a tensor that is not there; what is computed from it is a stand-in, too.
+    """Has the shape and dtype of a tensor that is not available. Results computed from it are stand-ins, too.
 
     >>> made = Spec(torch.Size([2]), torch.float32).stand_in(torch.device("cpu")) * torch.ones(3, 1)
     >>> type(made).__name__, made.shape
@@ -50,7 +50,7 @@ class StandIn(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation; mark the tensor that it writes."""
+        """Run the operation, and mark a tensor that it writes as a stand-in."""
         # Torch leaves the types of this method open.
         result = super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
         if writes(func) and type(args[0]) is Tensor:
@@ -59,11 +59,11 @@ class StandIn(torch.Tensor):
 
 
 class Absent(torch.Tensor):
-    """Stands for a layer's result, and refuses every operation.
+    """Stands for a layer's result, and refuses operations.
 
-    Models may pass it on, compare it with None, and read its shape, dtype and device if they are known.
-    `spec`: its shape and dtype; None if unknown. `touched(what)`: called for anything else; raises. `key`: a
-    number for its maker.
+    A model may pass it on, compare it with None, and read its shape, dtype and device if they are known. `spec`:
+    its shape and dtype; None if unknown. `touched(operation)`: called for every other operation; raises. `key`: a
+    number that its creator sets.
     """
 
     spec: Spec | None
@@ -73,22 +73,22 @@ class Absent(torch.Tensor):
 
     @staticmethod
     def make(spec: Spec | None, device: torch.device, touched: Callable[[str], Any]) -> Absent:
-        """A tensor that is not there, on `device`."""
-        found = torch.empty(0).as_subclass(Absent)
-        found.spec, found.place, found.touched, found.key = spec, device, touched, None
-        return found
+        """Create a placeholder on `device`."""
+        absent = torch.empty(0).as_subclass(Absent)
+        absent.spec, absent.place, absent.touched, absent.key = spec, device, touched, None
+        return absent
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer what is known; report everything else."""
+        """Answer from the known properties if possible; report every other operation."""
         del types
         first = next((arg for arg in args if isinstance(arg, Absent)), None)
         if first is not None and (read := _READS.get(func)) is not None:
-            found = read(first, *args[1:], **(kwargs or {}))
-            if found is not NotImplemented:
-                return found
+            answer = read(first, *args[1:], **(kwargs or {}))
+            if answer is not NotImplemented:
+                return answer
         one = next(leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, Absent))
         return one.touched(_name(func))
 
@@ -143,14 +143,14 @@ def _is_floating(spec: Spec) -> bool:
 
 
 def _moved(one: Absent, *args: Any, **kwargs: Any) -> Any:
-    # `x.to(...)` returns `x` itself where it has that dtype and is on that device.
+    # `x.to(...)` returns `x` itself if it has that dtype and is on that device.
     wanted: set[Any] = {*args, *kwargs.values()} - {False, None}
     known: set[Any] = {one.place, str(one.place)} | (set() if one.spec is None else {one.spec.dtype})
     return one if wanted <= known else NotImplemented
 
 
 def _item(one: Absent, index: Any) -> Any:
-    # A slice of all of it has the same values and gradients; some models have one for the tokens to keep.
+    # A slice of all elements has the same values and gradients. Some models slice so for the tokens to keep.
     parts: tuple[Any, ...] = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
     return one if all(part is Ellipsis or _is_whole(part) for part in parts) else NotImplemented
 

@@ -1,4 +1,4 @@
-"""Arguments of a model's forward: what is refused, and what travels to the end of the row."""
+"""Arguments of a model's forward: which are refused, and which are passed to the end of the row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CACHES = ("past_key_values", "cache_params")
 
 
 def names_of(model: nn.Module) -> list[str]:
-    """The names of the parameters of the model's forward.
+    """Return the names of the parameters of the model's forward.
 
     >>> names_of(nn.Linear(1, 1))
     ['input']
@@ -25,14 +25,14 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 def use_cache_of(layout: Layout) -> dict[str, Any]:
-    """What keeps the model from making a key-value cache."""
+    """Return the argument that keeps the model from creating a key-value cache, if it takes one."""
     return {"use_cache": False} if layout.cache_argument else {}
 
 
 def without_cache(
     model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with no key-value cache to be made.
+    """Return the arguments, changed so that the model creates no key-value cache.
 
     Raises `ValueError` for a cache among them.
     """
@@ -51,30 +51,30 @@ def without_cache(
 
 
 def asks_for_more(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments ask for results beside the usual ones, such as hidden states.
+    """Return whether the arguments ask for additional results, such as hidden states.
 
-    The model was not observed with these: the code behind the layers may read anything from before them.
+    The model was not observed with these, so the code after the layers may read anything from before them.
     """
     given = [*zip(names_of(model), args, strict=False), *kwargs.items()]
     return any(name.startswith("output_") and value is True for name, value in given)
 
 
 def travelling(model: nn.Module, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``(args, kwargs)`` for the code behind the layers.
+    """Return ``(args, kwargs)`` for the code after the layers.
 
-    Of large tensors such as embeddings and images, which are read before the layers only, the shapes travel.
+    Large tensors such as embeddings and images, if only read before the layers, are replaced by their shapes.
     """
     is_all = asks_for_more(model, args, kwargs)
 
     def kept(name: str, value: Any) -> Any:
         is_read = is_all or "label" in name or (-1, name, 0) in layout.needed
-        return value if is_read else mapped(_small, value)
+        return value if is_read else mapped(_shape_if_large, value)
 
     names = [*names_of(model), *("" for _ in args)]
-    by_place = tuple(kept(name, value) for name, value in zip(names, args, strict=False))
-    return by_place, {name: kept(name, value) for name, value in kwargs.items()}
+    positional = tuple(kept(name, value) for name, value in zip(names, args, strict=False))
+    return positional, {name: kept(name, value) for name, value in kwargs.items()}
 
 
-def _small(leaf: Any) -> Any:
+def _shape_if_large(leaf: Any) -> Any:
     is_large = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 0
     return Spec.of(leaf) if is_large else leaf

@@ -1,7 +1,8 @@
-"""Results that transformers collects by hooks, such as hidden states and router logits.
+"""Results that transformers collects with hooks, such as hidden states and router logits.
 
-A model's forward sets a context variable, to which hooks on its submodules append. Other threads do not see it, so
-a row hands the lists on from layer to layer. Only this file knows transformers' names for that.
+A model's forward puts lists into a context variable, and hooks on its submodules append to them. Other threads do
+not see the variable, so a row passes the lists on from layer to layer. Only this file uses transformers' names for
+this.
 """
 
 from __future__ import annotations
@@ -14,27 +15,29 @@ from typing import Any
 
 from torch import nn
 
-# Transformers marks so the models on which it has registered hooks.
+# The attribute by which transformers marks models on which it has registered hooks.
 HOOKED = "_output_capturing_hooks_installed"
 
 
 def _collector() -> Any:
-    # Import late: transformers takes seconds.
+    # Imported late, since transformers takes seconds to import.
     from transformers.utils import output_capturing
 
     return output_capturing._active_collector  # pyright: ignore[reportPrivateUsage] - there is no public way
 
 
 class Hooks:
-    """Registers transformers' hooks on a model, when a call first asks for what they collect.
+    """Registers transformers' hooks on a model when a call first asks for results that they collect.
 
-    Not before: torch 2.11 cannot compile them. A layer that was compiled without them runs uncompiled with them.
+    It does so no earlier because torch 2.11 cannot compile the hooks. A layer that was compiled before runs
+    uncompiled with them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._lock = threading.Lock()
-        # Whether layers may have been compiled, and whether hooks were registered after that.
+        # Whether the model was converted, so that layers may be compiled, and whether hooks were registered after
+        # that.
         self.is_converted = False
         self.are_late = False
 
@@ -43,7 +46,7 @@ class Hooks:
         return self
 
     def ensure(self) -> None:
-        """Register the hooks unless they are. Copies of the layers share the hooks' tables with the model."""
+        """Register the hooks, once. Copies of the layers share their tables of hooks with the model."""
         with self._lock:
             if _install(self._model):
                 self.are_late = self.is_converted
@@ -57,7 +60,7 @@ def _install(model: nn.Module) -> bool:
 
         output_capturing.maybe_install_capturing_hooks(model)  # pyright: ignore[reportArgumentType]
         return True
-    # A list: each child is to have its hooks.
+    # A list, since every child must get its hooks, even after the first True.
     return any(list(map(_install, model.children())))
 
 
@@ -66,13 +69,13 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def note_hooked(skeleton: nn.Module) -> None:
-    """Keep transformers from registering hooks on a skeleton's stubs."""
+    """Mark a skeleton as hooked, so that transformers registers no hooks on its stubs."""
     if getattr(skeleton, "_can_record_outputs", None):
         vars(skeleton)[HOOKED] = True
 
 
 def wanted() -> dict[str, Any]:
-    """The lists that the running forward wants filled, by name; empty if none."""
+    """Return the lists that the running forward collects into, by name; empty if there are none."""
     return dict(_collector().get() or {})
 
 
@@ -92,7 +95,7 @@ def capturing(collected: Mapping[str, Any]) -> Generator[dict[str, Any]]:
 
 
 def deliver(collected: Mapping[str, Any]) -> None:
-    """Append what the layers collected to the lists of the running forward."""
+    """Append values that the layers collected to the lists of the running forward."""
     lists = wanted()
     for key, values in collected.items():
         if isinstance(values, list) and key in lists:

@@ -1,4 +1,4 @@
-"""What one layer of a row passes to the next, and the program that says what each layer reads and returns."""
+"""The data that one layer of a row passes to the next, and the program of what each layer reads and returns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from rp_presets.rows.absent import Spec
 from rp_presets.rows.trees import Box
 
-# What the code around the layers has at hand: before which list of layers, by which name, for the nth time. It is
-# the name of a part or of an argument, or empty for a layer.
+# The origin of a result or argument, (list, name, number). For a part that runs before list of layers `list`: the
+# part's name and the number of its call. For a layer of that list: an empty name and the layer's index. For an
+# argument of the model: -1, its name and 0.
 Origin = tuple[int, str, int]
 
 
@@ -34,9 +35,9 @@ class BoxKey:
 class LayerCall:
     """How a layer is called.
 
-    `arguments`: ``(args, kwargs)``, with `Value` and `BoxKey` for tensors and containers. `result`: what it
-    returns, with `Value` for tensors. `done`: keys of values that nothing reads after this layer. `done_boxes`:
-    the same for containers.
+    `arguments`: ``(args, kwargs)``, with `Value` and `BoxKey` in place of tensors and containers. `result`: its
+    result, with `Value` in place of tensors. `done`: keys of values that nothing reads after this layer.
+    `done_boxes`: the same for containers.
     """
 
     arguments: Any
@@ -46,12 +47,12 @@ class LayerCall:
 
 
 class Program:
-    """The calls of one row of layers, for one set of arguments. Not changed once made.
+    """The calls of the layers of one list, for one set of arguments. Immutable.
 
-    `empty`: each container without items, by key. `past`: what parts returned, and earlier layers, with `Spec` for
-    tensors. `specs`: shapes and dtypes of what layers return, by key, where known. `truths`: the answers of the
-    truth tests before the layers, in order. It travels in the carry as one object, so it is no dataclass: trees of
-    tensors end here.
+    `empty`: an empty copy of each container, by key. `past`: results of parts and of earlier layers, with `Spec`
+    in place of tensors. `specs`: shapes and dtypes of the layers' results, by key, where known. `truths`: the
+    answers of the truth tests before the layers, in order. It is passed on as one object, and is not a dataclass,
+    so that it is a leaf in trees of tensors.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class Program:
 
 
 class Carry(NamedTuple):
-    """What a layer passes to the next. Only what a layer computes is replaced; the rest stays the same objects.
+    """The data that a layer passes to the next. A layer replaces only what it computes; all other objects stay.
 
-    `values`: tensors that a later layer, or the code after the layers, reads: hidden states, masks, tables of
-    positions. `boxes`: containers that layers share, as new lists and dicts; `written`: keys of those that a layer
-    has written. `collected`: results that the model returns beside its output, such as hidden states, by name.
-    `arguments`: the model's own, ``(args, kwargs)``. `parts`: results of the model's parts that the code after the
-    layers reads. `program`: a constant.
+    `values`: tensors that a later layer or the code after the layers reads, such as hidden states, masks and
+    position tables, by key. `boxes`: the contents of containers that layers share, by key, as new lists and dicts.
+    `written`: the keys of containers that a layer has written to. `collected`: additional results of the model,
+    such as hidden states, by name. `arguments`: the model's arguments, ``(args, kwargs)``. `parts`: results of the
+    model's parts that the code after the layers reads, by origin. `program`: the calls of the layers, which no
+    layer changes.
     """
 
     values: dict[int, Tensor]

@@ -1,4 +1,4 @@
-"""The layers of a row around the model's own: each runs part of the model's forward on a skeleton."""
+"""The layers of a row around the model's own layers: each runs a part of the model's forward on a skeleton."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rp_presets.rows.trees import leaves
 class Glue(SharesConfigs):
     """Runs the code of a model between two of its lists of layers.
 
-    `stage`: 0 for the code before the first list.
+    `stage`: the number of the list of layers after the code; 0 for the code before the first list.
     """
 
-    # An engine that compiles layers compiles none of this: it is the model's own code around its layers.
+    # The submodules that an engine compiles: none, since this is the model's code around its layers.
     compiled_submodules = ()
 
     def __init__(self, model: nn.Module, layout: Layout, stage: int) -> None:
@@ -38,8 +38,9 @@ class Glue(SharesConfigs):
         self.training = model.training
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Glue:
-        # Frequencies of rotary positions must stay in fp32 when the row is cast to 16 bits: rounding changes the
-        # angles. They are in modules without parameters, which hold nothing else that depends on a dtype.
+        # Frequencies of rotary embeddings must stay in fp32 when the row is cast to 16 bits, since rounding
+        # changes the angles. They are in modules without parameters, which hold nothing else that depends on a
+        # dtype.
         kept = [(table, dict(table)) for table in map(_buffers, _without_parameters(self))]
         super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
         for table, before in kept:
@@ -50,39 +51,39 @@ class Glue(SharesConfigs):
         return self
 
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Carry | None, travelling: Any) -> Carry:
-        """Run up to the layers of this stage; return what they are handed."""
+        """Run up to and including the calls of this stage's layers; return the carry for the first of them."""
         run = self.run(args, kwargs, _device((args, kwargs, before)), before)
         with in_session(run), run.truths:
             try:
                 held = self.model(*args, **kwargs)
             except (Reached, Exception) as error:
-                # What the code behind the layers makes of containers that they have not filled is of no interest.
+                # Ignore errors of the code after the layers, which reads containers that they have not filled yet.
                 if not isinstance(error, Reached) and not run.is_past:
                     raise
-                # Inside this block the traceback keeps the frames of forward alive.
+                # Inside this block the traceback keeps the frames of forward alive, as `carry` needs.
                 return run.carry(travelling)
-            found = run.carry(travelling)
+            carry = run.carry(travelling)
             del held
-            return found
+            return carry
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, before: Carry | None
     ) -> Run:
-        """The session of one forward."""
+        """Create the session for one forward."""
         keeps_all = asks_for_more(self.model, args, kwargs)
         return Run(self.stage, self.layout, device, before, self.at_its_code, keeps_all=keeps_all)
 
 
 class Prologue(Glue):
-    """The first layer of a row: takes the model's arguments, and runs what comes before its layers."""
+    """The first layer of a row: takes the model's arguments, and runs the code before its layers."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         super().__init__(model, layout, 0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Carry:
-        """Run with the model's arguments.
+        """Run the code before the layers with the model's arguments.
 
-        Raises `ValueError` for a cache, and `UnsupportedModel` where the model does not treat its layers as a row.
+        Raises `ValueError` for a cache, and `UnsupportedModel` if the model does not treat its layers as a row.
         """
         args, kwargs = without_cache(self.model, self.layout, args, kwargs)
         return self.ahead(args, kwargs, None, travelling(self.model, self.layout, args, kwargs))
@@ -92,13 +93,13 @@ class Interlude(Glue):
     """The layer between two lists of layers, such as an encoder's and a decoder's."""
 
     def forward(self, carry: Carry) -> Carry:
-        """Run what comes between them."""
+        """Run the code between the two lists."""
         args, kwargs = standing_in(carry.arguments, _device(carry))
         return self.ahead(args, kwargs, carry, carry.arguments)
 
 
 class Epilogue(Glue):
-    """The last layer of a row: runs what comes behind the layers, and returns the model's output."""
+    """The last layer of a row: runs the code after the layers, and returns the model's output."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         super().__init__(model, layout, len(layout.segments))
@@ -114,7 +115,7 @@ class Epilogue(Glue):
         if any(isinstance(leaf, Absent | StandIn) for leaf in leaves(output)):
             raise UnsupportedModel(
                 f"the output ({type(output).__name__}) holds what the row did not hand on: with these arguments, "
-                "the code behind the layers reads more of what comes before them than when it was observed; "
+                "the code after the layers reads more of what comes before them than when it was observed; "
                 "observe it with arguments like these: to_sequential(model, example_inputs=...)"
             )
         return output
@@ -133,7 +134,7 @@ def _nothing() -> None:
 
 
 def _device(tree: Any) -> torch.device:
-    found = next(
+    first = next(
         (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, Absent)), None
     )
-    return torch.device("cpu") if found is None else found.device
+    return torch.device("cpu") if first is None else first.device

@@ -1,4 +1,4 @@
-"""One layer of the model in a row, and what all layers of a row have in common."""
+"""`Layer`, one layer of the model in a row, and `SharesConfigs`, the base class of all layers of a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rp_presets.rows.trees import contents_of, filled, leaves, mapped, same
 
 
 class SharesConfigs(nn.Module):
-    """A module whose copies have its submodules' configs themselves: a setting may change between calls.
+    """A module whose copies share the configs of its submodules, since settings may change between calls.
 
     >>> from types import SimpleNamespace
     >>> layer = SharesConfigs()
@@ -27,18 +27,18 @@ class SharesConfigs(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharesConfigs:
         memo.update((id(config), config) for config in _configs(self))
-        found = memo[id(self)] = type(self).__new__(type(self))
-        vars(found).update(copy.deepcopy(vars(self), memo))
-        return found
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
 
 class Layer(SharesConfigs):
     """Calls one of the model's layers as the model does.
 
-    `layer`: the model's own module. `index`: its place among the layers. `layout`: what was observed of the model.
+    `layer`: the model's module. `index`: its index in its list of layers. `layout`: the observation of the model.
     """
 
-    # An engine that compiles layers compiles these submodules: the code around them differs from layer to layer.
+    # The submodules that an engine compiles. The code around them differs from layer to layer.
     compiled_submodules = ("layer",)
 
     def __init__(self, layer: nn.Module, index: int, layout: Layout) -> None:
@@ -49,16 +49,16 @@ class Layer(SharesConfigs):
         self.training = layer.training
 
     def forward(self, carry: Carry) -> Carry:
-        """Run the layer; replace in the carry what it computes.
+        """Run the layer; return the carry with its results replaced.
 
-        Raises `UnsupportedModel` if the layer returns other things than when the model was observed.
+        Raises `UnsupportedModel` if the types of its results differ from those that were observed.
         """
         call = carry.program.calls[self.index]
         boxes = {key: filled(carry.program.empty[key], carry.boxes[key]) for key in _boxes(call)}
         args, kwargs = mapped(lambda leaf: _read(leaf, carry, boxes), call.arguments)
         with capturing(carry.collected) as collected:
             result = self._callable(collected)(*args, **kwargs)
-        self._forget()
+        self._detach_attributes()
         after = {key: contents_of(box) for key, box in boxes.items()}
         written = carry.written | {key for key, now in after.items() if not same(now, carry.boxes[key])}
         return carry._replace(
@@ -69,26 +69,26 @@ class Layer(SharesConfigs):
         )
 
     def _callable(self, collected: Mapping[str, Any]) -> Callable[..., Any]:
-        # A module's call without its compilation; torch leaves its type open.
+        # `_call_impl` calls a module without its compiled code; torch has no type for it.
         uncompiled = cast("Callable[..., Any]", self.layer._call_impl)  # pyright: ignore[reportUnknownMemberType]
         return uncompiled if collected and self.layout.hooks.are_late else self.layer
 
-    def _forget(self) -> None:
-        # What a layer leaves in its attributes would keep the graph alive, and cannot be copied.
+    def _detach_attributes(self) -> None:
+        # Tensors in the attributes that a layer sets would keep the graph alive, and could not be copied.
         for module in self.layer.modules() if self.layout.written else ():
             for name in self.layout.written & vars(module).keys():
                 vars(module)[name] = mapped(_detached, vars(module)[name])
 
     def _values(self, carry: Carry, call: LayerCall, result: Any) -> dict[int, Tensor]:
-        expected, found = list(leaves(call.result)), list(leaves(result))
-        if len(expected) != len(found) or not all(map(_fits, expected, found)):
+        expected, actual = list(leaves(call.result)), list(leaves(result))
+        if len(expected) != len(actual) or not all(map(_fits, expected, actual)):
             raise UnsupportedModel(
-                f"layer {self.index} ({type(self.layer).__name__}) returned {_shown(found)}, but returned "
+                f"layer {self.index} ({type(self.layer).__name__}) returned {_shown(actual)}, but returned "
                 f"{_shown(expected)} when the model was observed; observe it with arguments like these: "
                 "to_sequential(model, example_inputs=...)"
             )
         computed = {
-            wanted.key: value for wanted, value in zip(expected, found, strict=True) if isinstance(wanted, Value)
+            wanted.key: value for wanted, value in zip(expected, actual, strict=True) if isinstance(wanted, Value)
         }
         return {key: value for key, value in (carry.values | computed).items() if key not in call.done}
 
@@ -113,14 +113,14 @@ def _read(leaf: Any, carry: Carry, boxes: dict[int, Any]) -> Any:
 
 
 def _kept(boxes: dict[int, Any], call: LayerCall, written: frozenset[int]) -> dict[int, Any]:
-    # What was written is kept for the code after the layers.
+    # Keep containers that were written, for the code after the layers.
     return {key: box for key, box in boxes.items() if key in written or key not in call.done_boxes}
 
 
-def _fits(expected: Any, found: Any) -> bool:
-    return isinstance(found, Tensor) if isinstance(expected, Value) else found is None
+def _fits(expected: Any, actual: Any) -> bool:
+    return isinstance(actual, Tensor) if isinstance(expected, Value) else actual is None
 
 
-def _shown(found: Sequence[Any]) -> str:
-    names = ["Tensor" if isinstance(leaf, Value) else type(leaf).__name__ for leaf in found]
+def _shown(results: Sequence[Any]) -> str:
+    names = ["Tensor" if isinstance(leaf, Value) else type(leaf).__name__ for leaf in results]
     return f"({', '.join(names)})"

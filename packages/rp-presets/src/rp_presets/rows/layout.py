@@ -1,4 +1,4 @@
-"""What was observed of a model: its lists of layers, what they return, and the parts around them."""
+"""The observation of a model: its lists of layers, the layers' results, and the parts around them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rp_presets.rows.carry import Origin
 
 
 class Like:
-    """A tensor in a layer's result. `argument`: the number of the tensor argument with its shape and dtype."""
+    """A tensor in a layer's result. `argument`: the index of a tensor argument with the same shape and dtype."""
 
     def __init__(self, argument: int | None) -> None:
         self.argument = argument
 
     def spec(self, arguments: list[Spec | None]) -> Spec | None:
-        """Its shape and dtype in a call with such arguments; None if unknown."""
+        """Return the tensor's shape and dtype in a call with these arguments; None if unknown."""
         known = self.argument is not None and self.argument < len(arguments)
         return arguments[self.argument] if known and self.argument is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A list of layers that run one after another. `results`: what each returns, with `Like` for tensors."""
+    """A list of layers that run in order. `results`: the result of each, with `Like` in place of tensors."""
 
     path: str
     results: tuple[Any, ...]
@@ -33,13 +33,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a model becomes a row.
+    """The structure of a model as a row.
 
-    `segments`: its lists of layers, in the order in which they run. `spine`: the modules around them, by name.
-    `parts`: for the code before each segment, and after the last one, the names of the modules that it calls.
-    `needed`: what later code reads of what earlier code computed, or of arguments that would not travel otherwise.
+    `segments`: its lists of layers, in the order in which they run. `spine`: the names of the modules that contain
+    them. `parts`: for the code before each segment and after the last one, the names of the modules that it calls.
+    `needed`: the origins of results and arguments that must be passed on because later code reads them.
     `cache_argument`: whether forward takes `use_cache`. `written`: names of attributes that layers set when they
-    run; code around them cannot read these. `hooks`: those of transformers on the model.
+    run, which code around them cannot read. `hooks`: transformers' hooks on the model.
     """
 
     segments: tuple[Segment, ...]
@@ -55,5 +55,5 @@ class Layout:
         return self
 
     def numbers(self) -> Mapping[str, int]:
-        """The number of each segment, by the name of its list."""
+        """Return the number of each segment, by the name of its list."""
         return {segment.path: number for number, segment in enumerate(self.segments)}

@@ -1,4 +1,4 @@
-"""Recorder of the calls of a list of layers, whose results are not there."""
+"""`Recorder`: records the calls of a list of layers that do not run, with placeholders for their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rp_presets.rows.trees import Box, contents_of, emptied, is_box, is_plain, l
 class Recorder:
     """Records the calls of a list of layers.
 
-    `values`: the tensors among their arguments that no layer computed, by key. `touched`: see `Absent`. `refuse`:
+    `values`: the tensors in their arguments that no layer computed, by key. `touched`: see `Absent`. `refuse`:
     raises an error with a reason.
     """
 
@@ -29,25 +29,29 @@ class Recorder:
         self._touched = touched
         self._refuse = refuse
         self.values: dict[int, Tensor] = {}
-        # Of what layers return.
+        # Shapes and dtypes of the layers' results, by key.
         self.specs: dict[int, Spec | None] = {}
         self._count = 0
         self._boxes: dict[int, Box] = {}
         self._at_first: dict[int, Any] = {}
-        # Results by key: their weak references tell what the model's code still holds.
+        # Results by key, as weak references, which tell whether the model's code still holds them.
         self._computed: dict[int, weakref.ref[Tensor]] = {}
         self._recorded: list[tuple[Any, Any]] = []
 
     def record(self, arguments: Any, like: Any) -> Any:
-        """A layer is called; return its result, of tensors that are not there."""
+        """Record a layer's call; return its result, with placeholders in place of tensors."""
         encoded = _encoded(self._key, arguments)
         specs = [leaf.spec if isinstance(leaf, Absent) else Spec.of(leaf) for leaf in direct_tensors(arguments)]
-        result = mapped(lambda leaf: self._absent(leaf, specs) if isinstance(leaf, Like) else leaf, like)
+        result = mapped(lambda leaf: self._placeholder(leaf, specs) if isinstance(leaf, Like) else leaf, like)
         self._recorded.append((encoded, mapped(self._result_key, result)))
         return result
 
     def calls(self) -> list[LayerCall]:
-        """The recorded calls; call it where the frames of the model's code are alive."""
+        """Return the recorded calls.
+
+        Call it while the frames of the model's forward are alive: results that they still hold are kept for the
+        code after the layers.
+        """
         alive = {key for key, weak in self._computed.items() if weak() is not None}
         last_use, last_box = self._last_uses()
         return [
@@ -61,11 +65,11 @@ class Recorder:
         ]
 
     def empty(self) -> dict[int, Box]:
-        """An empty container for each one among the arguments."""
+        """Return an empty copy of each container in the arguments, by key."""
         return {key: emptied(box) for key, box in self._boxes.items()}
 
     def contents(self) -> dict[int, Any]:
-        """What each container held when the first layer was called with it."""
+        """Return each container's contents at the first call of a layer with it, by key."""
         return self._at_first
 
     def _last_uses(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -83,12 +87,12 @@ class Recorder:
         self._count += 1
         return self._count - 1
 
-    def _absent(self, leaf: Like, specs: list[Spec | None]) -> Absent:
-        found = Absent.make(leaf.spec(specs), self._device, self._touched)
-        self.specs[self._count] = found.spec
-        key = found.key = self._next()
-        self._computed[key] = weakref.ref(found)
-        return found
+    def _placeholder(self, leaf: Like, specs: list[Spec | None]) -> Absent:
+        absent = Absent.make(leaf.spec(specs), self._device, self._touched)
+        self.specs[self._count] = absent.spec
+        key = absent.key = self._next()
+        self._computed[key] = weakref.ref(absent)
+        return absent
 
     def _result_key(self, leaf: Any) -> Any:
         return Value(leaf.key) if isinstance(leaf, Absent) and leaf.key is not None else leaf
@@ -133,7 +137,7 @@ class Recorder:
 
 
 def _encoded(key: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with `key(leaf)` for its leaves; containers are leaves here, but for the two of a call itself."""
+    """Replace each leaf of a call's ``(args, kwargs)`` by `key(leaf)`. Containers inside count as leaves."""
     args, kwargs = tree
     return (
         tuple(_through_tuples(key, arg) for arg in args),
@@ -149,25 +153,25 @@ def _through_tuples(key: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _items(contents: Any) -> list[Any]:
-    """What a container holds, itself or in tuples; containers in it are not opened."""
-    found: list[Any] = []
+    """Return the items of a container, also those in tuples. Containers inside count as items."""
+    items: list[Any] = []
     values: Any = contents.values() if isinstance(contents, dict) else contents  # pyright: ignore
-    _through_tuples(found.append, tuple(values))
-    return found
+    _through_tuples(items.append, tuple(values))
+    return items
 
 
 def _direct(arguments: Any) -> list[Any]:
-    """The leaves of a call's arguments, with containers as leaves."""
-    found: list[Any] = []
-    _encoded(found.append, arguments)
-    return found
+    """Return the leaves of a call's arguments, with containers as leaves."""
+    direct: list[Any] = []
+    _encoded(direct.append, arguments)
+    return direct
 
 
 def boxes_of(arguments: Any) -> list[Box]:
-    """The containers among a call's arguments."""
+    """Return the containers in a call's arguments."""
     return [leaf for leaf in _direct(arguments) if is_box(leaf)]
 
 
 def direct_tensors(arguments: Any) -> list[Tensor]:
-    """The tensors among a call's arguments that are in no container."""
+    """Return the tensors in a call's arguments that are not in a container."""
     return [leaf for leaf in _direct(arguments) if isinstance(leaf, Tensor)]

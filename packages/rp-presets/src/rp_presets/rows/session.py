@@ -1,9 +1,9 @@
-"""One run of a model's forward on a skeleton: the code of one stage runs, everything else is replayed.
+"""`Run`: one run of a model's forward on a skeleton, which runs the code of one stage and replays everything else.
 
-The code of stage `k` is what the model does after its list of layers `k - 1` and before its list `k`. Forward runs
-from the beginning. Before the stage, layers and parts return what they returned in earlier stages if it is read
-again, otherwise stand-ins. In the stage, parts run, and the calls of the next layers are recorded. After it, the
-run stops.
+The code of stage `k` is the model's code after its list of layers `k - 1` and before its list `k`. Forward runs
+from the beginning. Before the stage, layers and parts return their results from earlier stages if these are read
+again, and stand-ins otherwise. In the stage, parts run, and the calls of the next layers are recorded. After the
+stage, the run stops.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rp_presets.truths import Truths
 
 
 class Reached(BaseException):
-    """The layers of this stage have been called, and the code behind them begins. Not an error."""
+    """Stops forward when the code after this stage's layers begins. Not an error."""
 
 
 class Run:
     """A `Session` that runs the code of one stage.
 
-    `before`: what the layers before it handed on. `at_its_code`: called where the code of the stage begins.
-    `keeps_all`: whether later stages may read everything from before.
+    `before`: the carry of the layers before it; None for the first stage. `at_its_code`: called when the code of
+    the stage begins. `keeps_all`: whether later stages may read any earlier result.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Run:
         keeps_all: bool = False,
     ) -> None:
         self._keeps_all = keeps_all
-        # What the model handed to the first layers when its forward ran again, and what it was in truth.
-        self._handed: list[tuple[Tensor, Tensor]] = []
+        # Pairs: a tensor that this run passes to the first layers again, and the tensor that they really got.
+        self._layer_inputs: list[tuple[Tensor, Tensor]] = []
         self._at_its_code = at_its_code
         self._stage = stage
         self._layout = layout
         self.device = device
         self._before = before
-        # How many lists of layers have been called, and how many layers of the next one.
+        # The number of lists of layers that have been called, and of layers of the next list.
         self._phase = 0
         self._position = 0
         self._counts: Counter[tuple[int, str]] = Counter()
@@ -66,13 +66,13 @@ class Run:
         self._collected: dict[str, Any] = {}
         self._boxes: dict[int, Box] = {}
         self._refusal: NotARow | None = None
-        # Another context than the session's: torch operations look for it.
+        # A separate context, since it intercepts torch operations.
         self.truths = Truths(() if before is None else before.program.truths)
         self._truths_before_layers: list[bool] = []
         if stage == 0:
             at_its_code()
 
-    # What stubs and parts ask
+    # Calls from stubs and parts
 
     def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Session.layer`."""
@@ -120,10 +120,10 @@ class Run:
         return self._phase > self._stage
 
     def carry(self, arguments: Any) -> Carry:
-        """What the layers of this stage are handed; `arguments`: those of the model.
+        """Return the carry for the first layer of this stage. `arguments`: the model's arguments to pass on.
 
-        Call it where the frames of forward are still alive: what they hold of the layers' results is kept for the
-        code behind them.
+        Call it while the frames of forward are still alive: results of layers that they hold are kept for the code
+        after the layers.
         """
         self.check()
         if self._phase <= self._stage:
@@ -150,18 +150,20 @@ class Run:
         )
 
     def check(self) -> None:
-        """Raise the refusal that the model's own code may have caught."""
+        """Raise a refusal again that the model's code may have caught."""
         if self._refusal is not None:
             raise self._refusal
 
     def with_handed(self, output: Any) -> Any:
-        """The output, with what the first layers were handed instead of what was computed again.
+        """Replace tensors of the output that were computed again by those that the first layers really got.
 
-        Dropout outside of modules is drawn anew when forward runs again.
+        They may differ: a dropout outside of modules draws new numbers when forward runs again.
         """
-        if not self._handed:
+        if not self._layer_inputs:
             return output
-        return mapped(lambda leaf: next((truth for again, truth in self._handed if again is leaf), leaf), output)
+        return mapped(
+            lambda leaf: next((original for again, original in self._layer_inputs if again is leaf), leaf), output
+        )
 
     # Inside
 
@@ -170,7 +172,8 @@ class Run:
         return any("label" in name and value is not None for name, value in kwargs.items())
 
     def _run(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Only the model's own loss is likely to read logits that are many more numbers than what they are made of.
+        # With labels, only the model's own loss is likely to read the logits of a linear layer that widens its
+        # input.
         is_last = self._stage == len(self._layout.segments)
         if is_last and isinstance(part, Part) and len(args) == 1 and self._has_labels():
             inner = part.held()
@@ -214,7 +217,7 @@ class Run:
             )
 
     def _collected_by(self, segment: int, before: Carry) -> dict[str, Any]:
-        """What hooks collected of a list of layers."""
+        """Return the values that hooks collected from a list of layers."""
         origin = (segment, "<collected>", 0)
         if segment < self._stage - 1:
             return self._again(origin)
@@ -247,7 +250,7 @@ class Run:
     def _replayed(self, stub: Stub, arguments: Any) -> Any:
         origin = (stub.segment, "", stub.index)
         if stub.index == 0 and self._first(stub) in self._parts:
-            self._handed += zip(direct_tensors(arguments), self._parts[self._first(stub)], strict=True)
+            self._layer_inputs += zip(direct_tensors(arguments), self._parts[self._first(stub)], strict=True)
         if self._before is None or stub.segment < self._stage - 1:
             result = self._again(origin)
             return mapped(lambda leaf: self._gone(leaf.spec) if isinstance(leaf, Gone) else leaf, result)
@@ -267,8 +270,8 @@ class Run:
         if not isinstance(leaf, Value):
             return leaf
         assert self._before is not None
-        found = self._before.values.get(leaf.key)
-        return self._gone(self._before.program.specs.get(leaf.key)) if found is None else found
+        value = self._before.values.get(leaf.key)
+        return self._gone(self._before.program.specs.get(leaf.key)) if value is None else value
 
     def _gone(self, spec: Spec | None) -> Absent:
         return Absent.make(spec, self.device, self._touched)
@@ -293,7 +296,7 @@ class Run:
 
 
 class Gone:
-    """A layer's result that nothing read after the layers. `spec`: its shape and dtype; None if unknown."""
+    """A layer's result that was not kept, since nothing reads it later. `spec`: its shape and dtype, if known."""
 
     def __init__(self, spec: Spec | None) -> None:
         self.spec = spec
@@ -304,5 +307,6 @@ class Gone:
 
 
 def _cloned(leaf: Any) -> Any:
-    # Models write what their modules return, as by `x *= scale`, and do so again when their forward runs again.
+    # Models write in place to results of their modules, as by `x *= scale`, and do so again when forward runs
+    # again.
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

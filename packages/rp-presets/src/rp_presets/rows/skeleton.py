@@ -1,6 +1,6 @@
-"""Skeletons: private copies of the modules around a model's layers, with stubs for the layers and for their parts.
+"""Skeletons: private copies of the modules around a model's layers, with stubs for layers and parts for the rest.
 
-A model's forward runs on a skeleton as it is. The `Session` of that run decides what stubs and parts do, so
+A model's forward runs unchanged on a skeleton. The `Session` of the run decides what stubs and parts do. So
 skeletons hold no state of a call, and each device may have a copy.
 """
 
@@ -25,20 +25,20 @@ from rp_presets.rows.trees import is_plain
 
 
 class Session(Protocol):
-    """Decides what stubs and parts do while one forward runs on a skeleton. `device`: where it runs."""
+    """Decides what stubs and parts do while a forward runs on a skeleton. `device`: the device it runs on."""
 
     device: torch.device
 
     def layer(self, stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer is called; return its result."""
+        """Return the result of a layer's call."""
         ...
 
     def part(self, part: Part | Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A part is called, or one of its methods; return its result."""
+        """Return the result of a call of a part or of one of its methods."""
         ...
 
     def read(self, part: Part, name: str) -> Any:
-        """An attribute of a part that is a tensor, a module or a method is read; return it."""
+        """Return an attribute of a part that is a tensor, a module or a method."""
         ...
 
 
@@ -47,7 +47,7 @@ _SESSION: ContextVar[Session] = ContextVar("rp_presets_session")
 
 @contextmanager
 def in_session(session: Session) -> Generator[None]:
-    """Let `session` decide inside the context, in this thread."""
+    """Make `session` the session of this thread inside the context."""
     token = _SESSION.set(session)
     try:
         yield
@@ -56,10 +56,10 @@ def in_session(session: Session) -> Generator[None]:
 
 
 class Facts:
-    """The plain attributes of a module and of its submodules, for code that reads them of a layer.
+    """The plain attributes of a layer and its submodules, for code around the layers that reads them.
 
-    `path`: the name of the list of layers. `written`: names of attributes that layers set when they run; these are
-    not known.
+    `path`: the name of the list of layers. `written`: names of attributes that layers set when they run; reading
+    them raises an error.
     """
 
     def __init__(self, module: nn.Module, path: str, written: Collection[str]) -> None:
@@ -80,7 +80,7 @@ class Facts:
             if name in table and name not in self._written:
                 return table[name]
         if name in self._unknown or name in self._written:
-            # No AttributeError: code that has a default for it would go on.
+            # Not an AttributeError: code with a default for the attribute would go on.
             raise NotARow(
                 self._path,
                 f"the code around its layers reads {self._name}.{name}, but only plain attributes that no layer "
@@ -94,7 +94,7 @@ class Facts:
 
 
 def _class_attributes(kind: type[nn.Module]) -> Iterable[tuple[str, Any]]:
-    """The attributes of its classes below `nn.Module` that are no methods."""
+    """Return the attributes, except methods, of a module's classes below `nn.Module`."""
     own = [base for base in reversed(kind.__mro__) if base not in nn.Module.__mro__]
     return ((name, value) for base in own for name, value in vars(base).items() if not callable(value))
 
@@ -107,7 +107,7 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 
 
 class Stub(nn.Module):
-    """Stands for the layer `index` of the layers `segment`."""
+    """Stands for layer `index` of the list of layers number `segment`."""
 
     def __init__(self, segment: int, index: int, layer: nn.Module, facts: Facts) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Stub(nn.Module):
 
 
 class Outline:
-    """What is known of a module that is not here: its plain attributes, and the shapes of its tensors."""
+    """The plain attributes of a module that is not held, and the shapes and dtypes of its tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         self.own = {name: value for name, value in vars(module).items() if _is_fact(name, value)}
@@ -138,15 +138,15 @@ class Outline:
         self._children = {name: Outline(child) for name, child in module.named_children()}
 
     def has(self, name: str) -> bool:
-        """Whether it knows an attribute."""
+        """Return whether an attribute is known."""
         return name in self.own or name in self._specs or name in self._children
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self.has(name):
-            raise AttributeError(f"{name!r} is read of a module that is not here")
+            raise AttributeError(f"{name!r} is unknown of a module that this skeleton does not hold")
         if name in self._specs:
             spec = self._specs[name]
-            # It takes no memory.
+            # An expanded scalar takes no memory.
             return Spec(torch.Size(), spec.dtype).stand_in(_SESSION.get().device).expand(spec.shape)
         return self.own[name] if name in self.own else self._children[name]
 
@@ -156,9 +156,9 @@ class Outline:
 
 
 class Part(nn.Module):
-    """Stands for a module that the code around the layers calls; holds it where it runs for real.
+    """Stands for a module that the code around the layers calls; holds the module if it runs in this stage.
 
-    `path`: its name in the model. `inner`: the module, or None.
+    `path`: the module's name in the model. `inner`: the module; None if it is not held.
     """
 
     inner: nn.Module | None
@@ -176,22 +176,22 @@ class Part(nn.Module):
         return _SESSION.get().part(self, args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module. One without parameters runs as a copy: some write attributes, such as rotary tables."""
+        """Run the module, or a copy if it has no parameters: it may write attributes, as rotary tables do."""
         inner = self.held()
         has_parameters = next(inner.parameters(), None) is not None
         return (inner if has_parameters else _scratch(inner))(*args, **kwargs)
 
     def held(self) -> nn.Module:
-        """The module. Raises `UnsupportedModel` if it did not run here when the model was observed."""
+        """Return the module. Raises `UnsupportedModel` if it did not run in this stage when observed."""
         if self.inner is None:
             raise UnsupportedModel(
-                f"the model calls {self.path!r}, which it did not here when it was observed; observe it with "
+                f"the model calls {self.path!r} where it did not when it was observed; observe it with "
                 "arguments like these: to_sequential(model, example_inputs=...)"
             )
         return self.inner
 
     def known(self, name: str) -> Any:
-        """An attribute of the module where it is not held: a stand-in for a tensor, an outline of a submodule."""
+        """Return an attribute of a module that is not held: a stand-in or an outline for a tensor or submodule."""
         outline = cast(Outline, vars(self)["outline"])
         return getattr(outline, name) if outline.has(name) else getattr(self.held(), name)
 
@@ -210,7 +210,7 @@ class Part(nn.Module):
 
 
 class Method:
-    """A method of a part that the code around the layers calls by name. `path`: its name in the model."""
+    """A method of a part that the code around the layers calls. `path`: its name in the model."""
 
     def __init__(self, part: Part, name: str) -> None:
         self.part = part
@@ -218,7 +218,7 @@ class Method:
         self.path = f"{part.path}.{name}"
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it."""
+        """Run the method."""
         return getattr(self.part.held(), self.name)(*args, **kwargs)
 
 
@@ -232,7 +232,7 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The children by name. Unlike torch's, one that has several names counts for each.
+    """Return the children by name. Unlike torch's `named_children`, it lists a child once per name.
 
     >>> layer = nn.Identity()
     >>> list(children_of(nn.ModuleList([layer, layer])))
@@ -243,15 +243,15 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """A copy of a module with tables of its own that holds the same submodules and tensors."""
-    found = copy.copy(module)
-    state = vars(found)
+    """Copy a module and its tables, but not its submodules and tensors."""
+    copied = copy.copy(module)
+    state = vars(copied)
     for table in ("_modules", "_parameters", "_buffers"):
         state[table] = dict(state[table])
     own = state.get("forward")
     if own is not None:
-        state["forward"] = _rebound(own, module, found)
-    return found
+        state["forward"] = _rebound(own, module, copied)
+    return copied
 
 
 def _rebound(forward: Callable[..., Any], old: nn.Module, new: nn.Module) -> Callable[..., Any]:
@@ -270,10 +270,10 @@ def skeleton(
     spine: frozenset[str],
     written: Collection[str] = (),
 ) -> nn.Module:
-    """Copy the model's modules named in `spine`, with stubs for layers and parts for other modules.
+    """Copy the model's modules that `spine` names, with stubs for layers and parts for other modules.
 
-    `segments`: the lists of layers, by name. `is_held`: whether a part holds its module. `written`: names of
-    attributes that layers set.
+    `segments`: the number of each list of layers, by name. `is_held`: whether the part with this name holds its
+    module. `written`: names of attributes that layers set.
     """
 
     def copied(module: nn.Module, path: str) -> nn.Module:
@@ -284,41 +284,41 @@ def skeleton(
             ]
             return _list_like(module, stubs)
         if path in spine or _is_container(module):
-            found = shallow(module)
-            note_hooked(found)
+            result = shallow(module)
+            note_hooked(result)
             for name, child in children_of(module).items():
-                vars(found)["_modules"][name] = copied(child, f"{path}.{name}" if path else name)
-            vars(found)["_like"] = next((Spec.of(one) for one in module.parameters()), None)
-            vars(found)["parameters"] = types.MethodType(_parameters, found)
-            return found
+                vars(result)["_modules"][name] = copied(child, f"{path}.{name}" if path else name)
+            vars(result)["_like"] = next((Spec.of(one) for one in module.parameters()), None)
+            vars(result)["parameters"] = types.MethodType(_parameters, result)
+            return result
         return Part(path, module, is_held=is_held(path))
 
     return copied(model, "")
 
 
 def _parameters(module: nn.Module, recurse: bool = True) -> Iterable[Tensor]:
-    """A module's parameters; a stand-in if a skeleton holds none, for code that asks the first for its dtype."""
-    found = [*nn.Module.parameters(module, recurse)]
+    """Iterate a module's parameters, or a stand-in if it holds none, for code that reads the first one's dtype."""
+    parameters = [*nn.Module.parameters(module, recurse)]
     like = cast(Spec | None, vars(module)["_like"])
-    if not found and like is not None:
-        found = [cast(nn.Parameter, Spec(torch.Size(), like.dtype).stand_in(_SESSION.get().device))]
-    return iter(found)
+    if not parameters and like is not None:
+        parameters = [cast(nn.Parameter, Spec(torch.Size(), like.dtype).stand_in(_SESSION.get().device))]
+    return iter(parameters)
 
 
 def _is_container(module: nn.Module) -> bool:
-    # A list or dict of modules is never called itself.
+    # A list or dict of modules is never called.
     return type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _scratch(module: nn.Module) -> nn.Module:
-    """A copy whose attributes and buffers may be written."""
-    found = shallow(module)
-    buffers: dict[str, Tensor | None] = vars(found)["_buffers"]
-    vars(found)["_buffers"] = {name: None if one is None else one.clone() for name, one in buffers.items()}
-    return found
+    """Copy a module so that its attributes and buffers may be written."""
+    copied = shallow(module)
+    buffers: dict[str, Tensor | None] = vars(copied)["_buffers"]
+    vars(copied)["_buffers"] = {name: None if one is None else one.clone() for name, one in buffers.items()}
+    return copied
 
 
 def _list_like(old: nn.Module, stubs: list[Stub]) -> nn.Module:
-    found = shallow(old)
-    vars(found)["_modules"] = dict(zip(children_of(old), stubs, strict=True))
-    return found
+    copied = shallow(old)
+    vars(copied)["_modules"] = dict(zip(children_of(old), stubs, strict=True))
+    return copied

@@ -11,14 +11,14 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
-# Values that cannot change, so every layer may have the same object.
+# Types of immutable values, which all layers may share.
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, enum.Enum, slice, torch.dtype, torch.device, torch.Size)
 
 Box = MutableMapping[Any, Any] | list[Any]
 
 
 def is_box(tree: object) -> TypeGuard[Box]:
-    """Whether it is a container that can be written: a list or a mapping.
+    """Return whether a tree is a writable container: a list or a mapping.
 
     >>> is_box({}), is_box(()), is_box([])
     (True, False, True)
@@ -27,7 +27,7 @@ def is_box(tree: object) -> TypeGuard[Box]:
 
 
 def is_plain(leaf: object) -> bool:
-    """Whether a leaf is a constant. A function is one if it holds nothing else.
+    """Return whether a leaf is a constant. A function is one if it holds only constants.
 
     >>> is_plain(len), is_plain(torch.ones(1)), is_plain(torch.ones(1).add)
     (True, False, False)
@@ -41,7 +41,7 @@ def is_plain(leaf: object) -> bool:
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """A copy of the tree with each leaf replaced by `fn(leaf)`; containers keep their types.
+    """Return a copy of the tree with each leaf replaced by `fn(leaf)`; containers keep their types.
 
     >>> mapped(lambda number: number + 1, (1, [2], {"a": 3}))
     (2, [3], {'a': 4})
@@ -53,21 +53,21 @@ def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, list):
         return [mapped(fn, item) for item in cast("list[Any]", tree)]
     if isinstance(tree, MutableMapping):
-        found = copy.copy(cast("MutableMapping[Any, Any]", tree))
-        for key in list(found):
-            found[key] = mapped(fn, found[key])
-        return found
+        copied = copy.copy(cast("MutableMapping[Any, Any]", tree))
+        for key in list(copied):
+            copied[key] = mapped(fn, copied[key])
+        return copied
     return fn(tree)
 
 
 def like_tuple(old: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """A tuple of the type of `old`, such as a named tuple, with other items."""
+    """Return a tuple of the same type as `old`, such as a named tuple, with other items."""
     make = getattr(type(old), "_make", None)
     return tuple(items) if make is None else make(items)
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of a tree, in the order in which `mapped` visits them.
+    """Yield the leaves of a tree, in the order in which `mapped` visits them.
 
     >>> list(leaves(({"a": 1}, [None])))
     [1, None]
@@ -83,26 +83,26 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The leaves that are tensors."""
+    """Return the tensors in a tree."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def emptied(box: Box) -> Box:
-    """A container of the same type without items."""
-    found = copy.copy(box)
-    found.clear()
-    return found
+    """Return an empty container of the same type."""
+    copied = copy.copy(box)
+    copied.clear()
+    return copied
 
 
 def filled(empty: Box, contents: Any) -> Box:
-    """A container of the type of `empty` with these contents: a list, or a dict."""
-    found = copy.copy(empty)
-    refill(found, contents)
-    return found
+    """Return a container of the type of `empty` with these contents, a list or a dict."""
+    copied = copy.copy(empty)
+    refill(copied, contents)
+    return copied
 
 
 def refill(box: Box, contents: Any) -> None:
-    """Replace what a container holds."""
+    """Replace the contents of a container."""
     box.clear()
     if isinstance(box, list):
         box.extend(contents)
@@ -111,11 +111,11 @@ def refill(box: Box, contents: Any) -> None:
 
 
 def contents_of(box: Box) -> Any:
-    """What a container holds, as a new list or dict."""
+    """Return the contents of a container as a new list or dict."""
     return list(box) if isinstance(box, list) else dict(box)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees hold the same objects in the same places."""
+    """Return whether two trees hold the same objects in the same places."""
     ones, others = list(leaves(one)), list(leaves(other))
     return len(ones) == len(others) and all(a is b for a, b in zip(ones, others, strict=True))

@@ -1,4 +1,4 @@
-"""Options that describe the machine, in the words of `roundpipe plan`; they replace those of the costs file."""
+"""Options that describe the machine, named as in `roundpipe plan`; they override the costs file."""
 
 import argparse
 import re
@@ -12,25 +12,29 @@ _PREFIXES = {"": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for binary, base in (("", 1000), ("i", 1024))
 }
-# Nobody means so few bytes: the unit was forgotten.
+# A smaller number without a unit is refused: the unit was probably forgotten.
 _LEAST_WITHOUT_UNIT = 2**20
 _COUNTS = re.compile(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)(?:\s*([A-Za-z]*)B)?")
 
 
 def add_hardware(command: argparse.ArgumentParser) -> None:
-    """Add the options to a command."""
-    command.add_argument("--device-memory", type=_asked(size), help="memory of each device, such as 24GB or 24GiB")
-    command.add_argument("--link", type=_asked(_rate), help="GB/s of each device's link, each way")
-    command.add_argument("--switches", type=_asked(_counts), help="devices behind each switch, such as 4,4")
-    command.add_argument("--ram", type=_asked(size), help="host memory, such as 512GB")
-    command.add_argument("--ram-gb-s", type=_asked(_rate), help="GB/s of host memory")
+    """Add the options that describe the machine to a command."""
+    command.add_argument(
+        "--device-memory", type=_argument_type(size), help="memory of each device, such as 24GB or 24GiB"
+    )
+    command.add_argument("--link", type=_argument_type(_rate), help="GB/s of each device's link, each way")
+    command.add_argument(
+        "--switches", type=_argument_type(_counts), help="devices behind each switch, such as 4,4"
+    )
+    command.add_argument("--ram", type=_argument_type(size), help="host memory, such as 512GB")
+    command.add_argument("--ram-gb-s", type=_argument_type(_rate), help="GB/s of host memory")
 
 
 def with_hardware(limits: Limits, options: argparse.Namespace) -> Limits:
-    """The limits with what the options say. Devices behind a switch share one link as fast as each of theirs.
+    """Return `limits` with the given options applied. A switch is as fast as the link of one of its devices.
 
-    Raises `ValueError` for switches that do not add up to the devices, or without a rate of links.
+    Raises `ValueError` if the switches do not add up to `--devices`, or no link rate is known.
     """
     if options.device_memory is not None:
         limits = replace(limits, device_memory_bytes=options.device_memory)
@@ -64,7 +68,7 @@ def _switched(limits: Limits, counts: tuple[int, ...], devices: int) -> Limits:
     if sum(counts) != devices:
         raise ValueError(f"--switches must add up to --devices, {devices}, but add up to {sum(counts)}")
     if limits.upload_gb_s is None or limits.download_gb_s is None:
-        raise ValueError("--switches share the rate of a link, but none is known; give --link")
+        raise ValueError("--switches share the rate of a link, but no link rate is known; give --link")
     starts = [sum(counts[:at]) for at in range(len(counts))]
     switches = tuple(
         Switch(
@@ -93,8 +97,8 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _asked(read: Callable[[str], object]) -> Callable[[str], object]:
-    """The reader with errors that argparse reports in one line."""
+def _argument_type(read: Callable[[str], object]) -> Callable[[str], object]:
+    """Wrap a reader of option values so that argparse reports its errors in one line."""
 
     def value(text: str) -> object:
         try:

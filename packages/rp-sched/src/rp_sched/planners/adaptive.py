@@ -19,12 +19,12 @@ from rp_sched.simulation.stage_costs import Loads
 
 # For 100 layers these take a few hundredths of a second and find most of the possible gain.
 QUICK_PLANS = 12
-# Stop trying fewer devices when all searches together have simulated so many steps (see `local_search`).
+# Stop trying fewer devices when all searches together have simulated this many steps (see `local_search`).
 ALL_STEPS = 3 * MOST_STEPS
 
 # The most steps that `Search.settle` simulates; 30,000 take about a second.
 SETTLED_STEPS = 25_000
-# Plans for fewer devices: every number of devices is tried up to this one, larger ones in steps.
+# Up to this many devices, plans for every smaller number are tried; above it, only for some.
 EACH_DEVICES = 8
 
 
@@ -39,9 +39,9 @@ class Search:
     True
 
     `best`: the `Course` of the best plan so far; set from the start. `best_ms`: its steady-state time per call
-    (see `Course.steady_ms`). `steps`: the work of the search so far, for each number of devices that it has done
-    with, in simulated microbatches of a stage. `first`: plans within the limits to start from, in addition to that
-    of `roundrobin`. `quick_plans`: how many more plans the constructor tries.
+    (see `Course.steady_ms`). `steps`: the work of the searches that are over (one per number of devices), in
+    simulated steps of one microbatch in one stage. `first`: plans within the limits to start from, in addition to
+    that of `roundrobin`. `quick_plans`: how many more plans the constructor tries.
 
     Up to 8 layers, 3 devices and 16 microbatches (more microbatches for fewer layers: `EXACT_SIZE` in
     `rp_sched.planners.local_search`) the search tries every plan in `rp_sched.planners.search_space`, which may
@@ -78,19 +78,19 @@ class Search:
             plan.check(len(costs), mode)
             plan.check_microbatches(microbatches)
         finder = self._finder(devices, first)
-        self.best, self.best_ms = self._found(finder), finder.best_ms
+        self.best, self.best_ms = self._best_course(finder), finder.best_ms
         self._first_finder = finder
         self._source = (finder, finder.best)
         self._run = self._all(finder)
-        self._go(quick_plans, float("inf"))
+        self._advance(quick_plans, float("inf"))
 
     def advance(self, *, budget_ms: float) -> bool:
-        """Search for about `budget_ms`; whether the search is finished.
+        """Search for about `budget_ms`; return whether the search is finished.
 
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").advance(budget_ms=1.0)
         True
         """
-        self._go(None, time.perf_counter() + non_negative("budget_ms", budget_ms) / 1e3)
+        self._advance(None, time.perf_counter() + non_negative("budget_ms", budget_ms) / 1e3)
         return self.is_done
 
     def finish(self) -> Course:
@@ -99,7 +99,7 @@ class Search:
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").finish().plan
         Plan(F[0:1])
         """
-        self._go(None, float("inf"))
+        self._advance(None, float("inf"))
         return self.best
 
     def settle(self) -> Course:
@@ -108,16 +108,16 @@ class Search:
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").settle().plan
         Plan(F[0:1])
 
-        The search prices what devices share by what they take in all, which is too little where many tasks need it
-        at once. The rivals are the plan of `roundrobin`, and the fastest plans that divide microbatches in other
-        ways, or not at all. What would take more than `SETTLED_STEPS` steps, some seconds, is not simulated.
+        The search prices a shared resource by its total load, which is too low where many tasks need it at once.
+        The rivals are the plan of `roundrobin` and the fastest plans that divide microbatches in other ways, or
+        not at all. A rival whose simulation would exceed `SETTLED_STEPS` steps in total is skipped.
         """
         for _ in self._settling:
             pass
         return self.best
 
     def advance_settling(self, *, budget_ms: float) -> bool:
-        """`settle` for about `budget_ms`; whether it is finished.
+        """Run `settle` for about `budget_ms`; return whether it is finished.
 
         >>> Search([LayerCost(1.0)], devices=1, microbatches=1, mode="infer").advance_settling(budget_ms=5.0)
         True
@@ -130,7 +130,7 @@ class Search:
 
     @property
     def promised_ms(self) -> float:
-        """The time per call that the best plan promises: simulated once `settle` has done so, otherwise its price.
+        """The predicted time per call of the best plan: simulated once `settle` is finished, until then `best_ms`.
 
         >>> Search([LayerCost(1.0)], devices=1, microbatches=2, mode="infer").promised_ms
         2.0
@@ -139,7 +139,7 @@ class Search:
 
     def _settle(self) -> Generator[None]:
         while not self.is_done:
-            self._go(1, float("inf"))
+            self._advance(1, float("inf"))
             yield
         if not self._loads.shares_nothing:
             yield from self._compare(self._rivals())
@@ -171,10 +171,10 @@ class Search:
         self._simulated_ms = fastest_ms
 
     def others(self, count: int) -> list[Plan]:
-        """The fastest plans tried, fastest first, for planners that need alternatives to `best`."""
+        """Return the fastest plans tried, fastest first, for planners that need alternatives to `best`."""
         return self._first_finder.ranked(count)
 
-    def _go(self, plans: int | None, until: float) -> None:
+    def _advance(self, plans: int | None, until: float) -> None:
         while not self.is_done and plans != 0:
             self.is_done = next(self._run, self) is self
             plans = None if plans is None else plans - 1
@@ -185,9 +185,9 @@ class Search:
         devices = finder.devices
         while True:
             for _ in finder.run():
-                self._take(finder)
+                self._adopt(finder)
                 yield
-            self._take(finder)
+            self._adopt(finder)
             devices = fewer(devices)
             self.steps += finder.steps
             if devices == 0 or self.steps > ALL_STEPS or self._bound_ms(devices) >= self.best_ms * (1 - EQUAL):
@@ -204,27 +204,27 @@ class Search:
         return Space(loads, mode=self._mode, devices=devices, microbatches=self._microbatches).bound_ms()
 
     def _loads_of(self, devices: int) -> Loads:
-        """The loads if only the first devices are used; they may have more memory than the others."""
+        """Return the loads if only the first devices are used; they may have more memory than the others."""
         limits = self._loads.limits.first(devices)
         return self._loads if limits is self._loads.limits else Loads(self._loads.costs, limits)
 
-    def _found(self, finder: Finder) -> Course:
+    def _best_course(self, finder: Finder) -> Course:
         if finder.devices == self._devices:
             return finder.best
         plan = replace(finder.best.plan, devices=finder.devices)
         return Course.unchecked(plan, self._loads, self._mode, self._microbatches)
 
-    def _take(self, finder: Finder) -> None:
-        """Take a finder's best plan if it is faster, or if it replaced the one taken from the same finder."""
-        found, known = finder.best, self._source
+    def _adopt(self, finder: Finder) -> None:
+        """Adopt a finder's best plan if it is faster, or if it replaced the plan adopted from the same finder."""
+        course, (source, adopted) = finder.best, self._source
         better = finder.best_ms < self.best_ms * (1 - EQUAL)
-        if better or (known[0] is finder and known[1] is not found):
-            self._source = (finder, found)
-            self.best, self.best_ms = self._found(finder), finder.best_ms
+        if better or (source is finder and adopted is not course):
+            self._source = (finder, course)
+            self.best, self.best_ms = self._best_course(finder), finder.best_ms
 
 
 def fewer(devices: int) -> int:
-    """The next smaller number of devices to plan for.
+    """Return the next smaller number of devices to plan for.
 
     >>> fewer(64), fewer(9), fewer(8)
     (48, 8, 7)

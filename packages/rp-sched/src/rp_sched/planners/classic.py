@@ -36,7 +36,7 @@ def even_stages(costs: Sequence[LayerCost], stages: int) -> tuple[range, ...]:
 
 
 def gpipe(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
-    """All microbatches forward, then all backward.
+    """Run all microbatches forward, then all backward.
 
     >>> gpipe([range(0, 1), range(1, 2)], 2, 2)
     (F[0:1] m0:1 @0, F[0:1] m1:2 @0, FB[1:2] m0:1 @1, FB[1:2] m1:2 @1, B[0:1] m0:1 @0, B[0:1] m1:2 @0)
@@ -45,11 +45,11 @@ def gpipe(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Tas
     """
     _check(stages, devices, microbatches)
     singles = [range(m, m + 1) for m in range(microbatches)]
-    return tuple(_bound(stages, devices, singles))
+    return tuple(_bound_to_devices(stages, devices, singles))
 
 
 def looped_bfs(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
-    """Each stage runs all microbatches in one task before the device starts its next stage.
+    """Run all microbatches of a stage in one task before the device starts its next stage.
 
     >>> looped_bfs([range(0, 1), range(1, 2)], 2, 2)
     (F[0:1] m0:2 @0, FB[1:2] m0:2 @1, B[0:1] m0:2 @0)
@@ -57,11 +57,11 @@ def looped_bfs(stages: Sequence[range], devices: int, microbatches: int) -> tupl
     Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023.
     """
     _check(stages, devices, microbatches)
-    return tuple(_bound(stages, devices, [range(microbatches)]))
+    return tuple(_bound_to_devices(stages, devices, [range(microbatches)]))
 
 
 def one_f_one_b(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
-    """Each device alternates between forward and backward as early as possible.
+    """Alternate between forward and backward on each device as early as possible.
 
     >>> one_f_one_b([range(0, 1), range(1, 2)], 2, 2)
     (F[0:1] m0:1 @0, FB[1:2] m0:1 @1, F[0:1] m1:2 @0, FB[1:2] m1:2 @1, B[0:1] m0:1 @0, B[0:1] m1:2 @0)
@@ -77,7 +77,7 @@ def one_f_one_b(stages: Sequence[range], devices: int, microbatches: int) -> tup
 
 
 def interleaved(stages: Sequence[range], devices: int, microbatches: int) -> tuple[Task, ...]:
-    """1F1B with several stages per device, which run microbatches in groups of `devices`.
+    """Run 1F1B with several stages per device, which run microbatches in groups of `devices`.
 
     >>> len(interleaved([range(layer, layer + 1) for layer in range(4)], 2, 2))
     14
@@ -106,7 +106,7 @@ def _check(stages: Sequence[range], devices: int, microbatches: int) -> None:
     Plan(tuple(stages)).check(max(stages[-1].stop, 1), "infer")
 
 
-def _bound(stages: Sequence[range], devices: int, batches: Sequence[range]) -> Iterator[Task]:
+def _bound_to_devices(stages: Sequence[range], devices: int, batches: Sequence[range]) -> Iterator[Task]:
     last = len(stages) - 1
     for number, layers in enumerate(stages):
         kind = TaskKind.FUSED if number == last else TaskKind.FORWARD
@@ -116,7 +116,7 @@ def _bound(stages: Sequence[range], devices: int, batches: Sequence[range]) -> I
 
 
 def _in_turn(stages: Sequence[range], devices: int, microbatches: int, device: int) -> Iterator[Task]:
-    """The tasks of a device: warm-up forwards, then forward and backward alternating, then the other backwards."""
+    """Yield a device's tasks: warm-up forwards, alternating forwards and backwards, remaining backwards."""
     mine = range(device, len(stages), devices)
     forward = list(_visits(mine, devices, microbatches))
     backward = list(_visits(mine[::-1], devices, microbatches))
@@ -132,7 +132,7 @@ def _in_turn(stages: Sequence[range], devices: int, microbatches: int, device: i
 
 
 def _step(stages: Sequence[range], kind: TaskKind, visit: tuple[int, int], device: int) -> Task | None:
-    """The task of a step. The last stage runs both directions in its forward step and has no backward step."""
+    """Return a step's task. The last stage runs both directions in its forward step and has no backward step."""
     number, microbatch = visit
     if number == len(stages) - 1:
         if kind.runs_backward:
@@ -142,7 +142,7 @@ def _step(stages: Sequence[range], kind: TaskKind, visit: tuple[int, int], devic
 
 
 def _visits(mine: Iterable[int], devices: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """(stage, microbatch) of each step in one direction: each group of microbatches runs through all stages."""
+    """Yield (stage, microbatch) of each step in one direction: groups of microbatches run through all stages."""
     for start in range(0, microbatches, devices):
         for number in mine:
             for microbatch in range(start, min(start + devices, microbatches)):
@@ -172,7 +172,7 @@ def _can_run(task: Task, done: set[tuple[str, int, int]]) -> bool:
 
 
 def _marks(task: Task) -> set[tuple[str, int, int]]:
-    """What a task produces: the input of the next layer, or the gradient for the layer below."""
+    """Return a task's products as marks: the input of the next layer, or the gradient for the layer below."""
     microbatch = task.microbatches.start
     if task.sends_outputs:
         return {("input", task.layers.stop, microbatch)}

@@ -9,14 +9,14 @@ from rp_sched.problem.checks import milliseconds, non_negative, whole
 from rp_sched.problem.costs import BACKWARD_PER_FORWARD, LayerCost
 
 SMOOTHING = 0.9
-# What launching takes, by its names in `LayerCost`.
+# The fields of `LayerCost` for the time that launching a pass takes.
 LAUNCHES = ("forward_launch_ms", "backward_launch_ms", "recompute_launch_ms")
 # Before any measurement only the ratios of layer times matter; this keeps the guesses realistic.
 GUESSED_BYTES_PER_MS = 10e6
 
 
 class Estimator:
-    """Smoothed times of each layer: its forward and backward passes, and what launching each pass takes.
+    """Smoothed times of each layer: its forward and backward passes, and the launching of each pass.
 
     >>> estimator = Estimator(2)
     >>> layers = [LayerCost(0, weight_bytes=30), LayerCost(0, weight_bytes=10)]
@@ -38,7 +38,7 @@ class Estimator:
         self._forward, self._backward = _Times(count), _Times(count)
         self._launches = {name: _Times(count) for name in LAUNCHES}
         self._times = {"forward_ms": self._forward, "backward_ms": self._backward, **self._launches}
-        self._is_given = False
+        self._has_costs = False
 
     @property
     def samples(self) -> int:
@@ -69,13 +69,13 @@ class Estimator:
         """
         if whole("layer", layer) >= self._count:
             raise ValueError(f"layer must be below {self._count}, but is {layer} instead")
-        found = (forward_ms, backward_ms, forward_launch_ms, backward_launch_ms, recompute_launch_ms)
-        for (name, times), ms in zip(self._times.items(), found, strict=True):
+        samples = (forward_ms, backward_ms, forward_launch_ms, backward_launch_ms, recompute_launch_ms)
+        for (name, times), ms in zip(self._times.items(), samples, strict=True):
             if ms is not None:
                 times.add(layer, milliseconds(name, ms))
 
     def estimate(self, name: str, layer: int) -> float | None:
-        """The measured time of this name in `LayerCost`; None without samples.
+        """Return the measured time for a field of `LayerCost`; None without samples.
 
         >>> Estimator(1).estimate("forward_ms", 0) is None
         True
@@ -84,7 +84,7 @@ class Estimator:
         return average.value if average.samples else None
 
     def restart(self) -> None:
-        """Let the next samples replace the estimates, which were found to be out of date.
+        """Let the next samples replace the estimates. Call it when the estimates are out of date.
 
         >>> estimator = Estimator(1)
         >>> for ms in (9.0, 2.0, 2.0, 2.0):
@@ -98,26 +98,26 @@ class Estimator:
             times.restart()
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """`layers` with their times replaced by estimates. `moved` compares with the latest result.
+        """Return `layers` with their times replaced by estimates. `moved` compares with the latest result.
 
         >>> [cost.backward_ms for cost in Estimator(2).costs([LayerCost(0, weight_bytes=10**7)] * 2)]
         [2.0, 2.0]
 
         A layer without samples is assumed to take as long per weight byte as the layers with samples, and twice
-        as long backward as forward. What launching takes stays as it is until there are samples; then it is zero
-        for layers without any, but a recomputation is launched like a forward pass.
+        as long backward as forward. Launch times stay as given until one is measured. From then on they are zero
+        for layers without samples, except that recomputation is assumed to launch like a forward pass.
         """
         if len(layers) != self._count:
             raise ValueError(f"layers must have {self._count} entries, but has {len(layers)} instead")
         sizes = [max(layer.weight_bytes, 1) for layer in layers]
-        forward = self._forward.give(_guessed(sizes, self._forward.averages))
-        backward = self._backward.give([BACKWARD_PER_FORWARD * ms for ms in forward])
+        forward = self._forward.reset(_guessed(sizes, self._forward.averages))
+        backward = self._backward.reset([BACKWARD_PER_FORWARD * ms for ms in forward])
         times = zip(layers, forward, backward, strict=True)
-        found = [replace(layer, forward_ms=up, backward_ms=down) for layer, up, down in times]
-        self._is_given = True
-        return tuple(self._launched(found))
+        timed = [replace(layer, forward_ms=up, backward_ms=down) for layer, up, down in times]
+        self._has_costs = True
+        return tuple(self._with_launch_times(timed))
 
-    def _launched(self, costs: Sequence[LayerCost]) -> Iterable[LayerCost]:
+    def _with_launch_times(self, costs: Sequence[LayerCost]) -> Iterable[LayerCost]:
         forward = self._launch_ms("forward_launch_ms", costs)
         backward = self._launch_ms("backward_launch_ms", costs)
         again = self._launch_ms("recompute_launch_ms", costs, forward)
@@ -129,11 +129,11 @@ class Estimator:
     ) -> Sequence[float]:
         times = self._launches[name]
         if any(launches.is_measured for launches in self._launches.values()):
-            return times.give([0.0] * len(costs) if like is None else like)
-        return times.give([getattr(cost, name) for cost in costs])
+            return times.reset([0.0] * len(costs) if like is None else like)
+        return times.reset([getattr(cost, name) for cost in costs])
 
     def moved(self, threshold: float) -> bool:
-        """Whether replanning pays: a time differs by more than a fraction `threshold` from the latest `costs`.
+        """Return whether a time differs from the latest `costs` by more than `threshold`, so that replanning pays.
 
         >>> estimator = Estimator(1)
         >>> estimator.moved(0.1)
@@ -142,22 +142,22 @@ class Estimator:
         >>> estimator.moved(0.1)
         False
 
-        For layers faster than the mean layer, it is a fraction of the mean, since their times are noisy. True
-        before the first call of `costs`.
+        `threshold` is a fraction of the layer's time, or of the mean layer's if that is longer: short times are
+        noisy. True before the first call of `costs`.
         """
         non_negative("threshold", threshold)
-        return not self._is_given or max(times.off for times in self._times.values()) > threshold
+        return not self._has_costs or max(times.deviation for times in self._times.values()) > threshold
 
 
 class _Times:
-    """The averages of one kind of time, by layer, and how far they are from those given last."""
+    """The averages of one kind of time, by layer, and their deviations from the last `reset`."""
 
     def __init__(self, count: int) -> None:
         self.averages = [_Average() for _ in range(count)]
-        self._given: list[float] = []
+        self._base_ms: list[float] = []
         self._mean = 0.0
         # Cached, since `moved` runs every call.
-        self._offs = [0.0] * count
+        self._deviations = [0.0] * count
 
     @property
     def is_measured(self) -> bool:
@@ -165,30 +165,30 @@ class _Times:
         return any(average.samples for average in self.averages)
 
     @property
-    def off(self) -> float:
+    def deviation(self) -> float:
         """The largest deviation of any layer."""
-        return max(self._offs)
+        return max(self._deviations)
 
     def add(self, layer: int, ms: float) -> None:
         self.averages[layer].add(ms)
-        self._note_off(layer)
+        self._update_deviation(layer)
 
     def restart(self) -> None:
         for average in self.averages:
             average.restart()
 
-    def give(self, guesses: Sequence[float]) -> list[float]:
-        """The averages, with guesses where there are no samples; deviations are from these now."""
+    def reset(self, guesses: Sequence[float]) -> list[float]:
+        """Return the averages, with guesses where there are no samples; measure deviations from these."""
         pairs = zip(self.averages, guesses, strict=True)
-        self._given = [average.value if average.samples else guess for average, guess in pairs]
-        self._mean = sum(self._given) / len(self._given)
-        for layer in range(len(self._given)):
-            self._note_off(layer)
-        return self._given
+        self._base_ms = [average.value if average.samples else guess for average, guess in pairs]
+        self._mean = sum(self._base_ms) / len(self._base_ms)
+        for layer in range(len(self._base_ms)):
+            self._update_deviation(layer)
+        return self._base_ms
 
-    def _note_off(self, layer: int) -> None:
-        if self._given:
-            self._offs[layer] = self.averages[layer].off(self._given[layer], self._mean)
+    def _update_deviation(self, layer: int) -> None:
+        if self._base_ms:
+            self._deviations[layer] = self.averages[layer].deviation(self._base_ms[layer], self._mean)
 
 
 class _Average:
@@ -213,11 +213,11 @@ class _Average:
         self.value = self._sum / self._weight
 
     def restart(self) -> None:
-        """Forget all samples but their number and the value, which the next sample replaces."""
+        """Forget all samples. Their number stays, and the value until the next sample replaces it."""
         self._sum = self._weight = 0.0
 
-    def off(self, before: float, mean: float) -> float:
-        """The deviation from an earlier value, as a fraction of it, or of `mean` if that is larger."""
+    def deviation(self, before: float, mean: float) -> float:
+        """Return the deviation from the value `before`, as a fraction of it, or of `mean` if that is larger."""
         if not self.samples or self.value == before:
             return 0.0
         near = max(before, mean)
@@ -225,7 +225,7 @@ class _Average:
 
 
 def _guessed(sizes: Sequence[int], averages: Sequence[_Average]) -> list[float]:
-    """Times proportional to sizes, at the rate of the measured layers."""
+    """Return times proportional to sizes, at the rate of the measured layers."""
     measured = [(size, average.value) for size, average in zip(sizes, averages, strict=True) if average.samples]
     measured_ms = sum(ms for _, ms in measured)
     ms_per_byte = measured_ms / sum(size for size, _ in measured) if measured else 1 / GUESSED_BYTES_PER_MS

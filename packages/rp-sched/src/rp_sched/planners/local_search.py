@@ -13,8 +13,8 @@ from rp_sched.problem.task_kinds import TaskKind
 from rp_sched.simulation.makespan import MOST_CALLS, Course, Pace, pace
 from rp_sched.simulation.stage_costs import Loads
 
-# Up to so many layers and devices every plan is simulated, or excluded by its bound. There are about
-# 4^layers * microbatches plans, and simulating one takes time in proportion to microbatches: in all the square of
+# Up to these sizes every plan is simulated, or excluded by its bound. There are about 4^layers * microbatches
+# plans, and simulating one takes time in proportion to microbatches. The total grows as the square of
 # 2^layers * microbatches, which must be at most EXACT_SIZE.
 EXACT_LAYERS = 8
 EXACT_DEVICES = 3
@@ -23,17 +23,17 @@ EXACT_SIZE = 4096
 # as several, since it takes that much longer to simulate.
 MOST_STEPS = 2_000_000
 LINKED_STEPS = 5
-# Steps whose bound takes as long as simulating one.
+# Computing the bound of this many steps takes as long as simulating one step.
 STEPS_A_BOUND = 2
-# Above FEW_DEVICES, choosing a device counts as one step per DEVICES_A_STEP devices.
+# Above FEW_DEVICES devices, choosing a task's device counts as one step per DEVICES_A_STEP devices.
 FEW_DEVICES = 64
 DEVICES_A_STEP = 16
-# Plans with more tasks per call are not tried: so many tasks only wait for each other.
+# Plans with more tasks per call are not tried: their tasks would mostly wait for each other.
 MOST_TASKS = 20_000
 # Calls simulated to compare shapes, and how many of the best shapes have their neighbours tried.
 ROUGH_CALLS = 10
 BEST_SHAPES = 6
-# Plans whose price is higher than the best one's by a larger factor are no rivals of it.
+# A plan is a rival of the best one if its time per call is at most this many times as long.
 RIVAL = 1.3
 # Plans whose times differ by a smaller fraction count as equal; of these, the one with fewest tasks wins.
 EQUAL = 1e-9
@@ -67,7 +67,7 @@ class Finder:
         return self._best
 
     def run(self) -> Iterator[None]:
-        """Continue the search; yields after each plan."""
+        """Continue the search; yield after each plan."""
         for _ in self._bounded():
             yield
             if self._is_perfect or self.steps > MOST_STEPS:
@@ -80,14 +80,14 @@ class Finder:
             yield from self._exact()
 
     def ranked(self, count: int) -> list[Plan]:
-        """The plans of the fastest shapes tried, fastest first."""
+        """Return the plans of the fastest shapes tried, fastest first."""
         shapes = sorted(self._tried, key=self._tried.__getitem__)[:count]
         return [self._space.shaped(shape) for shape in shapes if self._tried[shape] < float("inf")]
 
     def rivals(self) -> list[Course]:
-        """The fastest plan for each number of tasks among which microbatches are divided, fastest first.
+        """Return the fastest plan for each number of tasks among which microbatches are divided, fastest first.
 
-        Those whose price is far above the best are left out, except the one that divides nothing.
+        Plans far slower than the best are left out, except the one that divides nothing.
         """
         near_ms = self.best_ms * RIVAL
         ranked = sorted(self._divided.items(), key=lambda item: item[1][0])
@@ -107,30 +107,30 @@ class Finder:
         return small and 2**layers * self._space.microbatches <= EXACT_SIZE
 
     def _try(self, plan: Plan, most_calls: int) -> float:
-        """Simulate a plan for at most `most_calls` calls: its time per call, infinite if it cannot be the best."""
+        """Simulate a plan for at most `most_calls` calls; return its time per call, infinite if it cannot win."""
         space = self._space
         course = Course.unchecked(plan, space.loads, space.mode, space.microbatches)
         if self._cannot_win(course):
             return float("inf")
-        found = self._pace(course, most_calls)
-        if most_calls < MOST_CALLS and found.calls == most_calls and self._is_better(found.call_ms, course):
-            found = self._pace(course, MOST_CALLS)
-        if self._is_better(found.call_ms, course):
-            self._best, self.best_ms = course, found.call_ms
+        result = self._pace(course, most_calls)
+        if most_calls < MOST_CALLS and result.calls == most_calls and self._is_better(result.call_ms, course):
+            result = self._pace(course, MOST_CALLS)
+        if self._is_better(result.call_ms, course):
+            self._best, self.best_ms = course, result.call_ms
         tasks = plan.tasks_a_stage
-        if tasks not in self._divided or found.call_ms < self._divided[tasks][0]:
-            self._divided[tasks] = found.call_ms, course
-        return found.call_ms
+        if tasks not in self._divided or result.call_ms < self._divided[tasks][0]:
+            self._divided[tasks] = result.call_ms, course
+        return result.call_ms
 
     def _pace(self, course: Course, most_calls: int) -> Pace:
-        found = pace([course], self.devices, most_calls=most_calls)
+        result = pace([course], self.devices, most_calls=most_calls)
         choice = self.devices // DEVICES_A_STEP if self.devices > FEW_DEVICES else 0
         steps = course.steps + len(course.jobs) * choice
-        self.steps += found.calls * steps * (1 if course.loads.plain else LINKED_STEPS)
-        return found
+        self.steps += result.calls * steps * (1 if course.loads.plain else LINKED_STEPS)
+        return result
 
     def _cannot_win(self, course: Course) -> bool:
-        # The first bound is at hand; the second looks at every step.
+        # The first bound is cheap; the second visits every step.
         self.steps += len(course.jobs)
         if not self._is_better(course.load_bound_ms(self.devices), course):
             return True
@@ -140,7 +140,7 @@ class Finder:
         return not self._space.loads.fits_host(course.plan, course.microbatches)
 
     def _is_better(self, call_ms: float, course: Course) -> bool:
-        """Whether a course with this time per call beats the best: faster, or as fast with fewer tasks."""
+        """Return whether a course with this time per call beats the best: faster, or as fast with fewer tasks."""
         if call_ms < self.best_ms * (1 - EQUAL) or self._best is None:
             return True
         return call_ms <= self.best_ms * (1 + EQUAL) and len(course.jobs) < len(self._best.jobs)
@@ -178,7 +178,7 @@ class Finder:
                 yield
 
     def _climb(self, shape: Shape) -> Iterator[None]:
-        """Hill climbing: move to the fastest neighbour while it is faster."""
+        """Climb by moving to the fastest neighbour while it is faster."""
         while True:
             nearby: list[Shape] = []
             for other in neighbours(self._space, shape):
@@ -201,7 +201,7 @@ class Finder:
 
 
 def seeds(space: Space) -> Iterator[Shape]:
-    """A variety of shapes to start from, the most promising first."""
+    """Yield a variety of shapes to start from, the most promising first."""
     devices, most = space.devices, space.microbatches
     totals = dict.fromkeys((2 * devices, 3 * devices, 4 * devices, devices, 6 * devices, 3 * devices // 2))
     all_devices = min(devices, most)
@@ -210,21 +210,21 @@ def seeds(space: Space) -> Iterator[Shape]:
         *((1, 2, 1), (1, 3, 1), (4, 4, 4)),
     ]
     seen: set[Shape] = set()
-    for total, start, part in product(totals, _some(space.starts), parts):
+    for total, start, part in product(totals, _spread(space.starts), parts):
         shape = space.nearest(Shape(start, *_stages(space, start, total), Division(*part)))
         if shape is not None and shape not in seen:
             seen.add(shape)
             yield shape
 
 
-def _some(starts: Sequence[int]) -> list[int]:
-    """A few starts, spread over all of them."""
+def _spread(starts: Sequence[int]) -> list[int]:
+    """Return a few of the starts, spread evenly."""
     last = len(starts) - 1
     return [starts[at] for at in dict.fromkeys((0, last, last // 2, last // 4, 3 * last // 4))]
 
 
 def _stages(space: Space, start: int, total: int) -> tuple[int, int]:
-    """The numbers of forward and backward stages if about `total` stages take about equal time."""
+    """Return the numbers of forward and backward stages for about `total` stages of about equal time."""
     loads = space.loads
     up_ms = loads.forward_ms[start]
     down_ms = up_ms + loads.backward_ms[start] if space.mode != "infer" else 0.0
@@ -234,7 +234,7 @@ def _stages(space: Space, start: int, total: int) -> tuple[int, int]:
 
 
 def neighbours(space: Space, shape: Shape) -> Iterator[Shape]:
-    """Shapes that differ slightly from `shape`."""
+    """Yield shapes that differ slightly from `shape`."""
     start, up, down, division = shape
     parts = max(division)
     near = [
@@ -250,7 +250,7 @@ def neighbours(space: Space, shape: Shape) -> Iterator[Shape]:
 
 
 def simpler(space: Space, plan: Plan) -> Iterator[Shape]:
-    """Shapes with fewer stages or groups than a plan, with the same start of the fused stage."""
+    """Yield shapes with fewer stages or groups than a plan, with the same start of the fused stage."""
     start = space.loads.num_layers if plan.fused is None else plan.fused.start
     up, down = len(plan.forward), len(plan.backward)
     division = Division(len(plan.forward_groups) or 1, len(plan.groups) or 1, len(plan.backward_groups) or 1)
@@ -264,7 +264,7 @@ def simpler(space: Space, plan: Plan) -> Iterator[Shape]:
 
 
 def moved_cuts(loads: Loads, plan: Plan) -> Iterator[Plan]:
-    """The plans that differ from `plan` by one cut moved by one layer."""
+    """Yield the plans that differ from `plan` by one cut moved by one layer."""
     for name, kind in (("forward", TaskKind.FORWARD), ("backward", TaskKind.BACKWARD)):
         stages: tuple[range, ...] = getattr(plan, name)
         for at, by in product(range(len(stages) - 1), (-1, 1)):

@@ -29,7 +29,7 @@ def plan_together(
     limits: Limits = NO_LIMITS,
     strategy: Strategy | RoundRobin = "adaptive",
 ) -> tuple[Plan, ...]:
-    """A plan for each of several models that are called in turn on the same devices.
+    """Return a plan for each of several models that are called in turn on the same devices.
 
     >>> small, large = [LayerCost(1.0)] * 2, [LayerCost(3.0)] * 4
     >>> plan_together(small, large, devices=2, microbatches=2, mode="infer")
@@ -117,7 +117,7 @@ class _Group:
             chosen = better
 
     def _starts(self) -> list[tuple[Course, ...]]:
-        """All models' first candidates, all second ones, and so on; shorter lists repeat their last one."""
+        """Return all models' first candidates, all second ones, and so on; shorter lists repeat their last one."""
         most = max(len(model.courses) for model in self._models)
         return [
             tuple(model.courses[min(at, len(model.courses) - 1)] for model in self._models) for at in range(most)

@@ -42,7 +42,7 @@ class Row:
         state_limit: float = math.inf,
         resident_limit: float = math.inf,
     ) -> "Row":
-        """The prefix sums of costs given per layer."""
+        """Return the prefix sums of costs given per layer."""
         return cls(
             tuple(tuple(accumulate(times, initial=0.0)) for times in times_ms),
             tuple(accumulate(state_bytes, initial=0)),
@@ -64,23 +64,23 @@ class Row:
         return self.stage_ms(range(self.num_layers))
 
     def stage_ms(self, layers: range) -> float:
-        """The time of a stage on its slowest resource."""
+        """Return the time of a stage on its slowest resource."""
         return max(sums[layers.stop] - sums[layers.start] for sums in self.times_ms)
 
     def fits(self, layers: range) -> bool:
-        """Whether a stage is within the memory limits. A single layer was checked before, so it always fits."""
+        """Return whether a stage is within the memory limits; a single layer always is, since it was checked."""
         state = self.state_bytes[layers.stop] - self.state_bytes[layers.start]
         resident = self.resident_bytes[layers.stop] - self.resident_bytes[layers.start]
         return len(layers) == 1 or (state <= self.state_limit and resident <= self.resident_limit)
 
 
 def forward_row(loads: Loads, microbatches: int) -> Row:
-    """The layers' costs in forward stages: weights are uploaded, no activations are kept."""
+    """Return the layers' costs in forward stages: weights are uploaded, no activations are kept."""
     return _row(loads, TaskKind.FORWARD, microbatches)
 
 
 def backward_row(loads: Loads, microbatches: int) -> Row:
-    """The layers' costs in backward and fused stages: forward and backward run, gradients are downloaded."""
+    """Return the layers' costs in backward and fused stages, which run both directions and download gradients."""
     return _row(loads, TaskKind.BACKWARD, microbatches)
 
 
@@ -104,7 +104,7 @@ def _row(loads: Loads, kind: TaskKind, microbatches: int) -> Row:
 
 
 def reach(row: Row, start: int, end: int, cap_ms: float) -> int:
-    """The end of the longest stage from `start` that fits and takes at most `cap_ms`; at least one layer."""
+    """Return the end of the longest stage from `start` that fits within `cap_ms`; it has at least one layer."""
 
     def too_much(stop: int) -> bool:
         layers = range(start, stop)
@@ -114,7 +114,7 @@ def reach(row: Row, start: int, end: int, cap_ms: float) -> int:
 
 
 def fewest(row: Row, end: int, cap_ms: float) -> int:
-    """The smallest number of stages for the layers below `end` if none takes longer than `cap_ms`.
+    """Return the smallest number of stages for the layers below `end` if none takes longer than `cap_ms`.
 
     >>> fewest(Row.of(times_ms=[[1, 2, 3]], state_bytes=[0, 0, 0], resident_bytes=[0, 0, 0]), 3, 3.0)
     2
@@ -127,7 +127,7 @@ def fewest(row: Row, end: int, cap_ms: float) -> int:
 
 
 def tail(row: Row, fits: Callable[[range], bool], longest: int, cap_ms: float) -> range:
-    """The longest last stage, of at most `longest` layers, that `fits` and takes at most `cap_ms`."""
+    """Return the longest last stage, of at most `longest` layers, that `fits` and takes at most `cap_ms`."""
     end = row.num_layers
 
     def allowed(start: int) -> bool:
@@ -139,7 +139,7 @@ def tail(row: Row, fits: Callable[[range], bool], longest: int, cap_ms: float) -
 
 
 def least_cap(count: Callable[[float], int], stages: int, low_ms: float, high_ms: float) -> float:
-    """The smallest cap, between `low_ms` and `high_ms`, under which `count(cap)` is at most `stages`.
+    """Return the smallest cap, between `low_ms` and `high_ms`, under which `count(cap)` is at most `stages`.
 
     `count` must be non-increasing, and `count(high_ms)` at most `stages`.
     """
@@ -175,7 +175,7 @@ def even(row: Row, end: int, stages: int, cap_ms: float) -> tuple[range, ...]:
 
 
 def _needed(row: Row, end: int, cap_ms: float) -> list[int]:
-    """For each layer, the smallest number of stages from it to `end`."""
+    """Return, for each layer, the smallest number of stages from it to `end`."""
     needed = [0] * (end + 1)
     for start in range(end - 1, -1, -1):
         needed[start] = 1 + needed[reach(row, start, end, cap_ms)]
@@ -183,7 +183,7 @@ def _needed(row: Row, end: int, cap_ms: float) -> list[int]:
 
 
 def _stops(needed: Sequence[int], layers: range, left: int, furthest: int) -> range:
-    """Where the next of `left` stages may stop so that the others can cover the rest, at least a layer each."""
+    """Return where the next of `left` stages may stop so that the others can cover the rest, a layer each."""
     last = min(furthest, layers.stop - (left - 1))
     first = last
     while first - 1 > layers.start and needed[first - 1] <= left - 1:
@@ -192,7 +192,7 @@ def _stops(needed: Sequence[int], layers: range, left: int, furthest: int) -> ra
 
 
 def _nearest(row: Row, layers: range, left: int, stops: range) -> int:
-    """The stop that brings the next stage closest to its share of the time, then of the layers."""
+    """Return the stop that brings the next stage closest to its share of the time, then of the layers."""
     share_ms, share = row.stage_ms(layers) / left, len(layers) / left
 
     def miss(stop: int) -> tuple[float, float]:

@@ -49,14 +49,14 @@ def plan(
     limits.check_devices(devices)
     loads = Loads(costs, limits)
     loads.check_feasible(mode)
-    found = published(strategy).plan(loads, devices=devices, microbatches=microbatches, mode=mode)
-    if limits.host_memory_bytes is not None and not loads.fits_host(found, microbatches):
-        raise Infeasible(None, loads.host_bytes(found, microbatches), limits.host_memory_bytes)
-    return found
+    computed = published(strategy).plan(loads, devices=devices, microbatches=microbatches, mode=mode)
+    if limits.host_memory_bytes is not None and not loads.fits_host(computed, microbatches):
+        raise Infeasible(None, loads.host_bytes(computed, microbatches), limits.host_memory_bytes)
+    return computed
 
 
 def published(strategy: object) -> RoundRobin:
-    """The `RoundRobin` for a strategy other than `adaptive`.
+    """Return the `RoundRobin` for a strategy other than `adaptive`.
 
     >>> published("roundrobin")
     RoundRobin(min_stages=None, upper_threshold=1.1, model_memory_limit=None)

@@ -55,7 +55,7 @@ class Replanner:
         )
 
     def course(self, limits: Limits | None = None) -> Course:
-        """The course of the plan in use. Restarts the search if times have changed, or `limits`, if given."""
+        """Return the course of the plan in use; restart the search if times or the given `limits` have changed."""
         changed = limits is not None and limits != self._limits
         self._limits = self._limits if limits is None else limits
         if changed or self.estimator.moved(self._threshold):
@@ -72,14 +72,14 @@ class Replanner:
 
     @property
     def best(self) -> Course:
-        """The course of the best plan so far: that of the next call, unless times or limits change before."""
+        """The course of the best plan so far. The next call gets it unless times or limits change before."""
         return self._search.best
 
     @property
     def promised_ms(self) -> float:
-        """The time per call that the plan in use promises; see `Search.promised_ms`."""
+        """The predicted time per call of the plan in use; see `Search.promised_ms`."""
         return self._search.promised_ms
 
     def improve(self, *, budget_ms: float) -> bool:
-        """Search for about `budget_ms`, in the end as `Search.settle` does; whether that is finished."""
+        """Search for about `budget_ms` and settle last (see `Search.settle`); return whether that is done."""
         return self._search.advance_settling(budget_ms=budget_ms)

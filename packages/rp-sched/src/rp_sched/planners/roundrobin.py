@@ -24,8 +24,8 @@ class RoundRobin:
 
     The layers are cut into contiguous stages, once for the forward pass and differently for the backward pass; the
     last stage does both. No stage takes longer than `upper_threshold` times the slowest layer. `min_stages`: at
-    least so many stages, if there are that many layers; by default the number of devices. `model_memory_limit`, in
-    10^9 bytes: device memory for weights and gradients; a stage uses at most half of it, since the next one is
+    least this many stages, if there are that many layers; by default the number of devices. `model_memory_limit`,
+    in 10^9 bytes: device memory for weights and gradients; a stage uses at most half of it, since the next one is
     fetched while it runs. By default `Limits` decides.
 
     Source: the execution plans that RoundPipe's user guides describe.
@@ -47,7 +47,7 @@ class RoundRobin:
             )
 
     def plan(self, loads: Loads, *, devices: int, microbatches: int, mode: Mode) -> Plan:
-        """The plan for loads that passed `Loads.check_feasible`."""
+        """Return the plan for loads that passed `Loads.check_feasible`."""
         loads = self._limited(loads)
         stages = min(self.min_stages or devices, loads.num_layers)
         rows = _Rows.of(loads, microbatches)
@@ -62,7 +62,7 @@ class RoundRobin:
     def together(
         self, models: Sequence[Loads], *, devices: int, microbatches: int, mode: Mode
     ) -> tuple[Plan, ...]:
-        """Plans for several models, with one time limit per stage, set by the slowest layer of all models."""
+        """Return plans for several models, with one time limit per stage, that of the slowest layer of all."""
         rows = [_Rows.of(self._limited(loads), microbatches) for loads in models]
         wanted = self.min_stages or devices
         if mode == "fused":
@@ -116,7 +116,7 @@ class _Rows:
 
 
 def _spread(wanted: int, needs: Sequence[int], times_ms: Sequence[float], most: Sequence[int]) -> list[int]:
-    """The number of stages per model: at least `needs`; the rest of `wanted` go where stages are longest."""
+    """Return the stage count of each model: at least `needs`. The rest of `wanted` go where stages are longest."""
     counts = list(needs)
     while sum(counts) < wanted:
         open_ = [at for at, count in enumerate(counts) if count < most[at]]
@@ -145,7 +145,7 @@ def _count_fused(rows: _Rows, longest: int, cap_ms: float) -> int:
 
 
 def _fused(rows: _Rows, wanted: int, high_ms: float) -> Plan:
-    """The plan of forward stages, a fused last stage and backward stages, all of about equal time."""
+    """Return the plan of forward stages, a fused last stage and backward stages, all of about equal time."""
     longest = _longest(rows.num_layers, wanted)
     count: Callable[[float], int] = partial(_count_fused, rows, longest)
     stages = max(wanted, count(high_ms))
@@ -158,7 +158,7 @@ def _fused(rows: _Rows, wanted: int, high_ms: float) -> Plan:
 
 
 def _share(forward: Row, backward: Row, end: int, stages: int, cap_ms: float) -> tuple[int, int]:
-    """The numbers of forward and backward stages: what each needs, and the rest where stages are slower."""
+    """Return the numbers of forward and backward stages: what each needs, and the rest where stages are slower."""
     up, down = fewest(forward, end, cap_ms), fewest(backward, end, cap_ms)
     up_ms, down_ms = forward.stage_ms(range(end)), backward.stage_ms(range(end))
     while up + down < min(stages, 2 * end):

@@ -53,7 +53,7 @@ class Space:
         self.mode: Mode = mode
         self.devices = devices
         self.microbatches = microbatches
-        # Caches: the same shapes recur.
+        # Caches, since the same shapes recur.
         self._even: dict[tuple[TaskKind, int, int], Cut] = {}
         self._least: dict[tuple[TaskKind, int], int] = {}
         self._groups: dict[int, Cut] = {}
@@ -67,21 +67,21 @@ class Space:
         return [start for start in range(end) if self.loads.fits(TaskKind.FUSED, range(start, end))]
 
     def divisions(self, start: int) -> list[Division]:
-        """The possible divisions if the fused stage starts at layer `start`, fewest tasks first."""
-        found = [Division(1, 1, 1)]
+        """Return the possible divisions if the fused stage starts at layer `start`, fewest tasks first."""
+        wanted = [Division(1, 1, 1)]
         for parts in range(2, self.microbatches + 1):
-            found += [Division(1, parts, 1), Division(parts, parts, parts)]
-        return list(dict.fromkeys(self._possible(start, division) for division in found))
+            wanted += [Division(1, parts, 1), Division(parts, parts, parts)]
+        return list(dict.fromkeys(self._possible(start, division) for division in wanted))
 
     def _possible(self, start: int, division: Division) -> Division:
-        """The division with 1 for stages that the mode lacks or whose layers may not be divided."""
+        """Return the division with 1 for stages that the mode lacks or whose layers may not be divided."""
         below, fused = range(start), range(start, self.loads.num_layers)
         up = division.forward if below and self.loads.may_divide(below) else 1
         both = division.fused if fused and self.loads.may_divide(fused) else 1
         return Division(up, both, up if self.mode != "infer" else 1)
 
     def make(self, start: int, forward: Cut, backward: Cut, division: Division) -> Plan:
-        """The plan with these cuts; `backward` in ascending order."""
+        """Return the plan with these cuts; `backward` in ascending order."""
         fused = range(start, self.loads.num_layers)
         groups = self._divided
         return Plan(
@@ -95,7 +95,7 @@ class Space:
         )
 
     def _divided(self, parts: int) -> Cut:
-        """The microbatches in `parts` groups; empty if they are not divided."""
+        """Return the microbatches in `parts` groups; empty if they are not divided."""
         if parts < 2:
             return ()
         if parts not in self._groups:
@@ -103,7 +103,7 @@ class Space:
         return self._groups[parts]
 
     def shaped(self, shape: Shape) -> Plan:
-        """The plan of a shape: each direction is cut into stages of about equal time."""
+        """Return the plan of a shape: each direction is cut into stages of about equal time."""
         start, forward, backward, division = shape
         up = self._cut(TaskKind.FORWARD, start, forward)
         return self.make(start, up, self._cut(TaskKind.BACKWARD, start, backward), division)
@@ -127,7 +127,7 @@ class Space:
         return backward_row(self.loads, self.microbatches)
 
     def nearest(self, shape: Shape) -> Shape | None:
-        """The shape with the nearest possible numbers of stages; None if its start or division is impossible."""
+        """Return the shape with the nearest possible stage counts; None if its start or division is impossible."""
         if shape.start not in self.starts or not 1 <= max(shape.division) <= self.microbatches:
             return None
         end = shape.start
@@ -141,7 +141,7 @@ class Space:
         return self._least[kind, end]
 
     def bound_ms(self) -> float:
-        """A lower bound on the time per call: the least recomputation, every weight and gradient moved once."""
+        """Return a lower bound on the time per call: least recomputation, every weight and gradient moved once."""
         loads, start, count = self.loads, self.starts[0], self.microbatches
         trains = self.mode != "infer"
         again_ms = loads.backward_ms[-1] + loads.forward_ms[start] if trains else 0.0
@@ -158,7 +158,7 @@ class Space:
         return max(loads.resources(self.devices).loads_ms(work, self.devices).values())
 
     def leanest(self) -> Plan:
-        """The plan that saves the fewest activation bytes on the host."""
+        """Return the plan that saves the fewest activation bytes on the host."""
         saved, cut = self._leanest_cuts()
         start = min(
             self.starts, key=lambda at: saved[at] + (self.loads.input_bytes[at] if self.mode == "fused" else 0)
@@ -167,7 +167,7 @@ class Space:
         return self.make(start, up, () if self.mode == "infer" else cut[start], Division(1, 1, 1))
 
     def _leanest_cuts(self) -> tuple[list[int], list[Cut]]:
-        """For each end: the fewest input bytes of backward stages below it, and the cuts that have them."""
+        """Return, for each end, the fewest input bytes of backward stages below it, and the cuts with those."""
         saved, cut = [0], [cast(Cut, ())]
         for end in range(1, self.loads.num_layers + 1):
             starts = [start for start in range(end) if self.loads.fits(TaskKind.BACKWARD, range(start, end))]
@@ -177,7 +177,7 @@ class Space:
         return saved, cut
 
     def everything(self, start: int) -> Iterator[Plan]:
-        """Every plan whose fused stage starts at layer `start`."""
+        """Yield every plan whose fused stage starts at layer `start`."""
         backward = list(self.cuts(TaskKind.BACKWARD, start)) if self.mode != "infer" else [()]
         for division in self.divisions(start):
             for up in self.cuts(TaskKind.FORWARD, start):
@@ -185,7 +185,7 @@ class Space:
                     yield self.make(start, up, down, division)
 
     def cuts(self, kind: TaskKind, end: int) -> Iterator[Cut]:
-        """Every way to cut the layers below `end` into stages that fit, the fewest stages first."""
+        """Yield every way to cut the layers below `end` into stages that fit, the fewest stages first."""
         if end == 0:
             yield ()
         for count in range(end):

@@ -43,7 +43,7 @@ def whole(
     bound: Bound | None = None,
     error: type[ValueError] = ValueError,
 ) -> int:
-    """`value` as an int of at least `least` and at most `bound`, if given.
+    """Return `value` as an int of at least `least` and, if given, at most `bound`.
 
     >>> whole("devices", 0, least=1)
     Traceback (most recent call last):
@@ -71,17 +71,17 @@ def at_most(name: str, number: int, bound: Bound, *, error: type[ValueError] = V
 
 
 def nbytes(name: str, value: object, *, least: int = 0) -> int:
-    """`value` as a number of bytes."""
+    """Return `value` as a number of bytes."""
     return whole(name, value, least=least, bound=BYTES, error=InvalidCost)
 
 
 def milliseconds(name: str, value: object) -> float:
-    """`value` as a finite, non-negative time in ms."""
+    """Return `value` as a finite, non-negative time in ms."""
     return amount(name, value, unit="time in ms")
 
 
 def amount(name: str, value: object, *, unit: str) -> float:
-    """`value` as a finite, non-negative number that may be added up; `unit` names the quantity in errors."""
+    """Return `value` as a non-negative number of at most `MOST_MS`; `unit` names the quantity in errors."""
     number = _real(name, value)
     if not (math.isfinite(number) and number >= 0):
         raise InvalidCost(f"{name} must be a finite {unit}, zero or more, but is {number!r} instead")
@@ -93,7 +93,7 @@ def amount(name: str, value: object, *, unit: str) -> float:
 
 
 def speed(name: str, value: object, *, unit: str = "speed in GB/s") -> float:
-    """`value` as a finite number of at least 1e-9 (one byte, in GB); `unit` names the quantity in errors."""
+    """Return `value` as a finite number of at least 1e-9 (one byte, in GB); `unit` names it in errors."""
     number = _real(name, value)
     if not (math.isfinite(number) and number > 0):
         raise InvalidCost(f"{name} must be a finite {unit}, above zero, but is {number!r} instead")
@@ -103,7 +103,7 @@ def speed(name: str, value: object, *, unit: str = "speed in GB/s") -> float:
 
 
 def part(name: str, value: object) -> float:
-    """`value` as a part of something, from 0 to 1."""
+    """Return `value` as a fraction from 0 to 1."""
     number = _real(name, value)
     if not 0 <= number <= 1:
         raise InvalidCost(f"{name} must be a number from 0 to 1, but is {number!r} instead")
@@ -111,14 +111,14 @@ def part(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """`value`, checked to be True or False."""
+    """Return `value` if it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, but is {shown(value)} instead")
     return value
 
 
 def non_negative(name: str, value: object) -> float:
-    """`value` as a non-negative number, such as a fraction."""
+    """Return `value` as a non-negative number, such as a fraction."""
     number = _real(name, value)
     if not number >= 0:
         raise ValueError(f"{name} must be a number of at least 0, but is {number!r} instead")
@@ -126,7 +126,7 @@ def non_negative(name: str, value: object) -> float:
 
 
 def _real(name: str, value: object) -> float:
-    """`value` as a float."""
+    """Return `value` as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, but is {shown(value)} instead")
     try:

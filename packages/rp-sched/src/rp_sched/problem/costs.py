@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from rp_sched.errors import InvalidCost
 from rp_sched.problem.checks import flag, milliseconds, nbytes
 
-# For each matrix product of the forward pass the backward pass has two: gradients of inputs and of weights.
+# The backward pass has two matrix products for each of the forward pass: gradients of inputs and of weights.
 BACKWARD_PER_FORWARD = 2.0
-# Gradients are summed in fp32 and weights are assumed to be 16-bit: twice the bytes (too much for fp32 weights).
+# Gradients are summed in fp32. With 16-bit weights that is twice the bytes (fp32 weights are overestimated).
 GRADIENT_PER_TRAINABLE = 2
 
 
@@ -28,8 +28,8 @@ class LayerCost:
     reordered.
 
     `forward_launch_ms`, `backward_launch_ms`, `recompute_launch_ms`: how long a thread holds the GIL to launch the
-    layer's forward pass, backward pass and recomputation for one microbatch; the latter is by default that of the
-    forward pass. A device computes while it is launched to, but all devices' threads share one GIL.
+    layer's forward pass, backward pass and recomputation for one microbatch; the last is by default that of the
+    forward pass. A device computes while work is launched on it, but all devices' threads share one GIL.
 
     Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """

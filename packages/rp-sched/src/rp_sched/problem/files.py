@@ -15,7 +15,7 @@ from rp_sched.problem.limits import Device, Host, Limits, Switch
 _LAYER = tuple(field.name for field in fields(LayerCost))
 _Kind = TypeVar("_Kind", Device, Host, Limits, Switch)
 
-# Far more than the allowed layers or tasks need: endless files such as pipes are refused.
+# Far more than the largest allowed problem needs; larger files, such as endless pipes, are refused.
 MOST_COSTS_BYTES = 16 * 2**20
 MOST_TASKS_BYTES = 64 * 2**20
 
@@ -37,7 +37,7 @@ def read(path: Path) -> Problem:
 
 
 def read_text(path: Path, *, most_bytes: int) -> str:
-    """The text of a file or pipe; raises `ValueError` after reading more than `most_bytes`."""
+    """Return the text of a file or pipe. Raises `ValueError` after reading more than `most_bytes`."""
     with path.open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -73,7 +73,7 @@ def parse(text: str) -> Problem:
 
 
 def _json(text: str) -> object:
-    # Python's parser accepts Infinity and NaN, which are not JSON; the checks of the fields refuse them.
+    # Python's parser also accepts Infinity and NaN, which are not JSON; the checks of the fields refuse them.
     try:
         return json.loads(text)
     except ValueError as error:
@@ -83,40 +83,40 @@ def _json(text: str) -> object:
 
 
 def _layer(where: str, value: object) -> Iterable[LayerCost]:
-    found = _object(where, value, {*_LAYER, "repeat"})
-    repeat = found.pop("repeat", 1)
-    if "forward_ms" not in found:
+    layer = _object(where, value, {*_LAYER, "repeat"})
+    repeat = layer.pop("repeat", 1)
+    if "forward_ms" not in layer:
         raise InvalidCost(f"{where}: forward_ms must be given, but is missing")
     try:
-        return [LayerCost(**found)] * whole("repeat", repeat, least=1, bound=bounds.LAYERS)
+        return [LayerCost(**layer)] * whole("repeat", repeat, least=1, bound=bounds.LAYERS)
     except (ValueError, TypeError) as error:
         raise InvalidCost(f"{where}: {error}") from error
 
 
 def _limits(value: object) -> Limits:
-    found = _fields("limits", value, Limits)
-    if "devices" in found:
-        found["devices"] = _list("limits.devices", found["devices"], Device)
-    if "switches" in found:
-        found["switches"] = _list("limits.switches", found["switches"], Switch)
-    if "host" in found:
-        found["host"] = _made("limits.host", found["host"], Host)
-    return _build("limits", Limits, found)
+    limits = _fields("limits", value, Limits)
+    if "devices" in limits:
+        limits["devices"] = _list("limits.devices", limits["devices"], Device)
+    if "switches" in limits:
+        limits["switches"] = _list("limits.switches", limits["switches"], Switch)
+    if "host" in limits:
+        limits["host"] = _parsed("limits.host", limits["host"], Host)
+    return _build("limits", Limits, limits)
 
 
 def _list(where: str, value: object, kind: type[_Kind]) -> tuple[_Kind, ...]:
     if not isinstance(value, list):
         raise InvalidCost(f"{where} must be a list of objects, but is {shown(value)} instead")
-    return tuple(_made(f"{where}[{at}]", one, kind) for at, one in enumerate(cast(list[object], value)))
+    return tuple(_parsed(f"{where}[{at}]", one, kind) for at, one in enumerate(cast(list[object], value)))
 
 
-def _made(where: str, value: object, kind: type[_Kind]) -> _Kind:
+def _parsed(where: str, value: object, kind: type[_Kind]) -> _Kind:
     return _build(where, kind, _fields(where, value, kind))
 
 
-def _build(where: str, kind: type[_Kind], found: dict[str, Any]) -> _Kind:
+def _build(where: str, kind: type[_Kind], values: dict[str, Any]) -> _Kind:
     try:
-        return kind(**found)
+        return kind(**values)
     except (ValueError, TypeError) as error:
         raise InvalidCost(f"{where}: {error}") from error
 
@@ -126,14 +126,14 @@ def _fields(where: str, value: object, kind: type[Device | Host | Limits | Switc
 
 
 def _object(where: str, value: object, names: set[str]) -> dict[str, Any]:
-    # Any: LayerCost and Limits check the values.
+    # Any, since LayerCost and Limits check the values.
     if not isinstance(value, dict):
         raise InvalidCost(f"{where} must be an object, but is {shown(value)} instead")
-    found = cast(dict[str, Any], value)
-    for name in found:
+    given = cast(dict[str, Any], value)
+    for name in given:
         if name not in names:
             raise InvalidCost(f"{where}: unknown field {shown(name)}; the fields are {', '.join(sorted(names))}")
-    return {name: _number(name, given) for name, given in found.items()}
+    return {name: _number(name, field) for name, field in given.items()}
 
 
 def _number(name: str, value: object) -> object:

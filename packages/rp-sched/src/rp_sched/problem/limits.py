@@ -10,15 +10,15 @@ from rp_sched.problem.checks import amount, flag, milliseconds, nbytes, part, sh
 
 _T = TypeVar("_T")
 
-# Adam in one pass: a 16-bit gradient in, an fp32 master and two moments in and out, a 16-bit weight out.
+# Adam in one pass: read a 16-bit gradient, read and write an fp32 master and two moments, write a 16-bit weight.
 OPTIMIZER_BYTES = 28.0
-# Without a second block the new weights wait on the host and are copied: written, read and written.
+# Without a second weight block, new 16-bit weights are written to a buffer, read from it and written again.
 COPYING_BYTES = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device, where devices differ; what is `None` is as `Limits` says.
+    """One device, where devices differ. A field that is `None` has its value from `Limits`.
 
     >>> Device(speed=0.5).slowdown
     2.0
@@ -52,8 +52,8 @@ class Switch:
     >>> Switch(devices=(0, 1, 2, 3), upload_gb_s=25, download_gb_s=25).devices
     (0, 1, 2, 3)
 
-    `devices`: the numbers of the devices behind it. `upload_gb_s`, `download_gb_s`: what all of them together move
-    from and to the host, in 10^9 bytes per second; `None` means no limit.
+    `devices`: the numbers of the devices behind it. `upload_gb_s`, `download_gb_s`: their total bandwidth from and
+    to the host, in 10^9 bytes per second; `None` means no limit.
 
     Raises `InvalidCost` for a device that is listed twice or a number out of range.
     """
@@ -72,15 +72,15 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What all devices share on the host; rates that are `None` are no limit, and the defaults cost nothing.
+    """The host's resources, which all devices share. A rate of `None` means no limit; the defaults cost nothing.
 
     >>> Host(memory_gb_s=220, add_gb_s=25, gil_ms_per_gb=5).optimizer_bytes
     28.0
 
-    `memory_gb_s`: bandwidth of host memory, in 10^9 bytes per second, under all transfers, additions and the
-    optimizer together. `gil_ms_per_gb`: how long the threads that carry weights, gradients and activations hold
-    the GIL for each 10^9 bytes; twice as long for gradients that are added. `launch_gil_share`: the part of
-    launching that holds the GIL, at most 1; a device's own launching takes all of its time.
+    `memory_gb_s`: bandwidth of host memory, in 10^9 bytes per second, shared by all transfers, additions and the
+    optimizer. `gil_ms_per_gb`: how long the threads that move weights, gradients and activations hold the GIL for
+    each 10^9 bytes; twice as long for gradients that are added. `launch_gil_share`: the fraction of a layer's
+    launch time that holds the GIL, from 0 to 1. Each device's own launches take the full time.
 
     Several tasks of a call may send gradients for one layer. With two `gradient_buffers` or more, that many tasks
     write a buffer each, in 16 bits, and the optimizer reads all buffers; later tasks' gradients arrive in 16 bits
@@ -88,7 +88,7 @@ class Host:
     added. `None`: nothing is widened or added. `add_gb_s`: how many 10^9 bytes of arriving gradients one of
     `add_threads` threads adds per second.
 
-    `optimizer_bytes`: host memory traffic of a step per parameter. `optimizer_gb_s`: the most traffic that the
+    `optimizer_bytes`: host memory traffic of a step per parameter. `optimizer_gb_s`: the traffic that the
     optimizer reaches alone. A step overlaps the next call, and the call after that reads its weights.
     `double_buffer`: the host holds a second copy of the trainable weights, which steps write; otherwise new
     weights are copied between calls, at `COPYING_BYTES` more per parameter.
@@ -119,27 +119,27 @@ class Host:
 
     @property
     def step_bytes(self) -> float:
-        """Traffic of a step per parameter, with the copy of new weights."""
+        """Host memory traffic of a step per parameter, including the copy of new weights."""
         return self.optimizer_bytes + (0.0 if self.double_buffer else COPYING_BYTES)
 
     @property
     def memory_ms_per_byte(self) -> float:
-        """Zero if the bandwidth is not limited."""
+        """Time per byte of host memory traffic; zero if the bandwidth is not limited."""
         return _ms_per_byte(self.memory_gb_s)
 
     @property
     def gil_ms_per_byte(self) -> float:
-        """How long a byte on its way holds the GIL."""
+        """How long moving a byte holds the GIL."""
         return self.gil_ms_per_gb / 1e9
 
     @property
     def add_ms_per_byte(self) -> float:
-        """All threads together; zero if the rate is not limited."""
+        """Time that all threads together take to add a byte; zero if the rate is not limited."""
         return _ms_per_byte(self.add_gb_s) / self.add_threads
 
     @property
     def optimizer_ms_per_byte(self) -> float:
-        """The optimizer alone; zero if the rate is not limited."""
+        """Time per byte of the optimizer's traffic when it runs alone; zero if the rate is not limited."""
         return _ms_per_byte(self.optimizer_gb_s)
 
     @property
@@ -149,7 +149,7 @@ class Host:
         return rates == (None, None, None) and not self.gil_ms_per_gb
 
     def gradient_copies(self, tasks: int) -> int:
-        """How many times the bytes of 16-bit gradients the host holds if so many tasks add to each.
+        """Return the host's gradient bytes, in multiples of 16-bit gradients, if `tasks` tasks add to each.
 
         >>> [Host(gradient_buffers=2).gradient_copies(tasks) for tasks in (1, 2, 3)]
         [1, 2, 2]
@@ -158,18 +158,18 @@ class Host:
         return min(tasks, max(self.gradient_buffers or 1, 2))
 
     def widens(self, tasks: int) -> bool:
-        """Whether gradients that so many tasks of a call add to are fp32 on the host."""
+        """Return whether gradients that `tasks` tasks of a call add to are fp32 on the host."""
         return self.gradient_buffers == 1 and tasks > 1
 
     def adds(self, nth: int) -> bool:
-        """Whether a task's gradients are added to those of `nth` tasks before it."""
+        """Return whether a task's gradients are added on the host if `nth` tasks came before it."""
         return self.gradient_buffers is not None and nth >= self.gradient_buffers
 
     @property
     def added_traffic(self) -> int:
-        """Bytes that host memory moves for each byte of gradients that is added.
+        """Bytes of host memory traffic for each byte of gradients that is added.
 
-        The byte is written and read, and a sum of as many bytes, or two buffers, are read and written.
+        The byte is written and read; a sum of the same size, or two buffers, are read and written.
         """
         return 4 if self.gradient_buffers == 1 else 6
 
@@ -193,7 +193,7 @@ class Limits:
     `upload_gb_s`, `download_gb_s`: bandwidth of each device's link from host to device and back, in 10^9 bytes per
     second. `hop_ms`: the latency of passing a microbatch to the next stage, in addition to the transfer of its
     bytes. `devices`: if they differ, every device, in order; a plan for fewer devices uses the first ones, and a
-    stage fits only if it fits the smallest. `switches`: what links share. `host`: what all devices share.
+    stage must fit the smallest. `switches`: bandwidth that links share. `host`: what all devices share.
 
     Raises `InvalidCost` for a number out of range, `TypeError` for a value that is not a number.
     """
@@ -258,11 +258,11 @@ class Limits:
             )
 
     def first(self, devices: int) -> "Limits":
-        """The limits if only the first `devices` devices are used."""
+        """Return the limits if only the first `devices` devices are used."""
         return replace(self, devices=self.devices[:devices]) if len(self.devices) > devices else self
 
     def device(self, number: int) -> Device:
-        """The device with this number, with nothing left to look up in `Limits`."""
+        """Return the device with this number, its missing fields filled in from these limits."""
         own = self.devices[number] if self.devices else Device()
         return Device(
             speed=own.speed,
@@ -276,7 +276,7 @@ class Limits:
 
     @property
     def smallest_memory_bytes(self) -> int | None:
-        """The least memory of any device; None if no device's is limited."""
+        """The memory of the smallest device; None if no device's memory is limited."""
         return min((one.memory_bytes for one in self._each() if one.memory_bytes is not None), default=None)
 
     @property
@@ -286,13 +286,13 @@ class Limits:
 
     @property
     def only_devices_take_time(self) -> bool:
-        """Whether devices are alike and transfers and the host take no time, apart from `hop_ms`."""
+        """Whether devices are alike, and transfers and the host take no time (apart from `hop_ms`)."""
         rates = (self.upload_gb_s, self.download_gb_s, self.leaving_bytes)
         return self.shares_nothing and not self.devices and rates == (None, None, None)
 
     @property
     def stage_limit_bytes(self) -> int | None:
-        """The most that weights and gradients of a stage of several layers may take; None if not limited so."""
+        """The most bytes of weights and gradients in a stage of several layers; None without such a limit."""
         smallest = self.smallest_memory_bytes
         if self.stage_bytes is not None or smallest is None or self.ahead_bytes is not None:
             return self.stage_bytes
@@ -305,12 +305,12 @@ class Limits:
 
     @property
     def upload_ms_per_byte(self) -> float:
-        """Of the slowest link; zero if the bandwidth is not limited."""
+        """Upload time per byte on the slowest link; zero if the bandwidth is not limited."""
         return max(_ms_per_byte(one.upload_gb_s) for one in self._each())
 
     @property
     def download_ms_per_byte(self) -> float:
-        """Of the slowest link; zero if the bandwidth is not limited."""
+        """Download time per byte on the slowest link; zero if the bandwidth is not limited."""
         return max(_ms_per_byte(one.download_gb_s) for one in self._each())
 
 

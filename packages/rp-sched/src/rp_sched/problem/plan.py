@@ -30,7 +30,7 @@ class Plan:
     `forward`: the forward stages, from the first layer on. `fused`: the last layers, whose forward and backward
     pass are one task. `backward`: the backward stages, from the last one to the first; they may be cut differently
     from `forward`. A stage runs all microbatches as one task on one device, unless they are divided into groups of
-    microbatches, each a task of its own: `groups` for the fused stage, `forward_groups` for every forward stage,
+    microbatches, each a separate task: `groups` for the fused stage, `forward_groups` for every forward stage,
     `backward_groups` for every backward stage.
 
     `in_turn`: tasks go to the devices in turn; else each goes to the device that becomes free first (see
@@ -63,7 +63,7 @@ class Plan:
         return f"Plan({', '.join([' '.join(words), *dealt, *used])})"
 
     def phases(self) -> tuple[Phase, ...]:
-        """For each task kind, in launch order: its stages and its groups of microbatches, if any.
+        """Return, for each task kind in launch order, its stages and its groups of microbatches, if any.
 
         >>> [(str(kind), stages) for kind, stages, _ in Plan((range(0, 3),), range(3, 5), (range(0, 3),)).phases()]
         [('F', (range(0, 3),)), ('FB', (range(3, 5),)), ('B', (range(0, 3),))]
@@ -109,7 +109,7 @@ class Plan:
             self._check_unfused(num_layers, mode)
 
     def check_microbatches(self, microbatches: int) -> None:
-        """Raise `InvalidPlan` unless all groups given hold each of `microbatches` microbatches exactly once.
+        """Raise `InvalidPlan` unless the groups of each kind hold each of `microbatches` microbatches once.
 
         >>> Plan(fused=range(0, 5), groups=(range(0, 2),)).check_microbatches(4)
         Traceback (most recent call last):
@@ -178,7 +178,7 @@ def _labelled(name: str, stages: tuple[range, ...]) -> list[tuple[str, range]]:
 
 
 def _check_cover(name: str, labelled: list[tuple[str, range]], end: int, *, unit: str) -> None:
-    """Raise `InvalidPlan` unless spans, in ascending order, hold each number of `range(end)` once."""
+    """Raise `InvalidPlan` unless the ascending spans hold each number of `range(end)` exactly once."""
     expected = 0
     for label, span in labelled:
         if span.start > expected:

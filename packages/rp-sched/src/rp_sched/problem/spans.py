@@ -4,7 +4,7 @@ from itertools import pairwise
 
 
 def text(span: range) -> str:
-    """The text of a span in tasks, plans and errors.
+    """Format a span as tasks, plans and errors show it.
 
     >>> text(range(0, 7))
     '0:7'

@@ -8,7 +8,7 @@ from rp_sched.problem.modes import Mode
 
 
 class TaskKind(StrEnum):
-    """What a task does with its layers. A kind equals its letters as a string.
+    """The work of a task on its layers. A kind equals its letters as a string.
 
     >>> TaskKind("FB").computes_loss, TaskKind.FORWARD == "F"
     (True, True)

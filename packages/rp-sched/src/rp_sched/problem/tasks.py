@@ -51,16 +51,16 @@ class Task:
 
     @classmethod
     def parse(cls, text: str) -> "Task":
-        """The task with this `repr`.
+        """Parse the `repr` of a task.
 
         >>> Task.parse("FB[7:9] m2:4 @0").layers
         range(7, 9)
         """
-        found = _WRITTEN.fullmatch(text)
-        if found is None:
+        match = _WRITTEN.fullmatch(text)
+        if match is None:
             raise InvalidTask(f"a task must be written like 'F[0:7] m0:4 @2', but the text is {shown(text)}")
-        first, last, first_batch, last_batch, device = map(int, found.groups()[1:])
-        return cls(found[1], range(first, last), range(first_batch, last_batch), device)
+        first, last, first_batch, last_batch, device = map(int, match.groups()[1:])
+        return cls(match[1], range(first, last), range(first_batch, last_batch), device)
 
     @property
     def runs_forward(self) -> bool:
@@ -122,7 +122,7 @@ def _kind(letters: object) -> TaskKind:
 
 
 def phases(plan: Plan, microbatches: int) -> Iterator[Phase]:
-    """The phases of a plan, with undivided microbatches as one group."""
+    """Yield the phases of a plan; a phase whose microbatches are not divided has one group of all."""
     undivided = (range(microbatches),)
     for kind, stages, groups in plan.phases():
         yield kind, stages, groups or undivided
@@ -142,7 +142,7 @@ def _steps(plan: Plan, microbatches: int) -> Iterator[tuple[TaskKind, range, ran
 
 
 def order(plan: Plan, *, mode: Mode, devices: int, microbatches: int, first_device: int = 0) -> tuple[Task, ...]:
-    """The tasks of one call under `plan`, in launch order, assigned to the devices in turn.
+    """Return the tasks of one call under `plan`, in launch order, assigned to the devices in turn.
 
     >>> plan = Plan((range(0, 3),), range(3, 5), (range(0, 3),))
     >>> order(plan, mode="fused", devices=2, microbatches=4)

@@ -9,7 +9,7 @@ from rp_sched.problem.modes import check_mode
 
 
 def check_problem(costs: Sequence[LayerCost], *, devices: int, microbatches: int, mode: object) -> None:
-    """Raise unless there is at least one layer, device and microbatch, a valid mode, and no bound is exceeded.
+    """Raise unless there is a layer, a device, a microbatch and a valid mode, and no bound is exceeded.
 
     >>> check_problem([], devices=1, microbatches=1, mode="infer")
     Traceback (most recent call last):

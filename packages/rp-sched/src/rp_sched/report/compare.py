@@ -10,7 +10,7 @@ CALLS = 24
 
 
 def compare(setting: Setting) -> str:
-    """A table with a line per schedule: one call alone, and the steady state.
+    """Return a table with a line per schedule: one call alone, and the steady state.
 
     >>> from rp_sched import LayerCost, Limits
     >>> print(compare(Setting(costs=[LayerCost(1.0)], limits=Limits(), devices=1, microbatches=2, mode="infer")))
@@ -20,7 +20,7 @@ def compare(setting: Setting) -> str:
 
     `/ ideal`: steady time divided by the time without idle devices, if every layer but the last is recomputed.
     `idle`: the idle share of all devices in the steady state. `peak GB`: the most memory of any device. A schedule
-    that cannot run here has its error instead.
+    that cannot run in this setting shows its error instead.
     """
     lines = [_row("schedule", ["alone ms", "steady ms", "/ ideal", "idle", "tasks", "peak GB"])]
     for name in schedules(setting):
@@ -45,7 +45,7 @@ def _cells(setting: Setting, name: str) -> list[str]:
 
 
 def _idle_part(alone: Timeline, steady: Timeline) -> float:
-    """The idle share of the steady state; each of its calls computes as long as one call alone."""
+    """Return the idle share of the steady state; each of its calls computes as long as one call alone."""
     possible_ms = steady.call_ms * steady.devices
     return max(0.0, 1 - sum(alone.busy_ms) / possible_ms) if possible_ms else 0.0
 

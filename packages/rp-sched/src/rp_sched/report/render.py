@@ -13,7 +13,7 @@ _ROW, _LEFT, _TOP, _WIDTH = 26, 48, 24, 1200
 
 
 class Look(NamedTuple):
-    """The look of a task kind in charts. Every other call has `letter` in the other case."""
+    """A task kind's letter, word and colour in charts. Every other call shows `letter` in the other case."""
 
     letter: str
     word: str
@@ -22,7 +22,7 @@ class Look(NamedTuple):
 
 
 def look(kind: TaskKind) -> Look:
-    """The look of a task kind in charts.
+    """Return a task kind's letter, word and colour in charts.
 
     >>> look(TaskKind.FORWARD).letter, look(TaskKind.FUSED).colour_name
     ('f', 'red')
@@ -39,7 +39,7 @@ def look(kind: TaskKind) -> Look:
 
 
 def gantt(timeline: Timeline, *, width: int = 100) -> str:
-    """A text chart with a line per device and time from left to right.
+    """Draw a text chart with a line per device and time from left to right.
 
     >>> from rp_sched import LayerCost, Task, simulate
     >>> tasks = [Task.parse("F[0:1] m0:2 @0"), Task.parse("FB[1:2] m0:2 @1"), Task.parse("B[0:1] m0:2 @0")]
@@ -49,8 +49,7 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     device 1  ..XXXXXXXXXXXX......
               0 ms to 10 ms; f forward, b backward, X both, . idle
 
-    A character shows the task that takes most of its time span. Calls alternate between the given case and the
-    other.
+    A character shows the task that takes most of its time span. Letters change their case from call to call.
     """
     whole("width", width, least=1, bound=bounds.COLUMNS)
     names = [f"device {device}" for device in range(timeline.devices)]
@@ -74,7 +73,7 @@ def _line(timeline: Timeline, device: int, width: int) -> str:
 
 
 def _pieces(timeline: Timeline, device: int) -> Iterator[tuple[str, float, float]]:
-    """(letter, start, end) of a device's work, with adjacent microbatches joined."""
+    """Yield (letter, start, end) of a device's work, with adjacent microbatches joined."""
     for span in timeline.spans:
         if span.task.device == device:
             letter = look(span.task.kind).letter
@@ -93,7 +92,7 @@ def _joined(span: Span) -> Iterator[tuple[float, float]]:
 
 
 def svg(timeline: Timeline) -> str:
-    """An SVG chart with a row per device and a box per task; a pause between microbatches splits the box.
+    """Draw an SVG chart with a row per device and a box per task; a pause between microbatches splits the box.
 
     >>> from rp_sched import LayerCost, Task, simulate
     >>> tasks = [Task.parse("F[0:1] m0:1 @0")]

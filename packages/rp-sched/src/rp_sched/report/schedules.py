@@ -35,8 +35,8 @@ class Setting:
     mode: Mode = "fused"
 
     def course(self, strategy: Strategy | RoundRobin) -> Course:
-        """The course of the plan that a strategy makes."""
-        found = plan(
+        """Return the course of the plan that a strategy makes."""
+        computed = plan(
             self.costs,
             devices=self.devices,
             microbatches=self.microbatches,
@@ -44,10 +44,10 @@ class Setting:
             limits=self.limits,
             strategy=strategy,
         )
-        return Course(found, self.costs, mode=self.mode, microbatches=self.microbatches, limits=self.limits)
+        return Course(computed, self.costs, mode=self.mode, microbatches=self.microbatches, limits=self.limits)
 
     def dealt(self, course: Course, calls: int) -> Calls:
-        """The tasks of `calls` calls of a plan, assigned by a new `Dealer`."""
+        """Return the tasks of `calls` calls of a plan, assigned by a new `Dealer`."""
         check_steps(calls * course.steps)
         dealer = Dealer(self.devices)
         return [dealer.deal(course) for _ in range(calls)]
@@ -75,7 +75,7 @@ class Setting:
 
 
 def schedules(setting: Setting) -> Mapping[str, Callable[[int], Calls]]:
-    """By name, a function from a number of calls to their task lists.
+    """Return, for each schedule's name, a function from a number of calls to their task lists.
 
     >>> setting = Setting(costs=[LayerCost(1.0)] * 4, limits=Limits(), devices=2, microbatches=2)
     >>> [len(schedules(setting)[name](1)[0]) for name in ("adaptive", "gpipe", "looped-bfs")]
@@ -88,7 +88,7 @@ def schedules(setting: Setting) -> Mapping[str, Callable[[int], Calls]]:
 
 
 def repeated(tasks: Sequence[Task], calls: int) -> Calls:
-    """The same tasks for `calls` calls."""
+    """Repeat a task list for `calls` calls."""
     check_steps(calls * sum(len(task.microbatches) for task in tasks))
     return [tasks] * calls
 

@@ -11,7 +11,7 @@ _COMPUTE, _WEIGHTS, _IDLE = 0, 1, 2
 
 
 def trace(timeline: Timeline) -> dict[str, list[Event] | str]:
-    """The timeline as JSON data: a process per device, with rows for compute, weights and idle time.
+    """Convert a timeline to JSON data: a process per device, with rows for compute, weights and idle time.
 
     >>> from rp_sched import LayerCost, Task, simulate
     >>> tasks = [Task.parse("F[0:1] m0:1 @0")]

@@ -1,4 +1,4 @@
-"""Lightning on RoundPipe: `Trainer(strategy=RoundPipeStrategy())`. Lightning is imported only with this module."""
+"""Lightning on RoundPipe: `Trainer(strategy=RoundPipeStrategy())`. No other module imports Lightning."""
 
 from rp_trainer.lightning.strategy import RoundPipeStrategy
 

@@ -1,4 +1,4 @@
-"""`ClosureOptimizer`: the optimizer that Lightning's loop holds, which runs a closure before it steps."""
+"""`ClosureOptimizer`: the optimizer in Lightning's loop, which runs a closure before it steps."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from rp_trainer.optimizer import SteppedByEngine
 
 
 class ClosureOptimizer(SteppedByEngine):
-    """Like `SteppedByEngine`; `step` takes a closure, and the norm is that of the optimizer's own parameters."""
+    """Like `SteppedByEngine`, but `step` takes a closure, and only parameters in the groups are clipped."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Run `closure` with gradients enabled, then launch a step; returns what the closure returned."""
+        """Run `closure` with gradients enabled, then launch a step; return the closure's result."""
         with torch.enable_grad():
-            found = None if closure is None else closure()
+            result = None if closure is None else closure()
         self._opt_called = True
         super().step()
-        return found
+        return result
 
     def _clipped(self) -> list[torch.nn.Parameter]:
-        """As Lightning clips: what is in the groups."""
+        """Return the parameters to clip: those in the groups, as in Lightning."""
         return [one for group in self._stepping.param_groups for one in group["params"]]
 
 
 def named_like(optimizer: torch.optim.Optimizer) -> type[ClosureOptimizer]:
-    """The class, by the name of the user's optimizer: callbacks log by it."""
+    """Return a `ClosureOptimizer` class with the name of the user's optimizer, since callbacks log by it."""
     return type(type(optimizer).__name__, (ClosureOptimizer,), {})
 
 
-# Schedulers warn of an optimizer whose `step` they have not seen.
+# Schedulers warn about an optimizer whose `step` they have not wrapped.
 vars(ClosureOptimizer.step)["_wrapped_by_lr_sched"] = True

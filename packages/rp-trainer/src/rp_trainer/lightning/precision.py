@@ -1,4 +1,4 @@
-"""`HostPrecision`: Lightning's precision plugin on RoundPipe: gradients for hooks, clipping, and autocast."""
+"""`HostPrecision`: Lightning's precision plugin for RoundPipe: autocast, clipping, and gradients for hooks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rp_trainer.optimizer import SteppedByEngine
 
 _DTYPES = (
-    'leave it out for fp32, set "bf16-mixed" for autocast, or put the model into bfloat16 where it is made: its '
-    "masters are then fp32"
+    'omit it for fp32, set "bf16-mixed" for autocast, or create the model in bfloat16, which gives it fp32 masters'
 )
 
 
 class HostPrecision(Precision):
-    """Runs the layers as they are, or under autocast; clips gradients in the engine's step.
+    """Runs the layers unchanged or under autocast, and clips gradients in the engine's step.
 
-    Where a LightningModule or callback has hooks that read gradients, parameters have them in ``.grad`` by then.
+    If the LightningModule or a callback has hooks that read gradients, ``.grad`` is set before these hooks run.
 
-    `grad_norm`: what the last clipping by norm gave, see `SteppedByEngine.clip_at_next_step`.
+    `grad_norm`: the result of the last clipping by norm; see `SteppedByEngine.clip_at_next_step`.
     """
 
     def __init__(self, autocast_dtype: torch.dtype | None = None) -> None:
@@ -34,8 +33,8 @@ class HostPrecision(Precision):
         self.grad_norm: torch.Tensor | None = None
 
     def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
-        """Run the hooks after a backward."""
-        if not module.automatic_optimization or _is_read(module.trainer, "on_after_backward"):
+        """Run the hooks after a backward pass."""
+        if not module.automatic_optimization or _is_overridden(module.trainer, "on_after_backward"):
             module.trainer.strategy.show_gradients()
         return super().post_backward(tensor, module)
 
@@ -43,24 +42,24 @@ class HostPrecision(Precision):
         """Run the closure, the hooks before a step, and the step."""
 
         def run() -> Any:
-            found = closure()
-            if _is_read(model.trainer, "on_before_optimizer_step", "configure_gradient_clipping"):
+            result = closure()
+            if _is_overridden(model.trainer, "on_before_optimizer_step", "configure_gradient_clipping"):
                 model.trainer.strategy.show_gradients()
-            return found
+            return result
 
         return super().optimizer_step(optimizer, model=model, closure=run, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        """Let the next step scale its gradients."""
+        """Make the next step clip the norm of its gradients."""
         self.grad_norm = _stepped(optimizer).clip_at_next_step(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
-        """Let the next step limit each value of its gradients."""
+        """Make the next step clip each value of its gradients."""
         _stepped(optimizer).clip_values_at_next_step(float(clip_val))
 
 
 def on_host(given: Precision | None) -> HostPrecision:
-    """What does the same as Lightning's own plugin.
+    """Return the `HostPrecision` that does the same as Lightning's plugin.
 
     Raises `ValueError` for a precision that RoundPipe does not have, with the argument's name.
     """
@@ -70,15 +69,15 @@ def on_host(given: Precision | None) -> HostPrecision:
         return HostPrecision()
     if type(given) is MixedPrecision and given.precision == "bf16-mixed":
         return HostPrecision(torch.bfloat16)
-    found = f"plugins={type(given).__name__}" if type(given).__module__.split(".")[0] != "lightning" else ""
+    plugin = f"plugins={type(given).__name__}" if type(given).__module__.split(".")[0] != "lightning" else ""
     raise ValueError(
         "precision must be 32-true or bf16-mixed with RoundPipeStrategy, but is "
-        f"{found or given.precision}: {_DTYPES}"
+        f"{plugin or given.precision}: {_DTYPES}"
     )
 
 
-def _is_read(trainer: Any, *hooks: str) -> bool:
-    """Whether somebody has one of the hooks in which gradients are read or changed."""
+def _is_overridden(trainer: Any, *hooks: str) -> bool:
+    """Return whether the LightningModule or a callback overrides one of the hooks, which may read gradients."""
     own, others = trainer.lightning_module, trainer.callbacks
     return any(
         is_overridden(name, own) or any(hasattr(Callback, name) and is_overridden(name, one) for one in others)
@@ -87,7 +86,7 @@ def _is_read(trainer: Any, *hooks: str) -> bool:
 
 
 def _stepped(optimizer: Any) -> SteppedByEngine:
-    # Users' code gets Lightning's wrapper, which keeps attributes of its own.
-    found = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    assert isinstance(found, SteppedByEngine)
-    return found
+    # Users' code passes Lightning's wrapper around the optimizer.
+    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    assert isinstance(inner, SteppedByEngine)
+    return inner

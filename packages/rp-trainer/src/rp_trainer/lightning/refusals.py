@@ -1,4 +1,4 @@
-"""What cannot work with RoundPipe in Lightning: refused before training begins, by its name."""
+"""Refuse settings of Lightning that cannot work with RoundPipe, before training begins."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ _ONE_PROCESS = "RoundPipe drives all GPUs from one process, see RoundPipeOptions
 def refuse_several(argument: str, value: int) -> None:
     """Raise `ValueError` for an argument of a Lightning `Trainer` that must be 1."""
     if value != 1:
-        raise ValueError(
-            f"{argument} must be 1 with RoundPipeStrategy, but is {value}; leave it out: {_ONE_PROCESS}"
-        )
+        raise ValueError(f"{argument} must be 1 with RoundPipeStrategy, but is {value}; omit it: {_ONE_PROCESS}")
 
 
 def refuse_options(options: RoundPipeOptions) -> None:
-    """Raise `ValueError` for an option that Lightning's loop has no place for."""
+    """Raise `ValueError` for an option that cannot work in Lightning's loop."""
     if options.step_in_backward:
         raise ValueError(
             "step_in_backward must be False with RoundPipeStrategy, but is True: Lightning calls training_step, "
-            "backward and the optimizer one after the other, and RoundPipe then steps in the call; leave it out"
+            "backward and the optimizer one after the other, and RoundPipe then steps in the call; omit it"
         )
 
 
@@ -41,9 +39,9 @@ def refuse_processes() -> None:
 
 
 def chosen(module: nn.Module, name: str | None) -> str:
-    """The name of the submodule to train: `name`, or the only child of the LightningModule that has parameters.
+    """Return the name of the submodule to train: `name`, or the LightningModule's only child with parameters.
 
-    Raises `ValueError` if there is none, if several could be meant, or if others train, too.
+    Raises `ValueError` if there is none, if there are several, or if parameters outside of it train, too.
     """
     name = _only_child(module) if name is None else _known(module, name)
     model = module.get_submodule(name)
@@ -58,13 +56,13 @@ def chosen(module: nn.Module, name: str | None) -> str:
 
 
 def _only_child(module: nn.Module) -> str:
-    found = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
-    if len(found) == 1:
-        return found[0]
-    told = f"has parameters in {', '.join(found)}" if found else "has no child with parameters"
+    children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    if len(children) == 1:
+        return children[0]
+    problem = f"has parameters in {', '.join(children)}" if children else "has no child with parameters"
     raise ValueError(
-        f"RoundPipeStrategy trains one submodule, but {type(module).__name__} {told}; name the one that trains, "
-        'as in RoundPipeStrategy("model"), or put what trains into one module'
+        f"RoundPipeStrategy trains one submodule, but {type(module).__name__} {problem}; name the one that "
+        'trains, as in RoundPipeStrategy("model"), or put all trained modules into one'
     )
 
 
@@ -78,9 +76,9 @@ def _known(module: nn.Module, name: str) -> str:
 
 
 def only_optimizer(optimizers: Sequence[Any]) -> Any:
-    """The optimizer of a training.
+    """Return the only optimizer of a training.
 
-    Raises `ValueError` unless there is one, which steps once and in steps alone.
+    Raises `ValueError` if there are several, or if it changes parameters outside of steps or needs several passes.
     """
     if len(optimizers) != 1:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""`RoundPipeStrategy`: Lightning's loop, with one submodule of a LightningModule on the devices of RoundPipe."""
+"""`RoundPipeStrategy`: runs one submodule of a LightningModule on RoundPipe's devices, in Lightning's loop."""
 
-# Lightning is typed in part.
+# Lightning is only partly typed.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rp_trainer.lightning.refusals import chosen, only_optimizer, refuse_options
 from rp_trainer.on_devices import OnDevices
 from rp_trainer.options import RoundPipeOptions
 
-# What a checkpoint has beside Lightning's own entries.
+# The entry that a checkpoint has in addition to Lightning's.
 _MASTERS = "roundpipe_masters"
 
 
@@ -30,21 +30,21 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     """Runs one submodule of a LightningModule on RoundPipe: weights on the host, layers on all GPUs in turn.
 
     Args:
-        model: the name of the submodule, such as ``"model"`` or ``"net.encoder"``; default: the only child with
-            parameters. All parameters that train must be in it.
-        options: how it is wrapped, and whether steps are asynchronous; see `RoundPipeOptions`.
+        model: the name of the submodule, such as ``"model"`` or ``"net.encoder"``; by default the only child with
+            parameters. All trained parameters must be in it.
+        options: how the submodule is wrapped, and whether steps are asynchronous; see `RoundPipeOptions`.
 
     ::
 
         trainer = lightning.Trainer(strategy=RoundPipeStrategy(), max_epochs=1)
         trainer.fit(module, loader)
 
-    In ``training_step`` and the other steps the submodule runs on the devices; batches, outputs, losses and
-    metrics are on the host. What ``configure_optimizers`` returns trains the master weights, in steps of the
-    engine. Leave out the arguments `accelerator` and `devices` of the trainer.
+    In ``training_step`` and the other steps the submodule runs on the devices. Batches, outputs, losses and
+    metrics are on the host. The optimizer that ``configure_optimizers`` returns trains the master weights in the
+    engine's steps. Omit the arguments `accelerator` and `devices` of the trainer.
 
-    Raises `ValueError` for ``step_in_backward=True``, and when training begins for what cannot work, with its
-    name; what `roundpipe.wrap_model_to_roundpipe` raises.
+    Raises `ValueError` for ``step_in_backward=True``. When training begins, raises `ValueError` for a setting that
+    cannot work, with its name, and the errors of `roundpipe.wrap_model_to_roundpipe`.
     """
 
     strategy_name = "roundpipe"
@@ -56,11 +56,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         refuse_options(self._options)
         self._on_devices: OnDevices | None = None
 
-    # What a trainer tells a strategy that has these attributes
+    # Attributes that a trainer sets if a strategy has them
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """None: the engine has the devices."""
+        """Always empty, since the engine has the devices."""
         return []
 
     @parallel_devices.setter
@@ -69,7 +69,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """One."""
+        """Always one."""
         return 1
 
     @num_nodes.setter
@@ -80,7 +80,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     @property
     def precision_plugin(self) -> HostPrecision:
-        """Lightning's plugin, on the host."""
+        """The precision plugin, as a `HostPrecision`."""
         return on_host(self._precision_plugin)
 
     @precision_plugin.setter
@@ -89,19 +89,19 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of a step's gradients before they were clipped, with ``gradient_clip_val`` set.
+        """The norm of a step's gradients before clipping; None without ``gradient_clip_val``.
 
-        With synchronous steps it is that of the last step. With asynchronous ones it is that of the step before,
-        None after the first.
+        With synchronous steps it is the norm of the last step. With asynchronous steps it is the norm of the step
+        before, and None after the first.
         """
-        found = self.precision_plugin.grad_norm
-        return None if found is None else float(found)
+        norm = self.precision_plugin.grad_norm
+        return None if norm is None else float(norm)
 
     # The model
 
     @property
     def on_devices(self) -> OnDevices:
-        """What stands for the submodule within steps; its attribute `engine` is the wrapped model.
+        """The `OnDevices` that replaces the submodule within steps. Its attribute `engine` is the wrapped model.
 
         Raises `RuntimeError` before a trainer has set it up.
         """
@@ -110,12 +110,12 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         return self._on_devices
 
     def setup_environment(self) -> None:
-        """Refuse what cannot work."""
+        """Raise `ValueError` if several processes were started."""
         refuse_processes()
         super().setup_environment()
 
     def model_to_device(self) -> None:
-        """Wrap the submodule, unless an earlier call of the trainer has; the LightningModule stays on the host."""
+        """Wrap the submodule, unless an earlier call of the trainer did. The LightningModule stays on the host."""
         module = self.lightning_module
         assert module is not None
         self._name = name = chosen(module, self._name)
@@ -123,13 +123,13 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         engine = None if self._on_devices is None else self._on_devices.engine
         if engine is None or engine.named_model is not model:
             engine = self._options.wrap(model, f"{type(module).__name__}.{name}")
-        # Gradients of an earlier training that was broken off.
+        # Drop gradients of an earlier training that was interrupted.
         engine.zero_grad()
         self._on_devices = OnDevices(engine, dtype)
 
     @contextmanager
     def _in_place(self) -> Generator[None]:
-        """Let the LightningModule's attribute be the one whose calls run on the devices."""
+        """Replace the LightningModule's submodule by `OnDevices` inside the context."""
         assert self.lightning_module is not None
         assert self._name is not None
         parent, _, child = self._name.rpartition(".")
@@ -143,29 +143,29 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 setattr(holder, child, model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The LightningModule's, with the submodule on the devices."""
+        """Run the LightningModule's step with the submodule on the devices."""
         with self._in_place():
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The LightningModule's, with the submodule on the devices."""
+        """Run the LightningModule's step with the submodule on the devices."""
         with self._in_place():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The LightningModule's, with the submodule on the devices."""
+        """Run the LightningModule's step with the submodule on the devices."""
         with self._in_place():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The LightningModule's, with the submodule on the devices."""
+        """Run the LightningModule's step with the submodule on the devices."""
         with self._in_place():
             return super().predict_step(*args, **kwargs)
 
     # The optimizer
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """The LightningModule's optimizer and schedulers, for the master weights."""
+        """Set up the LightningModule's optimizer and schedulers; make the optimizer train the master weights."""
         super().setup_optimizers(trainer)
         if trainer.optimizers:
             optimizer = only_optimizer(trainer.optimizers)
@@ -174,18 +174,18 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             self.optimizers = [stepped]
             self.on_devices.optimizer = stepped
             for config in self.lr_scheduler_configs:
-                # By it callbacks find the scheduler of an optimizer.
+                # Callbacks use this attribute to find the scheduler of an optimizer.
                 config.scheduler.optimizer = stepped
 
     # Gradients
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Remember that there are gradients."""
+        """Note that there are gradients."""
         super().post_backward(closure_loss)
         self.on_devices.note_gradients()
 
     def show_gradients(self) -> None:
-        """Wait for the gradients so far and set ``.grad`` of the parameters; what is changed there counts."""
+        """Wait for the gradients so far and set ``.grad`` of the parameters. The step uses changes made to it."""
         self.on_devices.engine.synchronize()
 
     # Results of the last step
@@ -194,23 +194,23 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self.on_devices.engine.sync_optim_param()
 
     def on_validation_start(self) -> None:
-        """Validate the result of the last step, which calls read from now on."""
+        """Make calls read the result of the last step from now on, for validation."""
         self._settle()
 
     def on_test_start(self) -> None:
-        """Test the result of the last step."""
+        """Make calls read the result of the last step from now on, for tests."""
         self._settle()
 
     def on_predict_start(self) -> None:
-        """Predict with the result of the last step."""
+        """Make calls read the result of the last step from now on, for predictions."""
         self._settle()
 
     def on_train_end(self) -> None:
-        """At the end the model's own parameters have the result of the last step."""
+        """Put the result of the last step into the model's own parameters at the end."""
         self._settle()
 
     def on_exception(self, exception: BaseException) -> None:
-        """After Ctrl-C or an error the model's own parameters have the result of the last step, too."""
+        """Put the result of the last step into the model's own parameters after Ctrl-C or an error."""
         super().on_exception(exception)
         if self._on_devices is not None:
             try:
@@ -219,7 +219,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 exception.add_note(f"RoundPipe: {error}")
 
     def teardown(self) -> None:
-        """Everything is on the host already."""
+        """Tear down Lightning's parts. Everything is on the host already."""
         assert self.accelerator is not None
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -228,20 +228,20 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     # Checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lightning's checkpoint, with the master weights where they are more than the weights."""
+        """Save Lightning's checkpoint, with the master weights if their dtype differs from that of the weights."""
         if "optimizer_states" in checkpoint and (masters := self._finer_masters()):
             checkpoint = {**checkpoint, _MASTERS: masters}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _finer_masters(self) -> dict[str, torch.Tensor]:
-        """The masters, if they have another dtype than their weights."""
+        """Return the masters if any has another dtype than its weight, otherwise nothing."""
         engine = self.on_devices.engine
         own = dict(engine.named_model.named_parameters())
         masters = {name: _values(one) for name, one in engine.optim_named_parameters()}
         return masters if any(one.dtype != own[name].dtype for name, one in masters.items()) else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The optimizer's state, and the masters of a checkpoint of ours; in another they are the weights."""
+        """Load the optimizer's state, and the masters if the checkpoint has any; else these follow the weights."""
         super().load_optimizer_state_dict(checkpoint)
         if saved := checkpoint.get(_MASTERS):
             engine = self.on_devices.engine
@@ -249,7 +249,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
 
 def _values(master: torch.Tensor) -> torch.Tensor:
-    """Of one in halves a copy: it stays so."""
+    """Return a master's values; of a master in halves a copy, so that it stays in halves."""
     return master.joined() if isinstance(master, SplitMaster) else master.detach()
 
 

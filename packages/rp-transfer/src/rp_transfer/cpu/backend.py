@@ -1,6 +1,6 @@
 """The CPU backend: virtual devices that run copies as late as possible, and check the order of all memory uses.
 
-A copy is queued. The thread that waits for an event runs exactly the copies which that event needs. Until a copy
+A copy is queued. The thread that waits for an event runs exactly the copies that the event needs. Until a copy
 has run, its destination holds poison (NaN or the smallest integer). Every use of memory is checked against the
 streams' vector clocks. So a forgotten wait, in either direction, makes a plain unit test fail. No threads are
 started here.
@@ -35,7 +35,7 @@ _ALIGNMENT = 64
 class CpuDevice:
     """A virtual device: five streams, and host memory that counts as the device's.
 
-    `limit_bytes`: how much memory it has; None: the host's, of which only what `empty` allocates is counted.
+    `limit_bytes`: the device's memory. None: no limit, and only the memory from `empty` is counted.
     """
 
     def __init__(self, backend: CpuBackend, index: int, limit_bytes: int | None = None) -> None:
@@ -53,7 +53,7 @@ class CpuDevice:
 
     @property
     def name(self) -> str:
-        """Such as ``cpu:0``."""
+        """The kind and the index, such as ``cpu:0``."""
         return self._name
 
     @property
@@ -66,8 +66,8 @@ class CpuDevice:
         torch.set_num_threads(1)
 
     def computing(self) -> AbstractContextManager[object]:
-        """A context in which what torch allocates is counted if the device has a limit."""
-        return nullcontext() if self._limit_bytes is None else Counting(self._take, self._give)
+        """Return a context that counts torch's allocations if the device has a limit."""
+        return nullcontext() if self._limit_bytes is None else Counting(self._count_new, self._count_freed)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, stream: Stream) -> torch.Tensor:
         """Allocate poisoned memory that counts as this device's.
@@ -77,24 +77,24 @@ class CpuDevice:
         if not isinstance(stream, CpuStream):
             raise TypeError(f"memory of {self._name} must belong to one of its streams, but got {stream!r}")
         nbytes = math.prod(shape) * dtype.itemsize
-        self._take(nbytes)
+        self._count_new(nbytes)
         try:
             return self._backend.allocate(shape, dtype, owner=stream, device=self)
         except BaseException:
             self.count(-nbytes)
             raise
 
-    def _take(self, nbytes: int) -> None:
+    def _count_new(self, nbytes: int) -> None:
         self._backend.streams.lock.catch_up()
         with self._backend.streams.lock:
             if self._limit_bytes is not None and self._used + nbytes > self._limit_bytes:
                 raise torch.OutOfMemoryError(
-                    f"{self._name} is out of memory: {nbytes} bytes were asked for, and {self._used} of "
+                    f"{self._name} is out of memory: {nbytes} bytes were requested, and {self._used} of "
                     f"{self._limit_bytes} are in use"
                 )
             self.count(nbytes)
 
-    def _give(self, nbytes: int) -> None:
+    def _count_freed(self, nbytes: int) -> None:
         # Called by finalizers, which take no lock.
         self._backend.streams.lock.afterwards(partial(self.count, -nbytes))
 
@@ -105,11 +105,11 @@ class CpuDevice:
             self._peak = max(self._peak, self._used)
 
     def generator(self) -> torch.Generator:
-        """Torch's CPU generator, shared by all virtual devices."""
+        """Return torch's CPU generator, which all virtual devices share."""
         return torch.default_generator
 
     def memory(self) -> MemoryUse:
-        """Bytes allocated with `empty`, and those that torch operations allocated if the device has a limit."""
+        """Return the bytes allocated with `empty`, and by torch operations if the device has a limit."""
         self._backend.streams.lock.catch_up()
         if self._limit_bytes is not None:
             return MemoryUse(self._name, self._used, self._peak, self._limit_bytes)
@@ -117,7 +117,7 @@ class CpuDevice:
         return MemoryUse(self._name, self._used, self._peak, share, is_complete=False)
 
     def obtainable_bytes(self) -> int:
-        """All of the device's memory."""
+        """Return all of the device's memory."""
         return self.memory().total_bytes
 
     def reset_peak_memory(self) -> None:
@@ -131,7 +131,7 @@ class CpuDevice:
             stream.record().synchronize()
 
     def release_unused(self) -> None:
-        """Nothing to do: what is freed is free at once."""
+        """Do nothing: freed memory is free at once."""
 
 
 def _physical_bytes() -> int:
@@ -139,7 +139,7 @@ def _physical_bytes() -> int:
 
 
 class _SimulatedPins:
-    """Counts the bytes that real devices would pin, and refuses beyond a limit."""
+    """Counts the bytes that real devices would pin, and refuses to pin beyond a limit."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit = limit_bytes
@@ -164,8 +164,8 @@ class CpuBackend:
         strict: poison memory and check the order of every use; False for benchmarks.
         pin_limit_bytes: limit on pinned memory, as on a machine that limits locked memory; beyond it host memory
             counts as unpinned.
-        memory_bytes: memory of each device; beyond it `torch.OutOfMemoryError` is raised. Then all that torch
-            operations allocate inside `computing` counts too, except in compiled code. None: what the host has.
+        memory_bytes: memory of each device; beyond it `torch.OutOfMemoryError` is raised. Allocations of torch
+            operations inside `computing` count too, except those of compiled code. None: no limit.
 
     >>> backend = CpuBackend(1)
     >>> device = backend.devices[0]
@@ -188,7 +188,7 @@ class CpuBackend:
         memory_bytes: int | None = None,
     ) -> None:
         if count < 1:
-            raise ValueError(f"a CPU backend must have at least one device, but {count} were asked for")
+            raise ValueError(f"a CPU backend must have at least one device, but {count} were requested")
         self.streams = StreamGroup(strict, count * len(_STREAMS))
         self._host_used = 0
         self._host_peak = 0
@@ -213,7 +213,7 @@ class CpuBackend:
         return (self.host_empty((layout.numel,), layout.dtype) for layout in layouts)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory counts as pinned."""
+        """Return whether the tensor's memory counts as pinned."""
         return self._pinned.covers(tensor.data_ptr(), tensor.nbytes)
 
     def register(self, tensors: Iterable[torch.Tensor]) -> object:
@@ -234,7 +234,7 @@ class CpuBackend:
                     self.streams.ledger.check_host(tensor, self.streams.host_clock, writes, what or "use")
 
     def host_memory(self) -> HostUse:
-        """Bytes allocated with `host_empty`, and bytes that count as pinned."""
+        """Return the bytes allocated with `host_empty`, and the bytes that count as pinned."""
         self.streams.lock.catch_up()
         return HostUse(self._host_used, self._host_peak, self._pinned.nbytes, _physical_bytes())
 
@@ -247,7 +247,7 @@ class CpuBackend:
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, *, owner: CpuStream | None, device: CpuDevice | None
     ) -> torch.Tensor:
-        """Allocate memory whose free is checked: no unordered use may remain when its last tensor is freed.
+        """Allocate memory that is checked when its last tensor is freed: no unordered use may remain.
 
         `owner`: the stream that owns device memory; both it and `device` are None for host memory.
         """
@@ -263,14 +263,14 @@ class CpuBackend:
         memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8, device="cpu")
         address = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         buffer = (ctypes.c_ubyte * nbytes).from_address(address)
-        self._open(buffer, memory, address, nbytes, owner, device)
+        self._track(buffer, memory, address, nbytes, owner, device)
         if device is None:
             self._pinned.hold(buffer, address, nbytes)
         if self.streams.strict:
             poison(address, nbytes, dtype)
         return torch.frombuffer(buffer, dtype=dtype).view(tuple(shape))
 
-    def _open(
+    def _track(
         self,
         buffer: ctypes.Array[ctypes.c_ubyte],
         memory: torch.Tensor,
@@ -282,26 +282,26 @@ class CpuBackend:
         self.streams.lock.catch_up()
         with self.streams.lock:
             self.streams.raise_violation()
-            allocation = self._note(address, nbytes, owner)
+            allocation = self._record_allocation(address, nbytes, owner)
         # The last tensor on the buffer keeps it alive, so the finalizer runs exactly when the memory is freed.
-        weakref.finalize(buffer, self._end, memory, allocation, owner, device).atexit = False
+        weakref.finalize(buffer, self._finalize, memory, allocation, owner, device).atexit = False
 
-    def _note(self, address: int, nbytes: int, owner: CpuStream | None) -> Allocation:
+    def _record_allocation(self, address: int, nbytes: int, owner: CpuStream | None) -> Allocation:
         if not self.streams.strict:
             return Allocation(address, address + nbytes)
         return self.streams.ledger.open(address, nbytes, None if owner is None else owner.allocation_point())
 
-    def _end(
+    def _finalize(
         self, memory: torch.Tensor, allocation: Allocation, owner: CpuStream | None, device: CpuDevice | None
     ) -> None:
         if self.streams.strict and not self.streams.closed:
             poison(allocation.start, allocation.end - allocation.start, torch.uint8)
-        # Keeps the memory until the free is recorded, so that torch cannot reuse it before. A closed backend may
+        # Keep the memory until the free is recorded, so that torch cannot reuse it before. A closed backend may
         # never record it, so it keeps nothing.
         held = None if self.streams.closed else memory
-        self.streams.lock.afterwards(partial(self._freed, held, allocation, owner, device))
+        self.streams.lock.afterwards(partial(self._record_free, held, allocation, owner, device))
 
-    def _freed(
+    def _record_free(
         self,
         memory: torch.Tensor | None,
         allocation: Allocation,

@@ -1,4 +1,4 @@
-"""Counting of the memory that torch operations allocate on a virtual device with a limit."""
+"""Count the memory that torch operations allocate on a virtual device with a limit."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     is_paused = False
 
 
-_HERE = _Here()
+_THREAD = _ThreadState()
 
 
 @contextmanager
 def uncounted() -> Generator[None]:
-    """What the calling thread allocates inside the context is no memory of a device, or counted already."""
-    before, _HERE.is_paused = _HERE.is_paused, True
+    """Do not count what the calling thread allocates inside this context: host memory, or counted elsewhere."""
+    before, _THREAD.is_paused = _THREAD.is_paused, True
     try:
         yield
     finally:
-        _HERE.is_paused = before
+        _THREAD.is_paused = before
 
 
 class Counting(TorchDispatchMode):
-    """Counts the storages that torch operations make in the thread that enters it, until they are freed.
+    """Counts the storages that torch operations allocate in the thread that enters it, until they are freed.
 
-    `take(nbytes)` is called for each new storage, and may raise; `give(nbytes)` when it is freed, by a finalizer.
-    What compiled layers allocate, and what an operation allocates only while it runs, is not seen.
+    `allocated(nbytes)` is called for each new storage, and may raise. `freed(nbytes)` is called by a finalizer
+    when the storage is freed. Allocations of compiled layers, and temporary ones inside an operation, are not
+    seen.
 
     >>> held = []
     >>> with Counting(held.append, held.remove):
@@ -43,29 +44,29 @@ class Counting(TorchDispatchMode):
     [20]
     """
 
-    def __init__(self, take: Callable[[int], None], give: Callable[[int], None]) -> None:
+    def __init__(self, allocated: Callable[[int], None], freed: Callable[[int], None]) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._take = take
-        self._give = give
+        self._allocated = allocated
+        self._freed = freed
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operation, then count what it has made."""
+        """Run the operation, then count its new storages."""
         del types
-        found = func(*args, **(kwargs or {}))
-        if not _HERE.is_paused:
+        result = func(*args, **(kwargs or {}))
+        if not _THREAD.is_paused:
             known = {storage.data_ptr() for storage in _storages((args, kwargs))}
-            for storage in _storages(found):
+            for storage in _storages(result):
                 if storage.data_ptr() not in known:
                     known.add(storage.data_ptr())
                     self._count(storage)
-        return found
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
-        self._take(nbytes)
-        weakref.finalize(storage, self._give, nbytes).atexit = False
+        self._allocated(nbytes)
+        weakref.finalize(storage, self._freed, nbytes).atexit = False
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:

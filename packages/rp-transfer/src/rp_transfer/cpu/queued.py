@@ -33,7 +33,7 @@ def poison(address: int, nbytes: int, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The address range of a contiguous tensor, with a weak reference to its storage: real hardware keeps none."""
+    """The address range of a contiguous tensor. Like real hardware, it does not keep the storage alive."""
 
     address: int
     nbytes: int
@@ -42,16 +42,16 @@ class Place:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Place:
-        """The place of a contiguous tensor."""
+        """Return the address range of a contiguous tensor."""
         nbytes = tensor.numel() * tensor.element_size()
         return cls(tensor.data_ptr(), nbytes, tensor.dtype, StorageWeakRef(tensor.untyped_storage()))
 
     def overlaps(self, other: Place) -> bool:
-        """Whether both places share a byte."""
+        """Return whether both places share a byte."""
         return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
 
     def values(self) -> torch.Tensor:
-        """A tensor, (numel,), over the same memory; valid only while that memory is allocated."""
+        """Return a tensor, (numel,), over the same memory; valid only while that memory is allocated."""
         buffer = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         return torch.frombuffer(buffer, dtype=self.dtype)
 
@@ -80,7 +80,7 @@ class Move:
         return f"{self.what} of {self.source.nbytes} bytes on {self.stream}"
 
     def uses(self, place: Place) -> bool:
-        """Whether this move reads or writes a byte of `place`."""
+        """Return whether this move reads or writes a byte of `place`."""
         return self.destination.overlaps(place) or self.source.overlaps(place)
 
     def poison_after(self, earlier: Sequence[Move]) -> None:

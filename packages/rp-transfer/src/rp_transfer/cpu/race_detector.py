@@ -19,7 +19,7 @@ Clock = list[int]
 
 
 def join(clock: Clock, other: Sequence[int]) -> None:
-    """Raise each entry of `clock` to at least that of `other`: all that precedes `other` now precedes `clock`."""
+    """Raise each entry of `clock` to at least that of `other`, so that what precedes `other` precedes `clock`."""
     for stream, tick in enumerate(other):
         if tick > clock[stream]:
             clock[stream] = tick
@@ -64,18 +64,18 @@ class Allocation:
     point: AllocationPoint | None = None
     uses: list[Use] = field(default_factory=list[Use])
 
-    def gone(self) -> bool:
-        """Whether torch has freed this memory; False for memory that its allocator closes."""
+    def is_freed(self) -> bool:
+        """Return whether torch has freed this memory; False for memory that the ledger's user closes."""
         return self.storage is not None and self.storage.expired() is True
 
     def conflicts(self, use: Use) -> list[Use]:
-        """The overlapping earlier uses that must precede `use`: all of them for a write, the writes for a read."""
+        """Return the overlapping earlier uses that must precede `use`: all for a write, only writes for a read."""
         return [
             old for old in self.uses if (use.write or old.write) and old.start < use.end and use.start < old.end
         ]
 
     def add(self, use: Use) -> None:
-        """Record `use`, and drop the earlier uses it covers: a use ordered after it is ordered after them too."""
+        """Record `use`, and drop earlier uses it covers: a use ordered after it is ordered after those too."""
         self.uses = [old for old in self.uses if not self._covers(use, old)]
         self.uses.append(use)
 
@@ -86,7 +86,7 @@ class Allocation:
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address range ``[start, end)`` of a tensor's elements."""
+    """Return the address range ``[start, end)`` of a tensor's elements."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
@@ -105,11 +105,11 @@ class Ledger:
         return len(self._starts)
 
     def num_uses(self) -> int:
-        """The number of recorded uses."""
+        """Return the number of recorded uses."""
         return sum(len(allocation.uses) for allocation in self._at.values())
 
     def open(self, start: int, nbytes: int, point: AllocationPoint | None = None) -> Allocation:
-        """Record newly allocated memory; the caller closes it when it is freed."""
+        """Record newly allocated memory. The caller closes it when the memory is freed."""
         allocation = Allocation(start, start + nbytes, point=point)
         self._insert(allocation)
         return allocation
@@ -134,7 +134,7 @@ class Ledger:
         allocation.add(use)
 
     def check_host(self, tensor: torch.Tensor, clock: Clock, write: bool, what: str) -> None:
-        """Check that the host may use the tensor now. Not recorded: the host's use ends before its next call."""
+        """Check that the host may use the tensor now. Not recorded: the use ends before the host's next call."""
         start, end = span_of(tensor)
         if start == end:
             return
@@ -144,9 +144,9 @@ class Ledger:
     def _find(self, tensor: torch.Tensor, start: int) -> Allocation:
         index = bisect_right(self._starts, start) - 1
         if index >= 0:
-            found = self._at[self._starts[index]]
-            if start < found.end and not found.gone():
-                return found
+            allocation = self._at[self._starts[index]]
+            if start < allocation.end and not allocation.is_freed():
+                return allocation
         return self._adopt(tensor)
 
     def _adopt(self, tensor: torch.Tensor) -> Allocation:
@@ -160,7 +160,7 @@ class Ledger:
     def _insert(self, allocation: Allocation) -> None:
         self._drop_overlapping(allocation)
         if len(self._starts) % 256 == 255:
-            self._drop_gone()
+            self._drop_freed()
         self._at[allocation.start] = allocation
         insort(self._starts, allocation.start)
 
@@ -173,8 +173,8 @@ class Ledger:
             else:
                 index += 1
 
-    def _drop_gone(self) -> None:
-        for start in [start for start, allocation in self._at.items() if allocation.gone()]:
+    def _drop_freed(self) -> None:
+        for start in [start for start, allocation in self._at.items() if allocation.is_freed()]:
             self._remove(start)
 
     def _remove(self, start: int) -> None:

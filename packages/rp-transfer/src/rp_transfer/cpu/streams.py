@@ -1,4 +1,4 @@
-"""Streams and events of virtual devices: a copy is queued, and runs when a caller waits for an event after it."""
+"""Streams and events of virtual devices. A queued copy runs when a caller waits for an event after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CpuEvent:
         self._group = stream.group
 
     def query(self) -> bool:
-        """Whether the work before the event has run. A query alone runs nothing: some caller must wait for it."""
+        """Return whether the work before the event has run. A query runs nothing: some caller must wait for it."""
         if self.stream.executed < self.position:
             return False
         self._group.lock.catch_up()
@@ -46,7 +46,7 @@ class CpuEvent:
             join(self._group.host_clock, self.clock)
 
     def seconds_since(self, earlier: Event) -> float:
-        """Seconds between both events by the process's clock."""
+        """Return the seconds from `earlier` to this event by the process's clock."""
         if not isinstance(earlier, CpuEvent) or self.mark is None or earlier.mark is None:
             raise ValueError("both events must be recorded with timed=True")
         return self.mark.seconds - earlier.mark.seconds
@@ -75,11 +75,11 @@ class CpuStream:
 
     @property
     def name(self) -> str:
-        """Such as ``cpu:0/weights_in``."""
+        """The device and the stream, such as ``cpu:0/weights_in``."""
         return self._name
 
     def wait(self, event: Event) -> None:
-        """Order later work after `event`; an eager stream runs the copies that `event` needs at once."""
+        """Order later work after `event`. An eager stream runs the copies that `event` needs at once."""
         if not isinstance(event, CpuEvent) or event.stream.group is not self.group:
             raise TypeError(f"{self._name} must wait for an event of its own backend, but got {event!r} instead")
         self.group.lock.catch_up()
@@ -94,7 +94,7 @@ class CpuStream:
         """Record an event after everything enqueued so far."""
         self.group.lock.catch_up()
         with self.group.lock:
-            self._learn()
+            self._join_host()
             mark = Mark() if timed else None
             if mark is not None:
                 self._do(mark)
@@ -130,7 +130,7 @@ class CpuStream:
 
     def _prepare(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> Move:
         move = Move(Place.of(destination), Place.of(source), what, self._name)
-        self._learn()
+        self._join_host()
         if self.group.strict:
             self._use(read=(source,), write=(destination,), what=str(move))
             if not self.eager:
@@ -148,7 +148,7 @@ class CpuStream:
             self._use(read=read, write=write, what=f"{what or 'use'} on {self._name}")
 
     def allocation_point(self) -> AllocationPoint:
-        """The stream's clock now: work before it may still use the memory that is allocated now."""
+        """Return the stream's current clock: its earlier work may still use the memory that it now allocates."""
         join(self._clock, self.group.host_clock)
         return AllocationPoint(tuple(self._clock), self._name)
 
@@ -158,14 +158,14 @@ class CpuStream:
         check(allocation.uses, self._clock, f"freeing {allocation.end - allocation.start} bytes of {self._name}")
 
     def _use(self, *, read: Iterable[torch.Tensor], write: Iterable[torch.Tensor], what: str) -> None:
-        self._learn()
+        self._join_host()
         self._clock[self._index] += 1
         use_of = (self._index, self._clock[self._index])
         for tensors, writes in ((read, False), (write, True)):
             for tensor in tensors:
                 self.group.ledger.use(tensor, self._clock, use_of, writes, what)
 
-    def _learn(self) -> None:
+    def _join_host(self) -> None:
         self.group.raise_violation()
         join(self._clock, self.group.host_clock)
 
@@ -184,7 +184,7 @@ class StreamGroup:
         self._violation: Unordered | None = None
 
     def new_clock(self) -> Clock:
-        """A vector clock of zeros; empty if order is not checked."""
+        """Return a vector clock of zeros; empty if order is not checked."""
         return [0] * self._count if self.strict else []
 
     def add(self, stream: CpuStream) -> None:
@@ -192,7 +192,7 @@ class StreamGroup:
         self._copying.append(stream)
 
     def raise_violation(self) -> None:
-        """Raise `Closed` after `close`, and a violation that `note_violation` stored, once."""
+        """Raise `Closed` if the backend was closed, and once a violation that `note_violation` stored."""
         if self.closed:
             raise Closed("the CPU backend was closed; open another one")
         violation, self._violation = self._violation, None
@@ -200,7 +200,7 @@ class StreamGroup:
             raise violation
 
     def queued(self) -> Iterator[Move]:
-        """The copies of all streams that have not run yet."""
+        """Yield the copies of all streams that have not run yet."""
         for stream in self._copying:
             yield from (work for work in stream.queue if isinstance(work, Move))
 
@@ -230,7 +230,7 @@ class StreamGroup:
             head.run()
 
     def note_violation(self, violation: Unordered) -> None:
-        """Store a violation found in a finalizer, which cannot raise it; the next call does. Keeps the first."""
+        """Store the first violation of a finalizer, which cannot raise it; the next call raises it."""
         self._violation = self._violation or violation
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA backend: CuPy's streams, events, copies and pinning, on which torch computes too.
+"""The CUDA backend: CuPy's streams, events, copies and pinning, shared with torch.
 
 This is the only file that imports CuPy.
 """
@@ -41,7 +41,7 @@ class CudaEvent:
         self.timed = timed
 
     def query(self) -> bool:
-        """Whether the work before the event has finished."""
+        """Return whether the work before the event has finished."""
         return bool(self.native.done)
 
     def synchronize(self) -> None:
@@ -49,7 +49,7 @@ class CudaEvent:
         self.native.synchronize()
 
     def seconds_since(self, earlier: Event) -> float:
-        """Seconds between both events, measured by the device."""
+        """Return the seconds from `earlier` to this event, measured by the device."""
         if not (isinstance(earlier, CudaEvent) and self.timed and earlier.timed):
             raise ValueError("both events must be recorded with timed=True")
         return float(cupy.cuda.get_elapsed_time(earlier.native, self.native)) / 1000
@@ -66,7 +66,7 @@ class CudaStream:
 
     @property
     def name(self) -> str:
-        """Such as ``cuda:0/weights_in``."""
+        """The device and the stream, such as ``cuda:0/weights_in``."""
         return self._name
 
     def wait(self, event: Event) -> None:
@@ -98,7 +98,7 @@ class CudaStream:
     def touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
     ) -> None:
-        """Nothing to check: the virtual devices do."""
+        """Do nothing: only the virtual devices check the order of uses."""
 
 
 class CudaDevice:
@@ -119,7 +119,7 @@ class CudaDevice:
 
     @property
     def name(self) -> str:
-        """Such as ``cuda:1``."""
+        """The kind and the index, such as ``cuda:1``."""
         return self._name
 
     @property
@@ -131,8 +131,8 @@ class CudaDevice:
         """Make this the calling thread's current device, for torch and for CuPy."""
         torch.cuda.set_device(self._index)
         cupy.cuda.Device(self._index).use()
-        # Gives torch's autograd thread of this device its CUDA context. Without this, torch warns if the first
-        # backward is that of a matrix product.
+        # Create the CUDA context of torch's autograd thread for this device. Without it, torch warns if the first
+        # backward pass is that of a matrix product.
         (torch.ones((), device=self._torch_device, requires_grad=True) * 1).backward()
 
     def computing(self) -> AbstractContextManager[None]:
@@ -147,18 +147,18 @@ class CudaDevice:
             return torch.empty(tuple(shape), dtype=dtype, device=self._torch_device)
 
     def generator(self) -> torch.Generator:
-        """The device's default random generator."""
+        """Return the device's default random generator."""
         return torch.cuda.default_generators[self._index]
 
     def memory(self) -> MemoryUse:
-        """Bytes allocated by torch's allocator, and the share of the GPU's memory that it may use."""
+        """Return the bytes allocated by torch's allocator. The total is what this process may use of the GPU."""
         share = torch.cuda.get_per_process_memory_fraction(self._index)
         total = int(torch.cuda.get_device_properties(self._index).total_memory * share)
         used = torch.cuda.memory_allocated(self._index)
         return MemoryUse(self._name, used, torch.cuda.max_memory_allocated(self._index), total)
 
     def obtainable_bytes(self) -> int:
-        """What torch's allocator holds, used or not, and what is free, within the process's share."""
+        """Return the bytes that torch's allocator holds or could get, at most the process's share."""
         free, _ = torch.cuda.mem_get_info(self._index)
         return min(free + torch.cuda.memory_reserved(self._index), self.memory().total_bytes)
 
@@ -172,9 +172,9 @@ class CudaDevice:
             stream.native.synchronize()
 
     def release_unused(self) -> None:
-        """Empty the caches of torch's and CuPy's allocators: cuBLAS and cuDNN allocate past both.
+        """Empty the caches of torch's and CuPy's allocators, since cuBLAS and cuDNN allocate outside both.
 
-        From then on torch uses expandable segments, unless the user has decided otherwise.
+        From then on torch uses expandable segments, unless the user's settings decide otherwise.
         """
         torch.cuda.empty_cache()
         leave_no_holes()
@@ -184,8 +184,9 @@ class CudaDevice:
 class _CudaPins:
     """Pins host memory by registering it with the CUDA driver.
 
-    Not through torch's pool or CuPy's: both round sizes up, at worst to a power of two. Always with one of the
-    backend's devices current: else CUDA would create a context, which takes memory, on the thread's current one.
+    Torch's and CuPy's pools are not used, since both round sizes up, at worst to a power of two. One of the
+    backend's devices is made current first: otherwise CUDA would create a context, which takes memory, on another
+    device.
     """
 
     def __init__(self, device: int) -> None:
@@ -204,7 +205,7 @@ class _CudaPins:
 
 
 class CudaBackend:
-    """The GPUs of the given indices. `most_pinned_bytes`: the most host memory that is registered in one call.
+    """The GPUs with the given indices. `most_pinned_bytes`: the most host memory to register in one call.
 
     Raises `BackendUnavailable` if CuPy cannot use the driver, if CuPy and torch are built for different major
     versions of CUDA, or if a GPU cannot be opened.
@@ -241,10 +242,10 @@ class CudaBackend:
     def host_touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
     ) -> None:
-        """Nothing to check: the virtual devices do."""
+        """Do nothing: only the virtual devices check the order of uses."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether one range pinned by this backend holds the whole tensor, or torch pinned it."""
+        """Return whether one range pinned by this backend holds the whole tensor, or torch has pinned it."""
         nbytes = tensor.numel() * tensor.element_size()
         return self._pinned.covers(tensor.data_ptr(), nbytes) or tensor.is_pinned()
 
@@ -257,11 +258,11 @@ class CudaBackend:
         return tensor.is_pinned() and not self._pinned.covers(storage.data_ptr(), storage.nbytes())
 
     def host_memory(self) -> HostUse:
-        """Bytes allocated, including idle pooled buffers, and bytes pinned."""
+        """Return the bytes allocated, including idle pooled buffers, and the bytes pinned."""
         return self._host.use()
 
     def close(self) -> None:
-        """Wait for the devices and release the pooled host memory."""
+        """Wait for the devices, and release the pooled host memory."""
         if not self._closed:
             self._closed = True
             for device in self._devices:

@@ -16,10 +16,10 @@ from rp_transfer.memory.blocks import ALIGNMENT, Layout
 from rp_transfer.memory.guard import Guard
 from rp_transfer.memory.pages import Pinned, Slab
 
-# In bytes. Smaller allocations share slabs: whole pages for each would waste memory.
+# In bytes. Smaller allocations share slabs, since whole pages for each would waste memory.
 _SMALL_BYTES = 1 << 16
 _SHARED_BYTES = 1 << 20
-# In bytes. A model's blocks are allocated together; those smaller than this share one slab of exactly their size.
+# In bytes. A model's blocks are allocated together; blocks smaller than this share one slab of their exact size.
 _SMALL_BLOCK_BYTES = 1 << 22
 
 # An address, and the slab that holds it.
@@ -40,8 +40,8 @@ class HostMemory:
     """An allocator of pinned host memory with a pool of short-lived buffers.
 
     A buffer returns to the pool when its last tensor is freed, so callers keep it alive until their copies have
-    finished. The pool keeps at most as many idle bytes as its buffers ever used at once; beyond that it releases
-    the least recently used sizes.
+    finished. The pool keeps at most as many idle bytes as were ever in use at once. Beyond that it releases the
+    least recently used sizes.
     """
 
     def __init__(self, pinned: Pinned, total_bytes: int) -> None:
@@ -51,8 +51,8 @@ class HostMemory:
         self._shared: Slab | None = None
         self._shared_used = 0
         self._idle = 0
-        self._lent = 0
-        self._most_lent = 0
+        self._in_use = 0
+        self._most_in_use = 0
         self._guard = Guard()
         self._freed: deque[Piece] = deque()
         self._used = 0
@@ -69,7 +69,7 @@ class HostMemory:
         return self._tensor(piece, room, dtype, short_lived)[: math.prod(shape)].view(tuple(shape))
 
     def blocks(self, layouts: Sequence[Layout]) -> Iterator[torch.Tensor]:
-        """Allocate a block, (numel,), for each layout, when it is asked for; small blocks share one exact slab."""
+        """Allocate a block, (numel,), for each layout when the iterator reaches it; small ones share a slab."""
         self._catch_up()
         small = [_aligned(layout.nbytes) for layout in layouts if layout.nbytes < _SMALL_BLOCK_BYTES]
         slab = Slab(sum(small), self._pinned) if sum(small) else None
@@ -83,7 +83,7 @@ class HostMemory:
             offset += _aligned(layout.nbytes)
 
     def use(self) -> HostUse:
-        """Bytes allocated, including idle pooled buffers, and bytes pinned."""
+        """Return the bytes allocated, including idle pooled buffers, and the bytes pinned."""
         self._catch_up()
         return HostUse(self._used, self._peak, self._pinned.nbytes, self._total)
 
@@ -97,8 +97,8 @@ class HostMemory:
 
     def _tensor(self, piece: Piece, nbytes: int, dtype: torch.dtype, short_lived: bool) -> torch.Tensor:
         buffer = (ctypes.c_ubyte * nbytes).from_address(piece[0])
-        give_back = self._give_back if short_lived else self._drop
-        weakref.finalize(buffer, give_back, nbytes, piece).atexit = False
+        on_free = self._return if short_lived else self._drop
+        weakref.finalize(buffer, on_free, nbytes, piece).atexit = False
         return torch.frombuffer(buffer, dtype=dtype)
 
     def _take(self, nbytes: int, short_lived: bool) -> Piece:
@@ -108,7 +108,7 @@ class HostMemory:
         piece = self._carve(nbytes)
         with self._guard:
             self._count(nbytes)
-            self._lend(nbytes if short_lived else 0)
+            self._count_in_use(nbytes if short_lived else 0)
         return piece
 
     def _carve(self, nbytes: int) -> Piece:
@@ -128,7 +128,7 @@ class HostMemory:
                 return None
             self._free.move_to_end(nbytes)
             self._idle -= nbytes
-            self._lend(nbytes)
+            self._count_in_use(nbytes)
             return pieces.pop()
 
     def _count(self, nbytes: int) -> None:
@@ -136,23 +136,23 @@ class HostMemory:
             self._used += nbytes
             self._peak = max(self._peak, self._used)
 
-    def _lend(self, nbytes: int) -> None:
-        self._lent += nbytes
-        self._most_lent = max(self._most_lent, self._lent)
+    def _count_in_use(self, nbytes: int) -> None:
+        self._in_use += nbytes
+        self._most_in_use = max(self._most_in_use, self._in_use)
 
     def _catch_up(self) -> None:
         self._guard.catch_up()
         # Dropped outside the lock, since unpinning is slow.
         self._freed.clear()
 
-    def _give_back(self, nbytes: int, piece: Piece) -> None:
-        self._guard.afterwards(partial(self._take_back, nbytes, piece))
+    def _return(self, nbytes: int, piece: Piece) -> None:
+        self._guard.afterwards(partial(self._reclaim, nbytes, piece))
 
-    def _take_back(self, nbytes: int, piece: Piece) -> None:
-        self._lent -= nbytes
+    def _reclaim(self, nbytes: int, piece: Piece) -> None:
+        self._in_use -= nbytes
         self._idle += nbytes
         self._free.setdefault(nbytes, []).append(piece)
-        self._shrink(self._most_lent)
+        self._shrink(self._most_in_use)
 
     def _shrink(self, most: int) -> None:
         while self._idle > most:

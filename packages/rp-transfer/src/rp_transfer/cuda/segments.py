@@ -1,4 +1,4 @@
-"""torch's allocator of device memory, set to leave no holes in it: expandable segments."""
+"""Settings of torch's allocator for less fragmented device memory: expandable segments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 
 _LOG = logging.getLogger(__name__)
-# In torch's order; the first that is set counts, even if it is empty.
+# In torch's order: the first one that is set counts, even if it is empty.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NAME = "expandable_segments"
 
 
 def settings_of(environment: Mapping[str, str]) -> str:
-    """The allocator's settings in environment variables.
+    """Return the allocator's settings from the environment variables.
 
     >>> settings_of({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"})
     'max_split_size_mb:512'
@@ -24,7 +24,7 @@ def settings_of(environment: Mapping[str, str]) -> str:
 
 
 def settings_without_holes(given: str) -> str | None:
-    """The same settings with expandable segments; None if they decide about these, or choose an allocator.
+    """Add expandable segments to settings; None if these mention them already, or choose another allocator.
 
     >>> settings_without_holes("max_split_size_mb:512")
     'max_split_size_mb:512,expandable_segments:True'
@@ -36,9 +36,10 @@ def settings_without_holes(given: str) -> str | None:
 
 
 def leave_no_holes() -> None:
-    """Have torch map device memory by the page from now on, in the whole process, unless its settings decide.
+    """Let torch's allocator use expandable segments from now on, in the whole process, unless the user has set it.
 
-    As it is, a large tensor needs one free piece, and what smaller ones left between them is lost to it.
+    They map device memory page by page. Otherwise a large tensor needs one contiguous free piece, and cannot use
+    the gaps between smaller tensors.
     """
     settings = settings_without_holes(_current())
     if settings is not None:
@@ -47,6 +48,6 @@ def leave_no_holes() -> None:
 
 
 def _current() -> str:
-    # Torch 2.11 does not tell what a program has set; newer ones do.
-    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # pyright: ignore[reportPrivateUsage] - as above
-    return settings_of(os.environ) if told is None else str(told())
+    # Torch 2.11 cannot report settings that a program has made; newer versions can.
+    getter = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # pyright: ignore[reportPrivateUsage] - as above
+    return settings_of(os.environ) if getter is None else str(getter())

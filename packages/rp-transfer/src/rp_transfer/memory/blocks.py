@@ -13,9 +13,9 @@ import torch
 
 from rp_transfer.memory.files import MappedFiles
 
-# In bytes: a cache line of the host, and at least what any load instruction of a device needs.
+# In bytes: a cache line of the host, which is also enough for any load instruction of a device.
 ALIGNMENT = 64
-# In bytes: what vector loads and compiled kernels need. Models have many small tensors, so this saves memory.
+# In bytes: enough for vector loads and compiled kernels. Models have many small tensors, so this saves memory.
 _SMALL_ALIGNMENT = 16
 _SMALL_BYTES = 4096
 
@@ -101,11 +101,11 @@ class Layout:
         return self.numel * self.dtype.itemsize
 
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """All tensors as views of one `block`: (numel,) of any dtype."""
+        """Return all tensors as views of `block`, (numel,) of any dtype."""
         return [span.of(block) for span in self.spans]
 
     def storages(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """All tensors of a host block, each with its own storage over the block's bytes.
+        """Return all tensors of a host block, each with a separate storage over its part of the block.
 
         So each has its own version counter, and saving one does not save the whole block.
         """
@@ -118,10 +118,10 @@ class Layout:
                 view.copy_(tensor)
 
     def move_in(self, block: torch.Tensor, tensors: Sequence[torch.Tensor], files: MappedFiles) -> None:
-        """Copy the tensors into a host block, and make each tensor's ``.data`` its place there.
+        """Copy the tensors into a host block, and point each tensor's ``.data`` at its place there.
 
-        The tensor objects stay the same, so their module saves and loads as before. Of tensors in `files` no more
-        than a few MiB are resident beside the block at any time.
+        The tensor objects stay the same, so their module saves and loads as before. Of tensors in mapped files, no
+        more than a few MiB are resident beside the block at any time.
         """
         with torch.no_grad():
             for view, tensor in zip(self.views(block), tensors, strict=True):
@@ -136,8 +136,8 @@ class Group:
 
     `users`: the indices of those modules.
 
-    >>> found = Group("buffer", (0,), (torch.zeros(3), torch.zeros(2, 2)))
-    >>> [span.numel for span in found.layout.spans]
+    >>> buffers = Group("buffer", (0,), (torch.zeros(3), torch.zeros(2, 2)))
+    >>> [span.numel for span in buffers.layout.spans]
     [3, 4]
     """
 
@@ -154,10 +154,10 @@ class Group:
 def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
     """Group the tensors of a row of modules by kind (trainable, frozen, buffer), dtype and using modules.
 
-    A tensor that several modules use (tied, or of a module that occurs twice) is in a group of all its users.
+    A tensor that several modules use (tied, or in a module that occurs twice) is in a group with all its users.
 
-    >>> for found in group([torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)]):
-    ...     print(found.kind, found.users, found.layout.dtype, len(found.tensors))
+    >>> for each in group([torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)]):
+    ...     print(each.kind, each.users, each.layout.dtype, len(each.tensors))
     trainable (0,) torch.float32 2
     trainable (1,) torch.float32 2
     buffer (1,) torch.float32 2
@@ -169,10 +169,10 @@ def group(modules: Sequence[torch.nn.Module]) -> tuple[Group, ...]:
         for kind, tensor in tensors_of(module):
             users[tensor].append(index)
             kinds[tensor] = kind
-    found: defaultdict[tuple[tuple[int, ...], Kind, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    groups: defaultdict[tuple[tuple[int, ...], Kind, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor, indices in users.items():
-        found[tuple(indices), kinds[tensor], tensor.dtype].append(tensor)
-    return tuple(Group(kind, indices, tuple(tensors)) for (indices, kind, _), tensors in found.items())
+        groups[tuple(indices), kinds[tensor], tensor.dtype].append(tensor)
+    return tuple(Group(kind, indices, tuple(tensors)) for (indices, kind, _), tensors in groups.items())
 
 
 def tensors_of(module: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
@@ -190,9 +190,9 @@ def tensors_of(module: torch.nn.Module) -> Iterable[tuple[Kind, torch.Tensor]]:
 
 
 def inner_tensors(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors that hold a tensor's bytes: itself, or those inside one that wraps others.
+    """Return the tensors that hold a tensor's bytes: itself, or the inner tensors of a wrapper subclass.
 
-    Such a class names them by torch's ``__tensor_flatten__``.
+    A wrapper subclass names its inner tensors in torch's ``__tensor_flatten__``.
 
     >>> [tuple(inner.shape) for inner in inner_tensors(torch.ones(3))]
     [(3,)]

@@ -1,4 +1,4 @@
-"""Memory-mapped files: tensors in them are copied out, and the pages that were read are given back."""
+"""Memory-mapped files: copy tensors out of them, and release the pages that were read."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch.overrides import TorchFunctionMode
 from rp_transfer.memory.pages import PAGE_BYTES
 
 _MAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/pagemap")
-# In bytes: how much of a file is read before its pages are given back.
+# In bytes: how much of a file is read before its pages are released.
 PIECE_BYTES = 1 << 24
 # Bits of an entry of the pagemap, from admin-guide/mm/pagemap.rst of Linux; the sign is "present".
 _SWAPPED, _OF_FILE = 1 << 62, 1 << 61
 
 
 class MappedFiles:
-    """The ranges of addresses of this process that are private mappings of files, such as safetensors makes.
+    """The address ranges of this process that are private mappings of files, as safetensors makes them.
 
-    Pages of such a mapping that were read count as the process's resident memory until they are given back; read
-    again, they come from the file again. Pages that were written are the process's own and are never given back.
-    On systems without Linux's ``/proc`` no mapping is found, and the system alone decides what stays resident.
+    A page that was read counts as resident memory of the process until it is released; the next read loads it from
+    the file again. A page that was written belongs to the process alone and is never released. On systems without
+    Linux's ``/proc`` no mapping is found, and the system alone decides what stays resident.
 
     >>> MappedFiles.now().holds(torch.ones(3))
     False
@@ -44,22 +44,22 @@ class MappedFiles:
         return cls(_private_files(_MAPS.read_text().splitlines()) if is_known else ())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether all bytes of a contiguous host tensor are in a mapped file."""
+        """Return whether all bytes of a contiguous host tensor are in a mapped file."""
         return tensor.nbytes > 0 and self.covers(tensor.data_ptr(), tensor.nbytes)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Give back the pages of a host tensor's storage if that is in a mapped file; the values stay."""
+        """Release the pages of a host tensor's storage if it lies in a mapped file. The values do not change."""
         storage = tensor.untyped_storage()
         self.give_back_range(storage.data_ptr(), storage.nbytes())
 
     def give_back_range(self, address: int, nbytes: int) -> None:
-        """Give back the whole pages in ``[address, address + nbytes)`` if that is in a mapped file."""
+        """Release the whole pages in ``[address, address + nbytes)`` if that range lies in a mapped file."""
         if self.covers(address, nbytes):
             for start in range(address, address + nbytes, PIECE_BYTES):
-                _give_back(start, min(start + PIECE_BYTES, address + nbytes))
+                _release_pages(start, min(start + PIECE_BYTES, address + nbytes))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy as ``destination.copy_(source)`` does; no more than a piece of a mapped source stays resident."""
+        """Copy like ``destination.copy_(source)``, with at most one piece of a mapped source resident."""
         if not (self.holds(source) and source.is_contiguous() and destination.is_contiguous()):
             destination.copy_(source)
             self.give_back(source)
@@ -72,15 +72,15 @@ class MappedFiles:
             self.give_back_range(piece.data_ptr(), piece.nbytes)
 
     def covers(self, address: int, nbytes: int) -> bool:
-        """Whether ``[address, address + nbytes)`` is in one mapped file."""
+        """Return whether ``[address, address + nbytes)`` is in one mapped file."""
         start, end = self._ranges[bisect_right(self._ranges, address, key=itemgetter(0)) - 1]
         return start <= address and address + nbytes <= end
 
 
 class GivingBack(TorchFunctionMode):
-    """While it is entered, the calling thread's torch functions give back the pages of files that they read.
+    """While this mode is on, the thread's torch functions release the pages of mapped files that they read.
 
-    A function that returns a view has read nothing. Casts of large tensors read piece by piece.
+    A function that returns a view has read nothing. Large tensors are cast piece by piece.
 
     >>> with GivingBack():
     ...     torch.ones(2).to(torch.bfloat16)
@@ -89,7 +89,8 @@ class GivingBack(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # Addresses and sizes, since tensors would keep their memory. What is mapped there then may be given back.
+        # Addresses and sizes, since tensors would keep their memory alive. If another mapping takes their place,
+        # releasing its unwritten pages is harmless.
         self._read: list[tuple[int, int]] = []
         self._nbytes = 0
 
@@ -100,7 +101,7 @@ class GivingBack(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the function; for torch."""
+        """Call the function, and note the storages that it read."""
         kwargs = kwargs or {}
         if func is torch.Tensor.to and (dtype := _cast_to(args, kwargs)) is not None:
             return self._cast(args[0], dtype)
@@ -112,7 +113,7 @@ class GivingBack(TorchFunctionMode):
         return result
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        """Give back what is left."""
+        """Release the pages that were read since the last release."""
         super().__exit__(exc_type, exc_val, exc_tb)  # pyright: ignore[reportUnknownMemberType]
         self._flush()
 
@@ -120,9 +121,9 @@ class GivingBack(TorchFunctionMode):
         files = MappedFiles.now()
         if not files.holds(tensor):
             return tensor.to(dtype)
-        found = torch.empty_like(tensor, dtype=dtype)
-        files.copy(found, tensor.detach())
-        return found
+        result = torch.empty_like(tensor, dtype=dtype)
+        files.copy(result, tensor.detach())
+        return result
 
     def _note(self, read: Iterable[tuple[int, int]]) -> None:
         self._read += read
@@ -138,7 +139,7 @@ class GivingBack(TorchFunctionMode):
 
 
 def _private_files(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """The address ranges in the lines of /proc/self/maps that are private mappings of files."""
+    """Yield the address ranges of private file mappings in the lines of /proc/self/maps."""
     for line in lines:
         addresses, permissions, _, _, inode, *_ = line.split(maxsplit=5)
         if permissions.endswith("p") and inode != "0":
@@ -146,25 +147,25 @@ def _private_files(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
             yield int(start, 16), int(end, 16)
 
 
-def _give_back(start: int, end: int) -> None:
+def _release_pages(start: int, end: int) -> None:
     first, last = -(-start // PAGE_BYTES), end // PAGE_BYTES
     if first < last and not _is_written(first, last):
-        # Advice that is refused, for locked memory, leaves the pages resident.
+        # If the system refuses, as for locked memory, the pages stay resident.
         nbytes = (last - first) * PAGE_BYTES
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first * PAGE_BYTES), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
 def _is_written(first: int, last: int) -> bool:
-    """Whether any of the pages with these numbers is no longer the file's: giving it back would lose it."""
+    """Return whether the process wrote any of these pages (by number): releasing it would lose the values."""
     with _PAGEMAP.open("rb", buffering=0) as pagemap:
         entries = bytearray(os.pread(pagemap.fileno(), (last - first) * 8, first * 8))
-    found = torch.frombuffer(entries, dtype=torch.int64)
-    is_own = (found < 0) & ((found & _OF_FILE) == 0) | ((found & _SWAPPED) != 0)
-    return len(found) < last - first or bool(is_own.any())
+    flags = torch.frombuffer(entries, dtype=torch.int64)
+    is_own = (flags < 0) & ((flags & _OF_FILE) == 0) | ((flags & _SWAPPED) != 0)
+    return len(flags) < last - first or bool(is_own.any())
 
 
 def _host_tensors(tree: object) -> Iterator[torch.Tensor]:
-    """The plain tensors on the host in a tensor, a list or a tuple, however nested."""
+    """Yield the plain host tensors in a tensor or in nested lists and tuples."""
     if isinstance(tree, list | tuple):
         for part in cast("list[object]", tree):
             yield from _host_tensors(part)
@@ -183,7 +184,7 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _cast_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype if these are the arguments of ``tensor.to`` with which transformers casts a large host tensor."""
+    """Return the dtype if these arguments of ``tensor.to`` cast a large host tensor as transformers does."""
     if len(args) != 1 or not kwargs.keys() <= {"dtype", "device"}:
         return None
     tensor, dtype = next(_host_tensors(args), None), kwargs.get("dtype")

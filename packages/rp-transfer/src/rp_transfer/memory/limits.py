@@ -1,4 +1,4 @@
-"""How much host memory this process may use, and how much of it is free: the machine's, and its container's."""
+"""The host memory that this process may use, and what is free of it, on the machine and in its container."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _VERSION_1 = "sys/fs/cgroup/memory"
 class HostLimit:
     """A limit on the host memory of this process, in bytes.
 
-    `name`: whose, "the machine" or "the container". `free_bytes`: what may still be allocated. Pages of files that
-    the system can drop count as free; swap does not.
+    `name`: what sets the limit, "the machine" or "the container". `free_bytes`: what may still be allocated. Pages
+    of files that the system can drop count as free; swap does not.
 
     >>> HostLimit("the machine", total_bytes=64 << 30, free_bytes=60 << 30).free_bytes >> 30
     60
@@ -31,7 +31,7 @@ class HostLimit:
 
 
 def host_limits(root: Path = Path("/")) -> tuple[HostLimit, ...]:
-    """The machine's limit, then those of the control groups that this process is in.
+    """Return the machine's limit, then the limits of the control groups that this process is in.
 
     Containers (Docker, Kubernetes) and batch systems (Slurm, systemd) limit memory by control groups, of version 1
     or 2. A process that exceeds such a limit is killed.
@@ -43,7 +43,7 @@ def host_limits(root: Path = Path("/")) -> tuple[HostLimit, ...]:
     'the machine'
 
     Sources: admin-guide/cgroup-v2.rst, admin-guide/cgroup-v1/memory.rst and filesystems/proc.rst of Linux. On
-    other systems free memory is unknown: all of the machine's counts as free.
+    other systems free memory is unknown: all of the machine's memory counts as free.
     """
     machine = _machine(root)
     groups = [limit for folder in _groups(root) if (limit := _of_group(folder)) is not None]
@@ -51,7 +51,7 @@ def host_limits(root: Path = Path("/")) -> tuple[HostLimit, ...]:
 
 
 def tightest(limits: tuple[HostLimit, ...]) -> HostLimit:
-    """The limit with the least free memory.
+    """Return the limit with the least free memory.
 
     >>> tightest((HostLimit("the machine", 9, 8), HostLimit("the container", 7, 5))).name
     'the container'
@@ -60,19 +60,19 @@ def tightest(limits: tuple[HostLimit, ...]) -> HostLimit:
 
 
 def resident_bytes(*, with_files: bool = True, root: Path = Path("/")) -> int:
-    """Resident host memory of this process, in bytes; its peak on systems without ``/proc``.
+    """Return the resident host memory of this process, in bytes; its peak on systems without ``/proc``.
 
     Args:
-        with_files: with pages of mapped files, such as libraries and weights, which the system can drop.
+        with_files: count pages of mapped files, such as libraries and weights, which the system can drop.
         root: where ``proc`` is; for tests.
 
     >>> resident_bytes() >= resident_bytes(with_files=False) > 0
     True
     """
-    found = _table(root / "proc/self/status")
-    if "VmRSS:" not in found:
+    status = _table(root / "proc/self/status")
+    if "VmRSS:" not in status:
         return _peak_resident_bytes()
-    return (found["VmRSS:"] - (0 if with_files else found.get("RssFile:", 0))) * 1024
+    return (status["VmRSS:"] - (0 if with_files else status.get("RssFile:", 0))) * 1024
 
 
 def _peak_resident_bytes() -> int:
@@ -82,14 +82,14 @@ def _peak_resident_bytes() -> int:
 
 
 def _machine(root: Path) -> HostLimit:
-    found = _table(root / "proc/meminfo")
+    kibibytes = _table(root / "proc/meminfo")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    total = found.get("MemTotal:", physical // 1024) * 1024
-    return HostLimit("the machine", total, found.get("MemAvailable:", total // 1024) * 1024)
+    total = kibibytes.get("MemTotal:", physical // 1024) * 1024
+    return HostLimit("the machine", total, kibibytes.get("MemAvailable:", total // 1024) * 1024)
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of the control groups that this process is in, and of the groups around them."""
+    """Yield the folders of the control groups that this process is in, and of their parent groups."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         mounts = _VERSION_2 if not controllers else (_VERSION_1,) if "memory" in controllers.split(",") else ()
@@ -115,7 +115,7 @@ def _of_group(folder: Path) -> HostLimit | None:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None if there is no such file or it says "max"."""
+    """Return the number in a file; None if there is no such file or it says "max"."""
     text = "".join(_lines(file))
     return int(text) if text.isdigit() else None
 

@@ -18,7 +18,7 @@ from rp_transfer.errors import PinningRefused, PinningWarning
 from rp_transfer.memory.guard import Guard
 
 PAGE_BYTES = mmap.PAGESIZE
-# In bytes: the most that is pinned at once. CUDA refuses to register 512 GiB and more in one call.
+# In bytes: the most that is pinned in one call. CUDA refuses to register 512 GiB and more at once.
 MOST_PINNED_BYTES = 64 << 30
 
 # The address and size of a range of bytes.
@@ -38,7 +38,7 @@ class Pins(Protocol):
 
 
 def whole_pages(address: int, nbytes: int) -> int:
-    """Size in bytes of the pages that ``[address, address + nbytes)`` touches.
+    """Return the size in bytes of the pages that ``[address, address + nbytes)`` touches.
 
     >>> whole_pages(PAGE_BYTES - 1, 2) == 2 * PAGE_BYTES
     True
@@ -47,7 +47,7 @@ def whole_pages(address: int, nbytes: int) -> int:
 
 
 def give_back_freed() -> None:
-    """Return the pages of freed tensors to the system; glibc keeps those of up to 32 MiB in its heap for later.
+    """Return the pages of freed tensors to the system. Otherwise glibc keeps those of tensors up to 32 MiB.
 
     >>> give_back_freed()
     """
@@ -60,7 +60,7 @@ class Pinned:
     """The pinned address ranges of one backend. Warns once if pinning is refused.
 
     Ranges of more than `most_bytes` are pinned in pieces of that size. A driver refuses copies that cross from one
-    piece to the next, so whoever copies asks `parts` where to cut.
+    piece to the next, so callers divide their copies with `parts`.
 
     Finalizers remove ranges at any time, so a `Guard` protects the record.
     """
@@ -85,7 +85,7 @@ class Pinned:
         return self._nbytes
 
     def hold(self, owner: object, address: int, nbytes: int) -> bool:
-        """Pin the bytes until `owner` is garbage-collected; returns False if pinning was refused."""
+        """Pin the bytes until `owner` is garbage-collected; return False if pinning was refused."""
         pieces = _pieces(address, nbytes, self._most_bytes)
         try:
             self._pin(pieces)
@@ -103,7 +103,7 @@ class Pinned:
         return True
 
     def covers(self, address: int, nbytes: int) -> bool:
-        """Whether a single pinned range holds all these bytes: a copy must not cross from one range to another."""
+        """Return whether one pinned range holds all these bytes; a copy must not cross from one to another."""
         self._guard.catch_up()
         with self._guard:
             index = bisect_right(self._starts, address) - 1
@@ -114,7 +114,7 @@ class Pinned:
 
         Returns each part's offset and size. The memory must stay pinned meanwhile.
         """
-        # Nearly always there is no cut. Those of memory in use stay where they are, so this needs no lock.
+        # Nearly always there is no cut. Cuts in memory that is in use do not move, so this needs no lock.
         if not self._cuts:
             return ((0, nbytes),)
         with self._guard:
@@ -156,7 +156,7 @@ class Pinned:
 
 
 def _pieces(address: int, nbytes: int, most_bytes: int) -> list[Range]:
-    """Cut a range at pages, into pieces of at most `most_bytes`: no page is part of two."""
+    """Cut a range at page boundaries into pieces of at most `most_bytes`, so that no page is part of two."""
     first = address // PAGE_BYTES * PAGE_BYTES
     cuts = range(first + most_bytes, address + nbytes, most_bytes)
     return [(start, stop - start) for start, stop in pairwise([address, *cuts, address + nbytes])]

@@ -20,11 +20,11 @@ class Region:
         self.end = max(storage.data_ptr() + storage.nbytes() for storage in storages)
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether all bytes of the storage lie in this region."""
+        """Return whether all bytes of the storage lie in this region."""
         return self.start <= storage.data_ptr() and storage.data_ptr() + storage.nbytes() <= self.end
 
     def overlaps(self, storage: torch.UntypedStorage) -> bool:
-        """Whether any byte of the storage lies in this region."""
+        """Return whether any byte of the storage lies in this region."""
         return self.start < storage.data_ptr() + storage.nbytes() and storage.data_ptr() < self.end
 
 
@@ -37,8 +37,8 @@ class Regions:
         self._lock = threading.Lock()
 
     def register(self, tensors: Iterable[torch.Tensor]) -> tuple[Region, ...]:
-        """Pin the tensors' storages. Returns their regions, pinned now or before, without those refused."""
-        # By address; the largest of those that begin at the same address.
+        """Pin the tensors' storages. Return their regions, pinned now or before, without refused ones."""
+        # Keyed by address; of storages that begin at the same address the largest.
         sized = sorted(map(torch.Tensor.untyped_storage, tensors), key=torch.UntypedStorage.nbytes)
         storages = {storage.data_ptr(): storage for storage in sized}
         with self._lock:
@@ -60,7 +60,7 @@ class Regions:
 
 
 def _by_page(storages: Iterable[torch.UntypedStorage], known: Sequence[Region]) -> list[Region]:
-    """Group storages, sorted by address, into regions: each begins on the page where the one before it ends."""
+    """Group storages, sorted by address, into regions; a storage joins the region that ends on its first page."""
     runs: list[list[torch.UntypedStorage]] = []
     end = -1
     for storage in storages:

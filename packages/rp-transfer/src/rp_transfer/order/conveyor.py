@@ -1,9 +1,9 @@
-"""`Conveyor`: copies of large blocks in chunks, so that urgent copies (activations) never wait long behind them.
+"""`Conveyor`: copy large blocks in chunks, so that urgent copies (activations) never wait long behind them.
 
 A device's copy engine finishes the queued copies of one stream before it turns to another. Without chunks an
 activation would wait for gigabytes of weights queued before it, and for more that are queued meanwhile. So blocks
-are cut into chunks, of which less than two are in flight at once. Each part of a chunk is queued behind the urgent
-copies that can start.
+are cut into chunks, of which fewer than two are in flight at once. Each part of a chunk is queued behind the
+urgent copies that can start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNK_BYTES = 64 << 20
 # Copies are queued in parts of three quarters of a chunk, two of them in flight. While the second one runs (0.9 ms
 # on a fast link) the thread has time for an interrupt and the GIL before it queues the next (docs/performance.md).
 # An urgent copy waits for less than two chunks, even if its thread is late.
-_UNDER_WAY = 2
+_MOST_IN_FLIGHT = 2
 # A remainder of up to this share of a part joins the part before it instead of becoming a small copy of its own.
 _REST = 1 / 8
 # A slot of the ring should fit the cores' caches: the host writes it, then the device reads it.
@@ -31,20 +31,20 @@ _SLOTS = 4
 _COPY_COST_BYTES = 128 << 10
 _URGENT = 64
 
-# Combines pieces of blocks on the host, which it writes, with the piece of a device's block that has arrived.
+# Combines pieces of host blocks, which it may write, with the matching piece that has arrived from a device.
 Combine = Callable[[Sequence[torch.Tensor], torch.Tensor], object]
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A buffer of the ring. `used_by`: the event after its last copy; `is_full`: the host has yet to read it."""
+    """A buffer of the ring. `used_by`: the event after its last copy. `is_full`: the host has not read it yet."""
 
     memory: torch.Tensor
     used_by: Event | None = None
     is_full: bool = False
 
     def is_free(self) -> bool:
-        """Whether the buffer can be reused now. Never blocks."""
+        """Return whether the buffer can be reused now. Never blocks."""
         return not self.is_full and (self.used_by is None or self.used_by.query())
 
 
@@ -55,7 +55,7 @@ class Conveyor:
     torch's intra-op threads.
 
     Args:
-        chunk_bytes: size of a chunk. Less than two are in flight, so an urgent copy waits for less than two.
+        chunk_bytes: size of a chunk. An urgent copy waits for less than two chunks.
         slot_bytes: maximum size of each of the ring's four slots.
 
     Raises `ValueError` for sizes below one byte.
@@ -92,13 +92,13 @@ class Conveyor:
         # Bounded, since an idle conveyor does not consume it. Dropping an entry costs priority, not correctness.
         self._urgent: deque[tuple[Event | None, Event]] = deque(maxlen=_URGENT)
         # For each part in flight: the event after it, and memory that must live until then.
-        self._under_way: deque[tuple[Event, list[torch.Tensor]]] = deque()
-        # The part being queued: its cost in bytes so far.
-        self._open = 0
-        self._kept: list[torch.Tensor] = []
+        self._in_flight: deque[tuple[Event, list[torch.Tensor]]] = deque()
+        # The cost so far, in bytes, of the part being queued.
+        self._open_bytes = 0
+        self._open_tensors: list[torch.Tensor] = []
 
     def let_pass(self, ready: Event | None, done: Event) -> None:
-        """Announce urgent copies, which chunks queued later must let pass. Any thread may call this.
+        """Announce urgent copies: chunks queued later wait for them. Any thread may call this.
 
         Args:
             ready: the event after which the urgent copies can start; None if they can start now.
@@ -109,7 +109,8 @@ class Conveyor:
     def upload(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy from host to device: (numel,) each, of one dtype.
 
-        A pinned source must live until an event recorded afterwards; an unpinned one has been read on return.
+        A pinned source must live until an event recorded afterwards has finished; an unpinned one is read on
+        return.
 
         Raises `ValueError` for different sizes or dtypes.
         """
@@ -121,9 +122,9 @@ class Conveyor:
                 self._upload_staged(there, here)
 
     def download(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy from device to host: (numel,) each; converted on the device if the dtypes differ.
+        """Queue a copy from device to host, (numel,) each. The device converts the numbers if the dtypes differ.
 
-        A pinned destination may be read after an event recorded afterwards; an unpinned one is written on return.
+        A pinned destination is readable once an event recorded afterwards has finished; an unpinned one on return.
 
         Raises `ValueError` for different sizes.
         """
@@ -149,7 +150,7 @@ class Conveyor:
         `totals`: blocks on the host, (numel,) each, of one dtype; `combine` may write them. `source`: (numel,) on
         the device, converted there to their dtype.
 
-        Raises `ValueError` for different sizes, for `totals` of different dtypes, and for none.
+        Raises `ValueError` for different sizes, and for `totals` that is empty or has several dtypes.
         """
         if not totals:
             raise ValueError("combine needs at least one block on the host, but has none")
@@ -167,10 +168,10 @@ class Conveyor:
     def drain(self) -> None:
         """Wait for everything queued so far, and release its memory."""
         self.record().synchronize()
-        self._under_way.clear()
-        self._kept = []
+        self._in_flight.clear()
+        self._open_tensors = []
         self._urgent.clear()
-        # After a failure the host never empties them, so they would stay full.
+        # After a failure the host never reads the slots, so they would stay full.
         for slot in self._ring:
             slot.is_full = False
 
@@ -182,20 +183,20 @@ class Conveyor:
             self._make_room()
             stop = self._end_of_part(start, source.numel(), size)
             self._stream.copy(destination[start:stop], source[start:stop])
-            self._open += (stop - start) * size + _COPY_COST_BYTES
+            self._open_bytes += (stop - start) * size + _COPY_COST_BYTES
             start = stop
-            if self._open >= self._part_bytes:
+            if self._open_bytes >= self._part_bytes:
                 self._close(self._stream.record())
 
     def _end_of_part(self, start: int, end: int, size: int) -> int:
-        stop = start + max((self._part_bytes - self._open) // size, 1)
+        stop = start + max((self._part_bytes - self._open_bytes) // size, 1)
         return end if (end - stop) * size <= self._part_bytes * _REST else stop
 
     def _make_room(self) -> None:
-        while len(self._under_way) >= _UNDER_WAY:
-            # Wait first, then drop: the entry keeps memory alive until its event.
-            self._under_way[0][0].synchronize()
-            self._under_way.popleft()
+        while len(self._in_flight) >= _MOST_IN_FLIGHT:
+            # Wait first, then drop: the entry keeps memory alive until its event has finished.
+            self._in_flight[0][0].synchronize()
+            self._in_flight.popleft()
         while self._urgent:
             ready, done = self._urgent[0]
             # Later urgent copies wait behind this one on their own stream, so stop here.
@@ -205,12 +206,12 @@ class Conveyor:
             self._stream.wait(done)
 
     def _close(self, event: Event) -> None:
-        if self._open:
-            self._under_way.append((event, self._kept))
-            self._open, self._kept = 0, []
+        if self._open_bytes:
+            self._in_flight.append((event, self._open_tensors))
+            self._open_bytes, self._open_tensors = 0, []
 
     def _send_rounded(self, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Queue a copy, rounded on the device; False if the device has no memory for that."""
+        """Queue a copy, rounded to `dtype` on the device; return False if the device has no memory for that."""
         if source.dtype == dtype:
             self._send(destination, source)
             return True
@@ -220,8 +221,8 @@ class Conveyor:
             return False
         self._stream.cast(rounded, source)
         self._send(destination, rounded)
-        # Kept with the last part: earlier parts, which may hold its first bytes, finish before.
-        self._kept.append(rounded)
+        # Keep it until the last part: earlier parts, which may hold its first bytes, finish before.
+        self._open_tensors.append(rounded)
         return True
 
     # Copies through the ring
@@ -241,26 +242,29 @@ class Conveyor:
         combine: Combine,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dtype`: of the numbers in the ring; None: that of `hosts`, if the device has memory to round them."""
+        """Copy `source` through the ring, and combine each piece that arrives with its pieces of `hosts`.
+
+        `dtype`: the dtype in the ring. None: that of `hosts`, unless the device has no memory to round to it.
+        """
         dtype = hosts[0].dtype if dtype is None else dtype
-        on_the_way: deque[tuple[Sequence[torch.Tensor], _Slot, torch.dtype]] = deque()
+        arriving: deque[tuple[Sequence[torch.Tensor], _Slot, torch.dtype]] = deque()
         for there, *here in _cut(self._slot_bytes, source, *hosts, dtype=dtype):
             slot = self._slot(there.numel() * dtype.itemsize)
             if not self._send_rounded(_like(slot.memory, there, dtype), there, dtype):
-                while on_the_way:
-                    self._empty(*on_the_way.popleft(), combine)
+                while arriving:
+                    self._combine(*arriving.popleft(), combine)
                 # The host rounds as the device would.
                 self._download_staged(here, there, combine, there.dtype)
                 continue
             slot.is_full = True
             slot.used_by = self._stream.record()
-            on_the_way.append((here, slot, dtype))
-            if len(on_the_way) == _SLOTS - 1:
-                self._empty(*on_the_way.popleft(), combine)
-        while on_the_way:
-            self._empty(*on_the_way.popleft(), combine)
+            arriving.append((here, slot, dtype))
+            if len(arriving) == _SLOTS - 1:
+                self._combine(*arriving.popleft(), combine)
+        while arriving:
+            self._combine(*arriving.popleft(), combine)
 
-    def _empty(self, hosts: Sequence[torch.Tensor], slot: _Slot, dtype: torch.dtype, combine: Combine) -> None:
+    def _combine(self, hosts: Sequence[torch.Tensor], slot: _Slot, dtype: torch.dtype, combine: Combine) -> None:
         assert slot.used_by is not None
         slot.used_by.synchronize()
         staged = _like(slot.memory, hosts[0], dtype)
@@ -270,9 +274,9 @@ class Conveyor:
         slot.is_full = False
 
     def _slot(self, nbytes: int) -> _Slot:
-        """The least recently used slot, grown to `nbytes` if it is smaller, once its last copy has finished.
+        """Return the least recently used slot, of at least `nbytes`, once its last copy has finished.
 
-        While that slot is in use and the ring has fewer than `_SLOTS`, a new slot.
+        If that slot is in use and the ring has fewer than `_SLOTS`, return a new slot.
         """
         if not self._ring or (len(self._ring) < _SLOTS and not self._ring[0].is_free()):
             self._ring.append(_Slot(self._backend.host_empty((nbytes,), torch.uint8)))
@@ -297,7 +301,7 @@ def _check(what: str, destination: torch.Tensor, source: torch.Tensor, dtype: to
 def _cut(
     nbytes: int, *tensors: torch.Tensor, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Matching pieces of all tensors, of about equal length, at most `nbytes` in `dtype` or that of the first."""
+    """Yield matching pieces of all tensors, about equally long, of at most `nbytes` in `dtype` (the first's)."""
     numel = tensors[0].numel()
     most = max(nbytes // (tensors[0].dtype if dtype is None else dtype).itemsize, 1)
     step = math.ceil(numel / max(math.ceil(numel / most), 1))

@@ -36,16 +36,16 @@ class Ticket:
         self._left = threading.Event()
 
     def open(self) -> bool:
-        """Whether all tickets before this one have been left, so that `enter` with a stream does not block."""
+        """Return whether all earlier tickets have been left, so that `enter` with a stream does not block."""
         return all(ticket._left.is_set() for ticket in self._before())
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` until all tickets before this one have been left; returns whether they have."""
+        """Wait at most `seconds` until all earlier tickets have been left; return whether they have."""
         until = time.monotonic() + seconds
         return all(ticket._left.wait(max(until - time.monotonic(), 0.0)) for ticket in self._before())
 
     def _before(self) -> Iterator[Ticket]:
-        # Yields each ticket once. Reads a ticket's `_after` only once the caller has waited for that ticket:
+        # Yields each ticket once. Reads a ticket's `_after` only after the caller has waited for that ticket:
         # until then `enter` and `leave` may still change it.
         seen = set(self._after)
         waiting = list(self._after)
@@ -56,9 +56,9 @@ class Ticket:
             seen.update(ticket._after)
 
     def enter(self, stream: Stream | None = None) -> None:
-        """Wait for the uses before this one: on `stream`, if given, for their device work, else on the host.
+        """Wait for the uses before this one. If `stream` is given, it waits for their device work, else the host.
 
-        Either way the calling thread blocks until their tickets are left, that is, until their work is enqueued.
+        In both cases the calling thread blocks until their tickets are left, so until their work is enqueued.
 
         Raises `RuntimeError` for a ticket that was left: later tickets would not wait for this use.
         """
@@ -81,7 +81,7 @@ class Ticket:
         return events
 
     def leave(self, *events: Event) -> None:
-        """End the use, which is over once `events` have finished (at once without any). Again does nothing."""
+        """End the use, which is over once `events` have finished. A second call does nothing."""
         if self._left.is_set():
             return
         self._events = events
@@ -92,14 +92,14 @@ class Ticket:
         self._left.set()
 
     def lend(self) -> Ticket:
-        """A ticket for a part of this use: entering it enters this one, and leaving it does nothing.
+        """Return a ticket for a part of this use. Entering it enters this one; leaving it does nothing.
 
-        So a use may consist of several parts, one after another, on threads that wait for each other.
+        So the parts of one use can run one after another on threads that wait for each other.
         """
         return _Lent(self)
 
     def over(self) -> bool:
-        """Whether this use itself has finished. Never blocks."""
+        """Return whether this use itself has finished. Never blocks."""
         return self._left.is_set() and all(event.query() for event in self._events)
 
 

@@ -1,4 +1,4 @@
-"""A conformance suite for backends, to be run by their authors.
+"""A conformance suite that authors of backends run.
 
 It needs torch and the standard library only. These calls, and `check_closing`, run all of it:
 

@@ -16,7 +16,7 @@ from rp_transfer.testing.timeout import bounded
 
 
 def run_in_order(program: Program) -> Results:
-    """What the host reads when each step finishes before the next one starts.
+    """Run the program sequentially; return what the host reads when each step finishes before the next starts.
 
     >>> from rp_transfer.testing.programs import Piece, Read, Take, Write
     >>> import torch
@@ -28,9 +28,9 @@ def run_in_order(program: Program) -> Results:
 
 
 def run_on(backend: Backend, program: Program, *, unit: int = 1) -> Results:
-    """Run the program on a backend, in a new thread; returns what the host reads.
+    """Run the program on a backend, in a new thread; return what the host reads.
 
-    Each of the program's elements becomes `unit` elements: with a million of them copies take long enough on real
+    Each of the program's elements becomes `unit` elements. With a million of them, copies take long enough on real
     hardware that a lost wait shows. Do not run programs with a hazard in a `Free` on real hardware: such a program
     may crash the device.
 
@@ -55,7 +55,7 @@ def _run(backend: Backend, program: Program, unit: int) -> Results:
 
 
 def check(backend: Backend, seeds: Iterable[int], *, length: int = 24, unit: int = 1) -> None:
-    """Check one random program for each seed, on all of the backend's devices; for `unit` see `run_on`.
+    """Check one random program per seed, on all of the backend's devices. `unit`: see `run_on`.
 
     Raises `NotConforming`, naming the seed and the program.
     """
@@ -71,11 +71,11 @@ def check_program(backend: Backend, program: Program, *, title: str = "this prog
     """
     wanted, before = run_in_order(program), _used_bytes(backend)
     try:
-        found = run_on(backend, program, unit=unit)
+        results = run_on(backend, program, unit=unit)
     except Exception as error:
         raise NotConforming(f"{title} is correct but raised {error!r}\n{program}") from error
-    if found != wanted:
-        raise NotConforming(f"{title} must give {wanted}, but gave {found}\n{program}")
+    if results != wanted:
+        raise NotConforming(f"{title} must give {wanted}, but gave {results}\n{program}")
     after = _used_bytes(backend)
     if after != before:
         raise NotConforming(f"{title} must leave {before} bytes in use, but leaves {after}\n{program}")
@@ -87,11 +87,11 @@ def _used_bytes(backend: Backend) -> dict[str, int]:
 
 
 def check_caught(open_one: Callable[[], Backend], seeds: Iterable[int], *, length: int = 24) -> None:
-    """Check that a backend detects forgotten waits: without a needed wait a program raises or gives wrong results.
+    """Check that a backend detects forgotten waits: without one a program must raise or give wrong results.
 
     Args:
         open_one: opens a new backend that checks order; one for each run, since a failed run leaves work behind.
-        seeds: one random program each; every wait that no other step implies is removed in turn.
+        seeds: one random program each. Every wait that no other step implies is removed in turn.
 
     Raises `NotConforming`, naming the seed, the wait and the program.
     """

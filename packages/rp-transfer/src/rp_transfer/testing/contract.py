@@ -45,7 +45,7 @@ def _demand_raises(kind: type[Exception], call: Callable[[], object], what: str)
 
 
 def streams_of(device: Device) -> list[Stream]:
-    """The five streams of a device."""
+    """Return the five streams of a device."""
     return [
         device.compute,
         device.weights_in,

@@ -1,4 +1,4 @@
-"""Finding hazards: pairs of conflicting steps that no wait of a program orders.
+"""Find hazards: pairs of conflicting steps that no wait of a program orders.
 
 This is independent of the CPU backend's vector clocks: it computes for each step the set of steps that have
 finished before it in every run (its past). A set is an integer whose bit i stands for step i.
@@ -46,8 +46,8 @@ class _Use:
 class Order:
     """The order of the steps added so far.
 
-    `lanes`, `host`: the steps that precede the next one there. `forced`: copies that must have run by now, and all
-    steps of the host and the compute streams. `events`: the steps before each event.
+    `lanes`, `host`: the steps that precede the next step there. `forced`: copies that must have run by now, and
+    all steps of the host and the compute streams. `events`: the steps before each event.
     """
 
     lanes: dict[Lane, int] = field(default_factory=dict[Lane, int])
@@ -60,14 +60,14 @@ class Order:
     _uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
 
     def past(self, lane: Lane | None) -> int:
-        """The steps that precede the next step on `lane` (None: on the host)."""
+        """Return the steps that precede the next step on `lane` (None: on the host)."""
         return self.host | (0 if lane is None else self.lanes.get(lane, 0))
 
     def missing(self, step: Step, *, patient: bool = False) -> int:
-        """The steps that must precede `step`, added next, but that no wait orders before it.
+        """Return the steps that must precede `step`, the next one, but that no wait orders before it.
 
-        Memory may be freed once the copies that use it have run: either the host has waited for them or, unless
-        `patient`, a later step that has run needed them.
+        Memory may be freed once the copies that use it have run. They have if the host has waited for them or,
+        unless `patient`, if a later step that has run needed them.
         """
         if isinstance(step, Free):
             return self._missing_to_free(step.name, patient)
@@ -75,7 +75,7 @@ class Order:
         return _mask(_pieces(step), self) & ~past
 
     def needs(self, piece: Piece, write: bool) -> int:
-        """The steps that a use of the piece must come after."""
+        """Return the steps that a use of the piece must come after."""
         earlier = [use for use in self._uses.get(piece.name, []) if write or use.write]
         # The allocator may reuse memory that the owning stream freed, so that stream's earlier work comes first.
         before = self._before_take.get(piece.name, 0)
@@ -116,7 +116,7 @@ class Order:
             self.host |= known
         else:
             self.lanes[step.lane] = self.past(step.lane) | known
-        # What the host or a compute stream waits for runs at once; a copy stream's wait alone runs nothing.
+        # Copies that the host or a compute stream waits for run at once; a copy stream's wait alone runs nothing.
         if step.lane is None or step.lane.stream == "compute":
             self.forced |= known
 
@@ -156,7 +156,7 @@ def _bits(indices: Iterable[int]) -> int:
 
 
 def steps_in(mask: int) -> list[int]:
-    """The steps of a set, in order.
+    """Return the indices of the steps in a set, in order.
 
     >>> steps_in(0b1010)
     [1, 3]
@@ -165,16 +165,16 @@ def steps_in(mask: int) -> list[int]:
 
 
 def hazards(program: Program) -> list[Hazard]:
-    """All pairs of conflicting uses of memory that no wait orders; none in a correct program."""
+    """Return all pairs of conflicting uses of memory that no wait orders; none in a correct program."""
     order = Order()
-    found: list[Hazard] = []
+    unordered: list[Hazard] = []
     for index, step in enumerate(program.steps):
-        found += [Hazard(index, earlier) for earlier in steps_in(order.missing(step))]
+        unordered += [Hazard(index, earlier) for earlier in steps_in(order.missing(step))]
         order.add(step)
-    return found
+    return unordered
 
 
 def needed_waits(program: Program) -> list[int]:
-    """The waits that no other step implies: without one of them the program has a hazard."""
+    """Return the indices of the waits that no other step implies: without any one the program has a hazard."""
     waits = [index for index, step in enumerate(program.steps) if isinstance(step, Wait)]
     return [index for index in waits if hazards(without(program, index))]

@@ -30,7 +30,7 @@ Results = list[list[float]]
 
 
 class Memory:
-    """A program's tensors by name, each the only reference to its memory.
+    """A program's tensors by name. Each is the only reference to its memory.
 
     Each has `unit` elements for every element that the program names.
     """
@@ -57,7 +57,7 @@ class Memory:
         there.copy_(total.remainder(MODULUS))
 
     def read(self, step: Read) -> list[float]:
-        """Run a read on the host; returns (stop - start) numbers, NaN where the elements of a unit differ."""
+        """Run a read on the host; return (stop - start) numbers, NaN where the elements of a unit differ."""
         units = self.piece(step.piece).view(-1, self._unit)
         first = units[:, 0].double()
         if self._unit > 1:
@@ -90,7 +90,7 @@ def in_order(program: Program) -> Results:
 
 
 class Machine:
-    """Runs steps on a backend, from one thread that takes the place of all workers."""
+    """Runs steps on a backend, from a single thread."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype, unit: int) -> None:
         self.results: Results = []

@@ -40,7 +40,7 @@ class Piece:
         return f"{self.name}[{self.start}:{self.stop}]"
 
     def overlaps(self, other: Piece) -> bool:
-        """Whether both have an element in common."""
+        """Return whether both have an element in common."""
         return self.name == other.name and self.start < other.stop and other.start < self.stop
 
 
@@ -79,7 +79,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read on the host: one entry of the program's results."""
+    """Read on the host; this adds an entry to the program's results."""
 
     piece: Piece
 
@@ -160,7 +160,7 @@ class Program:
 
 
 def without(program: Program, index: int) -> Program:
-    """The same program without the step at `index`.
+    """Return the same program without the step at `index`.
 
     >>> len(without(Program(1, torch.int64, (Free("a"), Free("b"))), 0).steps)
     1

@@ -32,10 +32,10 @@ _MAX_LIVE = 5
 
 
 def random_program(seed: int, devices: int, *, length: int = 24) -> Program:
-    """A correct program of about three times `length` steps; the same arguments give the same program.
+    """Return a correct program of about three times `length` steps; the same arguments give the same program.
 
-    Nearly all of its results depend on order: a backend that loses a wait probably gives wrong ones, and one that
-    checks order must always detect it.
+    Nearly all of its results depend on order: a backend that loses a wait probably gives wrong results, and one
+    that checks order must always detect it.
 
     >>> random_program(0, devices=2) == random_program(0, devices=2)
     True
@@ -55,20 +55,20 @@ class _Draft:
     steps: list[Step] = field(default_factory=list[Step])
     _order: Order = field(default_factory=Order)
     _host: dict[str, Take] = field(default_factory=dict[str, Take])
-    _there: dict[str, Take] = field(default_factory=dict[str, Take])
+    _remote: dict[str, Take] = field(default_factory=dict[str, Take])
     _names: int = 0
 
     def begin(self) -> None:
         """Allocate host and device memory to work on."""
         for _ in range(2):
             self._take_host()
-            self._take_there()
+            self._take_remote()
 
     def extend(self) -> None:
         """Draw one more action, and add it after the waits that it needs."""
         actions = {
             self._take_host: 2 if len(self._host) < _MAX_LIVE else 0,
-            self._take_there: 3 if len(self._there) < _MAX_LIVE else 0,
+            self._take_remote: 3 if len(self._remote) < _MAX_LIVE else 0,
             self._write: 3,
             self._copy: 10,
             self._compute: 4,
@@ -80,11 +80,11 @@ class _Draft:
 
     def finish(self) -> None:
         """Read all memory through the host, then free all of it in random order."""
-        for name in [*self._there]:
+        for name in [*self._remote]:
             self._copy_whole_out(name)
         for name, take in self._host.items():
             self._put(Read(Piece(name, 0, take.numel)))
-        for name in self.random.sample([*self._host, *self._there], len(self._host) + len(self._there)):
+        for name in self.random.sample([*self._host, *self._remote], len(self._host) + len(self._remote)):
             self._put(Free(name))
 
     def _put(self, step: Step) -> None:
@@ -116,7 +116,7 @@ class _Draft:
     def _lane_that_waits(self, need: int, step: Step) -> Lane | None:
         if isinstance(step, Copy | Compute):
             return None if self.random.random() < 0.1 else step.lane
-        owner = self._there[step.name].owner if isinstance(step, Free) and step.name in self._there else None
+        owner = self._remote[step.name].owner if isinstance(step, Free) and step.name in self._remote else None
         # Memory may be freed once the host has waited for its copies, and its owner for its computations.
         return None if isinstance(self.steps[need], Copy) or self.random.random() < 0.3 else owner
 
@@ -141,7 +141,7 @@ class _Draft:
         self._add(Write(Piece(take.name, 0, take.numel), self.random.randrange(MODULUS)))
         self._host[take.name] = take
 
-    def _take_there(self) -> None:
+    def _take_remote(self) -> None:
         owner = self._lane()
         take = self._take("d", owner)
         self._add(take)
@@ -152,10 +152,10 @@ class _Draft:
             self._put(Copy(lane, whole, self._piece(self.random.choice(sources), take.numel)))
         else:
             self._put(Compute(Lane(owner.device, "compute"), whole, (), self.random.randrange(50)))
-        self._there[take.name] = take
+        self._remote[take.name] = take
 
     def _numel(self, name: str) -> int:
-        return (self._host.get(name) or self._there[name]).numel
+        return (self._host.get(name) or self._remote[name]).numel
 
     def _piece(self, name: str, numel: int) -> Piece:
         start = self.random.randint(0, self._numel(name) - numel)
@@ -175,9 +175,9 @@ class _Draft:
             self._put(Read(self._some_of(self.random.choice([*self._host]))))
 
     def _copy(self) -> None:
-        if not (self._host and self._there):
+        if not (self._host and self._remote):
             return
-        host, there = self.random.choice([*self._host]), self.random.choice([*self._there])
+        host, there = self.random.choice([*self._host]), self.random.choice([*self._remote])
         numel = min(self._numel(host), self._numel(there))
         if self.random.random() < 0.4:
             numel = self.random.randint(1, numel)
@@ -186,7 +186,7 @@ class _Draft:
         self._put(Copy(lane, away, here) if self.random.random() < 0.5 else Copy(lane, here, away))
 
     def _device_of(self, name: str) -> int:
-        owner = self._there[name].owner
+        owner = self._remote[name].owner
         assert owner is not None
         return owner.device
 
@@ -198,23 +198,23 @@ class _Draft:
         self._put(Copy(self._lane(self._device_of(name)), whole, Piece(name, 0, take.numel)))
 
     def _compute(self) -> None:
-        if not self._there:
+        if not self._remote:
             return
-        destination = self._some_of(self.random.choice([*self._there]))
+        destination = self._some_of(self.random.choice([*self._remote]))
         device = self._device_of(destination.name)
         numel = destination.stop - destination.start
-        fitting = [name for name in self._there if self._device_of(name) == device and self._numel(name) >= numel]
+        fitting = [name for name in self._remote if self._device_of(name) == device and self._numel(name) >= numel]
         names = self.random.choices(fitting, k=self.random.randint(0, 2))
         sources = tuple(self._piece(name, numel) for name in names)
         self._put(Compute(Lane(device, "compute"), destination, sources, self.random.randrange(50)))
 
     def _free(self) -> None:
-        names = [*self._host, *self._there]
+        names = [*self._host, *self._remote]
         if names:
             name = self.random.choice(names)
             self._put(Free(name))
             self._host.pop(name, None)
-            self._there.pop(name, None)
+            self._remote.pop(name, None)
 
     def _idle(self) -> None:
         events = [*self._order.events]

@@ -34,12 +34,12 @@ class Operation:
     index: int
 
     def overlapped(self, other: Operation) -> bool:
-        """Whether both ran at the same time, on different streams of one device."""
+        """Return whether both ran at the same time, on different streams of one device."""
         same = self.device == other.device and self.stream != other.stream
         return same and self.start_s < other.end_s and other.start_s < self.end_s
 
     def may_overlap(self, other: Operation) -> bool:
-        """Whether no wait orders them, so that a fast enough device could run them at the same time."""
+        """Return whether no wait orders them, so that a fast enough device could run them at the same time."""
         return not (self._before(other) or other._before(self))
 
     def _before(self, other: Operation) -> bool:
@@ -55,7 +55,7 @@ class Recording:
     >>> there = device.empty((4,), torch.float32, stream=device.weights_in)
     >>> source = torch.ones(4)
     >>> device.weights_in.copy(there, source)
-    >>> [(found.stream, found.what, found.nbytes) for found in recording.operations()]
+    >>> [(operation.stream, operation.what, operation.nbytes) for operation in recording.operations()]
     [('cpu:0/weights_in', 'copy', 16)]
     """
 
@@ -77,14 +77,14 @@ class Recording:
         """Wait for all operations so far, and return them in the order in which they were enqueued."""
         for device in self.devices:
             device.synchronize()
-        return [found.measured() for found in list(self._log.entries)]
+        return [entry.measured() for entry in list(self._log.entries)]
 
     def chart(self, width: int = 96) -> str:
         """Draw a timeline: one line for each stream that ran anything, time from left to right."""
-        found = self.operations()
-        end = max((operation.end_s for operation in found), default=0.0) or 1.0
-        rows = {operation.stream: [" "] * width for operation in found}
-        for operation in found:
+        operations = self.operations()
+        end = max((operation.end_s for operation in operations), default=0.0) or 1.0
+        rows = {operation.stream: [" "] * width for operation in operations}
+        for operation in operations:
             first, last = (int(seconds / end * (width - 1)) for seconds in (operation.start_s, operation.end_s))
             rows[operation.stream][first : last + 1] = operation.what[0] * (last + 1 - first)
         lines = [f"{name:>22} |{''.join(row)}|" for name, row in sorted(rows.items())]
@@ -126,19 +126,19 @@ class RecordedEvent:
         """See `Event`."""
         over = self.inner.query()
         if over:
-            self._learn()
+            self._join_host()
         return over
 
     def synchronize(self) -> None:
         """See `Event`."""
         self.inner.synchronize()
-        self._learn()
+        self._join_host()
 
     def seconds_since(self, earlier: Event) -> float:
         """See `Event`."""
         return self.inner.seconds_since(earlier.inner if isinstance(earlier, RecordedEvent) else earlier)
 
-    def _learn(self) -> None:
+    def _join_host(self) -> None:
         with self._log.lock:
             join(self._log.host, self.clock)
 

@@ -1,4 +1,4 @@
-"""Running a call in a new thread with a time limit, for checks of code that may hang."""
+"""Run a call in a new thread with a time limit, for checks of code that may hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def bounded(call: Callable[[], Result], *, seconds: float = 60.0) -> Result:
-    """Run `call` in a new thread, so that its thread-local settings do not stay; returns or raises as it does.
+    """Run `call` in a new thread, so that its thread-local settings do not stay; return or raise as it does.
 
     >>> bounded(lambda: 1 + 1)
     2

@@ -1,1 +1,1 @@
-"""A checkpoint that is read: its files, what differs from what loads it, and states of optimizers."""
+"""Read a checkpoint: its files, its differences from the objects that it is loaded into, optimizer states."""

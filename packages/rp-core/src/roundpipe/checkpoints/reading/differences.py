@@ -1,4 +1,4 @@
-"""What differs between a checkpoint and what it is loaded into: refused, or told by a warning."""
+"""Refuse, or warn about, differences between a checkpoint and the objects that it is loaded into."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roundpipe.errors import CheckpointMismatch, CheckpointWarning
 
 def refuse_other_model(opened: Opened, layout: Layout) -> None:
     """Raise `CheckpointMismatch` if the checkpoint is not of this model."""
-    kinds = {"model": "a whole model", "adapter": "a model with adapters, of which it has only these"}
+    kinds = {"model": "a whole model", "adapter": "a model with adapters, of which it has only the adapters"}
     saved, path = opened.description["kind"], opened.path
     if saved != layout.kind:
         raise CheckpointMismatch(
@@ -20,7 +20,7 @@ def refuse_other_model(opened: Opened, layout: Layout) -> None:
             + (
                 "add the same adapters before wrapping"
                 if saved == "adapter"
-                else "wrap the model without adapters, or add them to the result of from_pretrained and train anew"
+                else "wrap the model without adapters, or add them to the result of from_pretrained for a new run"
             )
         )
     entries = opened.description["tensors"]
@@ -33,11 +33,11 @@ def refuse_other_model(opened: Opened, layout: Layout) -> None:
             )
 
 
-def refuse_other_names(what: str, saved: set[str], found: set[str]) -> None:
-    """Raise `CheckpointMismatch`, with the first names that only one side has. `what`: both sides, in words."""
-    if saved == found:
+def refuse_other_names(what: str, saved: set[str], here: set[str]) -> None:
+    """Raise `CheckpointMismatch`, with the first names that only one side has. `what`: both sides, as text."""
+    if saved == here:
         return
-    only_saved, only_found = sorted(saved - found), sorted(found - saved)
+    only_saved, only_found = sorted(saved - here), sorted(here - saved)
     raise CheckpointMismatch(
         f"{what} do not have the same tensors: {first_of(only_saved)} only in the checkpoint, "
         f"{first_of(only_found)} only here"
@@ -45,7 +45,7 @@ def refuse_other_names(what: str, saved: set[str], found: set[str]) -> None:
 
 
 def first_of(names: list[str]) -> str:
-    """The first three names, and how many more there are.
+    """Return the first three names, and how many more there are.
 
     >>> first_of(["a", "b", "c", "d"])
     'a, b, c and 1 more'
@@ -58,32 +58,32 @@ def first_of(names: list[str]) -> str:
 def refuse_other_counts(
     opened: Opened, optimizers: tuple[Any, ...], schedulers: tuple[Any, ...], scaler: Any
 ) -> None:
-    """Raise `CheckpointMismatch` if what was given is not as many as were saved; none of a kind is all right."""
+    """Raise `CheckpointMismatch` if other numbers of objects were given than saved; none of a kind is allowed."""
     for what, given, saved in (
         ("optimizers", len(optimizers), len(opened.description["optimizers"])),
         ("schedulers", len(schedulers), len(opened.description["schedulers"])),
     ):
         if given and given != saved:
             raise CheckpointMismatch(
-                f"{opened.path} has {saved} {what}, but {given} were given; give as many, or none"
+                f"{opened.path} has {saved} {what}, but {given} were given; pass as many, or none"
             )
     if scaler is not None and opened.description["scaler"] is None:
         raise CheckpointMismatch(f"{opened.path} has no scaler, but one was given; load it without")
 
 
 class Notes:
-    """What was changed to fit, in words: each kind once, with the first tensor's name."""
+    """Notes of what was changed to fit: each kind of change once, with the first tensor's name."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
     def add(self, what: str, name: str) -> None:
-        """Note this of a tensor."""
+        """Note a change of a tensor."""
         self._first.setdefault(what, name)
 
     def tell(self) -> tuple[str, ...]:
-        """Issue a warning for each, and return them."""
-        told = tuple(f"{what} (first: {name})" for what, name in self._first.items())
-        for words in told:
-            warnings.warn(words, CheckpointWarning, stacklevel=4)
-        return told
+        """Issue a warning for each note, and return the notes."""
+        notes = tuple(f"{what} (first: {name})" for what, name in self._first.items())
+        for note in notes:
+            warnings.warn(note, CheckpointWarning, stacklevel=4)
+        return notes

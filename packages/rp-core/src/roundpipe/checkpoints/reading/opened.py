@@ -14,7 +14,7 @@ from roundpipe.errors import CheckpointDamaged, CheckpointError
 
 
 class Opened:
-    """A checkpoint whose files are as they were written. `description`: its ``training.json``; `digest`: tells it.
+    """A checkpoint whose files are unchanged. `description`: its ``training.json``. `digest`: identifies it.
 
     Raises `CheckpointDamaged`, which names the file, or `CheckpointError` if one cannot be read.
     """
@@ -25,11 +25,11 @@ class Opened:
         self.digest = digest_of(path)
         self.description = _description(path)
         files = checked_names(names)
-        self._own = {key: found for name in files[OWN] for key, found in catalogue(path / name).items()}
-        self._model = {key: found for name in files[""] for key, found in catalogue(path / name).items()}
+        self._own = {key: stored for name in files[OWN] for key, stored in catalogue(path / name).items()}
+        self._model = {key: stored for name in files[""] for key, stored in catalogue(path / name).items()}
 
     def stored(self, key: str) -> Stored:
-        """The tensor that the description names so."""
+        """Return the tensor with this name in the description."""
         outer, _, inner = key.partition("/")
         table, name = (self._model, inner) if outer == "model" else (self._own, key)
         if name not in table:
@@ -37,24 +37,23 @@ class Opened:
         return table[name]
 
     def value(self, name: str) -> Any:
-        """One entry of the description, with its tensors."""
+        """Return one entry of the description, with its tensors."""
         return self.decoded(self.description[name])
 
     def decoded(self, value: Any) -> Any:
-        """A part of the description, with its tensors, which are new ones."""
+        """Decode a part of the description, with its tensors read into new memory."""
         return decode(value, lambda name: self.stored(name).read())
 
 
 def _description(path: Path) -> dict[str, Any]:
     file = path / OWN / "training.json"
     try:
-        found = cast("dict[str, Any]", json.loads(file.read_bytes()))
+        description = cast("dict[str, Any]", json.loads(file.read_bytes()))
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
-    if found.get("format") != FORMAT:
+    if (form := description.get("format")) != FORMAT:
         raise CheckpointError(
-            f"{path} has format {found.get('format')}, but this version of RoundPipe reads format {FORMAT}; "
-            "load it "
-            "with the version that wrote it"
+            f"{path} has format {form}, but this version of RoundPipe reads format {FORMAT}; load it with the "
+            "version that wrote it"
         )
-    return found
+    return description

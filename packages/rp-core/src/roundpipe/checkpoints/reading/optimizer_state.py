@@ -13,14 +13,14 @@ from roundpipe.checkpoints.reading.differences import Notes, first_of, refuse_ot
 from roundpipe.checkpoints.reading.opened import Opened
 from roundpipe.errors import CheckpointMismatch
 
-# Of optimizer state in 8 bits.
+# The dtypes of optimizer state in 8 bits.
 _CODES = (torch.int8, torch.uint8)
 
 
 class Matched:
-    """A saved optimizer's state beside the optimizer that gets it.
+    """A saved optimizer's state, matched with the optimizer that it is loaded into.
 
-    Raises `CheckpointMismatch` if the two do not have the same parameters, in as many groups.
+    Raises `CheckpointMismatch` if the two do not have the same parameters in the same number of groups.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Matched:
                 f"{opened.path} has {len(self._groups)} groups of parameters, but the optimizer {len(self._own)}; "
                 "make the same groups"
             )
-        self._was, self._is = str(saved["class"]).rpartition(".")[2], type(optimizer).__name__
+        self._saved_class, self._class = str(saved["class"]).rpartition(".")[2], type(optimizer).__name__
         self._refuse_other_settings()
         self._refuse_codes()
 
@@ -53,19 +53,20 @@ class Matched:
         states = (cast("dict[str, Any]", one) for one in self._states.values() if isinstance(one, dict))
         if not isinstance(self._optimizer, HostOptimizer) and any(map(has_codes, states)):
             raise CheckpointMismatch(
-                f"{self._opened.path} has state in 8 bits, which the {type(self._optimizer).__module__}."
-                f"{self._is} given does not know; load it into an optimizer of roundpipe.optim, which converts it"
+                f"{self._opened.path} has state in 8 bits, which {type(self._optimizer).__module__}."
+                f"{self._class} does not support; load it into an optimizer of roundpipe.optim, which converts it"
             )
 
     def _refuse_other_settings(self) -> None:
-        """Raise `CheckpointMismatch` if this is an optimizer of another class, which needs settings of its own."""
+        """Raise `CheckpointMismatch` if the optimizer is of another class and needs further settings."""
         lacking = {
             name for both in zip(self._given, self._groups, strict=True) for name in both[0].keys() - both[1]
         }
-        if self._was != self._is and lacking:
+        if self._saved_class != self._class and lacking:
             raise CheckpointMismatch(
-                f"{self._opened.path} has the state of {self._was}, but the optimizer is {self._is}, whose "
-                f"{first_of(sorted(lacking))} it does not have; load it without an optimizer, and step anew"
+                f"{self._opened.path} has the state of {self._saved_class}, but the optimizer is {self._class}, "
+                f"whose {first_of(sorted(lacking))} it does not have; load it without an optimizer, which then "
+                "begins with new state"
             )
 
     @property
@@ -86,8 +87,8 @@ class Matched:
         here = {name for name, one in zip(self._names, self._parameters, strict=True) if not one.is_meta}
         state = {place[name]: self._opened.decoded(value) for name, value in self._states.items() if name in here}
         self._note_dtypes(state, notes)
-        if self._was != self._is:
-            notes.add(f"the optimizer was {self._was} and is {self._is} now", self._names[0])
+        if self._saved_class != self._class:
+            notes.add(f"the optimizer was {self._saved_class} and is {self._class} now", self._names[0])
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _kept_as(self, master: torch.Tensor) -> str:
@@ -99,15 +100,14 @@ class Matched:
             master = self._parameters[at]
             now = self._kept_as(master)
             for name, value in cast("dict[str, Any]", values).items() if isinstance(values, dict) else ():
-                # Counters and scales have dtypes of their own, also where a parameter has the same shape.
+                # Counters and scales have other dtypes, even if a parameter has the same shape.
                 if name == "step" or name.endswith(SCALES):
                     continue
                 if isinstance(value, torch.Tensor) and value.shape == master.shape:
                     was = "8 bits" if value.dtype in _CODES else str(value.dtype)
                     if was == now:
                         continue
-                    told = f"the optimizer's state was {was} and is {now} now"
-                    notes.add(told, self._names[at])
+                    notes.add(f"the optimizer's state was {was} and is {now} now", self._names[at])
 
 
 def _stranger(parameter: torch.Tensor) -> str:

@@ -1,1 +1,1 @@
-"""What `roundpipe env` tells: versions, memory, devices, rates, and what is missing."""
+"""The facts that `roundpipe env` prints: versions, memory, devices, rates, and what is missing."""

@@ -1,4 +1,4 @@
-"""Facts in sections: printed as text for people, or as JSON for scripts."""
+"""Print facts in sections, as text for people or as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A name such as ``memory_rate``, a value for scripts, and the words for it, if they differ from the value."""
+    """A name such as ``memory_rate``, a value for scripts, and its text for people, if that differs."""
 
     name: str
     value: object
@@ -23,7 +23,7 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """The value in words."""
+        """The value as text for people."""
         return str(self.value) if self.words is None else self.words
 
 
@@ -36,7 +36,7 @@ class Section:
 
 
 def as_text(sections: Sequence[Section], missing: Sequence[str]) -> str:
-    """Lines of plain text, the names of a section aligned; then what is missing. Empty sections are left out.
+    """Format facts as lines, with the names of a section aligned, then what is missing. Omits empty sections.
 
     >>> print(as_text([Section("host", (Fact("cores", 2), Fact("memory", 1024, "1.0 KiB")))], []))
     host
@@ -50,13 +50,13 @@ def as_text(sections: Sequence[Section], missing: Sequence[str]) -> str:
 
 
 def as_json(sections: Sequence[Section], missing: Sequence[str]) -> str:
-    """One object: a section is an object of its facts, what is missing a list.
+    """Format facts as one JSON object, with an object for each section and a list of what is missing.
 
     >>> as_json([Section("host", (Fact("cores", 2),))], [])
     '{"host": {"cores": 2}, "missing": []}'
     """
-    found = {section.title: {fact.name: fact.value for fact in section.facts} for section in sections}
-    return _without_home(json.dumps({**found, "missing": list(missing)}))
+    by_section = {section.title: {fact.name: fact.value for fact in section.facts} for section in sections}
+    return _without_home(json.dumps({**by_section, "missing": list(missing)}))
 
 
 def _lines(section: Section) -> list[str]:
@@ -65,6 +65,6 @@ def _lines(section: Section) -> list[str]:
 
 
 def _without_home(text: str) -> str:
-    # It is pasted into issues, where nobody needs the user's name.
+    # The output is pasted into public issues, which should not show the user's name.
     home = str(Path.home())
     return text.replace(home, "~") if len(home) > 1 else text

@@ -1,4 +1,4 @@
-"""The machine: processor, host memory and its limits, devices, and their measured rates."""
+"""Facts of the machine: processor, host memory and its limits, devices, and their measured rates."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from roundpipe.runtime.runtime import Runtime
 from roundpipe.telemetry.machine import Rates
 from roundpipe.telemetry.tables import readable_bytes
 
-# Of a link: to the device, and back.
+# A link's rates: to the device, and back.
 _Link = tuple[float | None, float | None]
 
 
 def hardware(devices: str | None) -> tuple[list[Section], list[str]]:
-    """Open the devices and measure. Returns the sections of the host and of the devices, and what went wrong.
+    """Open the devices and measure; return the sections of host and devices, and a list of problems.
 
     Raises `Refused` for a devices string or a limit of memory that cannot be parsed.
     """
@@ -50,7 +50,7 @@ def _measured(devices: str | None, problems: list[str]) -> tuple[tuple[MemoryUse
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PinningWarning)
             rates = probe(runtime)
-        problems += [str(found.message) for found in caught if issubclass(found.category, PinningWarning)]
+        problems += [str(each.message) for each in caught if issubclass(each.category, PinningWarning)]
         return runtime.memory(), rates
 
 
@@ -70,9 +70,9 @@ def _host(rates: Rates | None) -> Iterator[Fact]:
 
 
 def _memory(limit: HostLimit) -> Fact:
-    found = {"total_bytes": limit.total_bytes, "free_bytes": limit.free_bytes}
+    value = {"total_bytes": limit.total_bytes, "free_bytes": limit.free_bytes}
     words = f"{readable_bytes(limit.total_bytes)}, {readable_bytes(limit.free_bytes)} free"
-    return Fact(f"{limit.name.removeprefix('the ')}_memory", found, words)
+    return Fact(f"{limit.name.removeprefix('the ')}_memory", value, words)
 
 
 def _devices(uses: tuple[MemoryUse, ...], rates: Rates | None) -> Iterator[Fact]:
@@ -81,30 +81,30 @@ def _devices(uses: tuple[MemoryUse, ...], rates: Rates | None) -> Iterator[Fact]
             yield _gpu(use, None if rates is None else (rates.up_gb_s[index], rates.down_gb_s[index]))
         else:
             yield Fact(use.name, {"name": "virtual"}, "virtual, in host memory")
-    # Virtual devices share the host's memory, so a measurement of them says nothing of links.
+    # Virtual devices share the host's memory, so their measurements do not show links.
     if rates is not None and any(use.name.startswith("cuda") for use in uses):
         yield from _shared(rates)
 
 
 def _shared(rates: Rates) -> Iterator[Fact]:
     for switch in rates.switches:
-        found = {"upload_gb_s": switch.upload_gb_s, "download_gb_s": switch.download_gb_s}
+        value = {"upload_gb_s": switch.upload_gb_s, "download_gb_s": switch.download_gb_s}
         words = f"{_rate(switch.upload_gb_s)} to them together, {_rate(switch.download_gb_s)} back"
-        yield Fact(f"links_of_{'_'.join(map(str, switch.devices))}", found, words)
+        yield Fact(f"links_of_{'_'.join(map(str, switch.devices))}", value, words)
 
 
 def _gpu(use: MemoryUse, link: _Link | None) -> Fact:
     index = int(use.name.split(":")[1])
     free, total = torch.cuda.mem_get_info(index)
     name = torch.cuda.get_device_name(index)
-    found = {"name": name, "total_bytes": total, "free_bytes": free, "usable_bytes": use.total_bytes}
+    value = {"name": name, "total_bytes": total, "free_bytes": free, "usable_bytes": use.total_bytes}
     words = f"{name}, {readable_bytes(total)}, {readable_bytes(free)} free"
     if link is None:
-        return Fact(use.name, found, words)
+        return Fact(use.name, value, words)
     up, down = link
     return Fact(
         use.name,
-        found | {"upload_gb_s": up, "download_gb_s": down},
+        value | {"upload_gb_s": up, "download_gb_s": down},
         f"{words}; {_rate(up)} to it, {_rate(down)} back",
     )
 

@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that matter, and the variables that change what they do."""
+"""Facts of the installation: versions of Python and relevant packages, and relevant environment variables."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _VARIABLES = (
 
 
 def software() -> Section:
-    """Versions; None, "not installed" in words, for a package that is not there."""
+    """Return the versions; None, with the text "not installed", for a package that is missing."""
     return Section("versions", tuple(_versions()))
 
 
 def settings() -> Section:
-    """The environment variables that are set, of those that matter."""
-    found = [Fact(name, os.environ[name]) for name in _VARIABLES if name in os.environ]
-    return Section("variables", tuple(found))
+    """Return the relevant environment variables that are set."""
+    facts = [Fact(name, os.environ[name]) for name in _VARIABLES if name in os.environ]
+    return Section("variables", tuple(facts))
 
 
 def kernels(refusals: Mapping[str, str | None]) -> Section:
-    """The optimizers' kernel, whose name is the instruction set that it was compiled for; that for packed weights.
+    """Return the kernels of the optimizers, named by instruction set, and those for packed weights.
 
-    `refusals`: for each CUDA device why the one for packed weights does not run there, None if it does.
+    `refusals`: for each CUDA device, why the kernel for packed weights does not run there; None if it does.
     """
     return Section("kernels", (*_of_optimizers(), _of_packed_weights(refusals)))
 
@@ -60,14 +60,14 @@ def _of_optimizers() -> Iterator[Fact]:
 
 
 def _of_packed_weights(refusals: Mapping[str, str | None]) -> Fact:
-    found = {card: "triton" if reason is None else "torch" for card, reason in refusals.items()}
+    kernels = {card: "triton" if reason is None else "torch" for card, reason in refusals.items()}
     words = {"triton": "by Triton's kernel", "torch": "by torch's operations, which are slower"}
-    told = "; ".join(f"{card} {words[name]}" for card, name in found.items())
-    return Fact("packed_weights", found, told or "by torch's operations: there are no CUDA devices")
+    text = "; ".join(f"{card} {words[name]}" for card, name in kernels.items())
+    return Fact("packed_weights", kernels, text or "by torch's operations: there are no CUDA devices")
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution, or None.
+    """Return the version of a distribution, or None if it is not installed.
 
     >>> installed("no-such-package") is None
     True
@@ -84,11 +84,11 @@ def _versions() -> Iterator[Fact]:
     yield Fact("torch", torch.__version__)
     yield Fact("torch_cuda", torch.version.cuda, torch.version.cuda or "none: a build without CUDA")
     for name in CUPY:
-        if (found := installed(name)) is not None:
-            yield Fact("cupy", found, f"{found} ({name})")
+        if (installed_version := installed(name)) is not None:
+            yield Fact("cupy", installed_version, f"{installed_version} ({name})")
             break
     else:
         yield Fact("cupy", None, "not installed")
     for name in (*_OTHERS, *MEMBERS):
-        found = installed(name)
-        yield Fact(name, found, found or "not installed")
+        installed_version = installed(name)
+        yield Fact(name, installed_version, installed_version or "not installed")

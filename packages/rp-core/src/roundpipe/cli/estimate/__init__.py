@@ -1,1 +1,1 @@
-"""What `roundpipe plan` computes: a model from its config, a machine from a few words, and the answer."""
+"""The computations of `roundpipe plan`: a model from its config, a machine from its description, the answer."""

@@ -1,4 +1,4 @@
-"""The nearest changes that would make training fit, or pay."""
+"""Find the nearest changes of options that would make training fit, or make it faster."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from roundpipe.cli.estimate.workload import Workload
 
 # The rank that is proposed for adapters.
 RANK = 16
-# A change that makes training faster by less does not pay.
+# A change must make training faster by this factor to be proposed.
 _PAYS = 1.05
 _SHORTEST = 128
 _GB = 10**9
-# In 10^9 bits a second, as they are sold.
+# Nominal rates in 10^9 bits a second.
 _NETWORKS = (10, 25, 40, 50, 100, 200, 400, 800)
-# Ways to keep the same state, the more exact first, and optimizers with less of it.
+# Smaller formats of the same state, the more exact first, and optimizers with less state.
 _SMALLER_KINDS = ("bf16", "8bit")
 _SMALLER_STATES = ("lion", "adafactor")
-# Amounts of RAM to try, each larger by what was short.
+# The most amounts of RAM to try, each larger than the previous by the missing bytes.
 _MOST_TRIED = 8
-# The smallest that fits weights of any shape.
+# The smallest format that supports weights of any shape.
 _PACKING = "nf4"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One option that is given otherwise, and the answer then."""
+    """One option with another value, and the resulting answer."""
 
     option: str
     then: Foretold
 
 
 def changes(options: PlanOptions, now: Foretold) -> list[Change]:
-    """Where it does not fit: what fits then, smallest changes first; otherwise what pays, fastest first."""
+    """Return the changes that fit, smallest first, if `now` does not; otherwise the faster ones, fastest first."""
     if not now.fits:
         return [change for change in _smaller(options, now) if change.then.fits]
     least = _PAYS * now.tokens_per_s
-    found = [change for change in _faster(options, now) if change.then.fits and change.then.tokens_per_s > least]
-    return sorted(found, key=lambda change: -change.then.tokens_per_s)
+    faster = [change for change in _faster(options, now) if change.then.fits and change.then.tokens_per_s > least]
+    return sorted(faster, key=lambda change: -change.then.tokens_per_s)
 
 
 def _smaller(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    """Changes to take less memory, or to have more."""
+    """Yield changes that need less memory, or provide more."""
     if now.planned is None:
         yield from _for_devices(options, now)
     if options.lora is None:
@@ -64,9 +64,9 @@ def _for_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
         yield _change("--num-microbatch auto", now)
     sequence = options.sequence // 2
     while sequence >= _SHORTEST:
-        found = _change(f"--sequence {sequence}", now, workload=_of(options, sequence=sequence))
-        if found.then.fits:
-            yield found
+        change = _change(f"--sequence {sequence}", now, workload=_of(options, sequence=sequence))
+        if change.then.fits:
+            yield change
             break
         sequence //= 2
     wanted = now.case.machine.card.memory_bytes + now.device_short_bytes
@@ -76,7 +76,7 @@ def _for_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
 
 
 def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    """The microbatches stay as they are: what the host holds hardly depends on them."""
+    """Yield changes for host memory. They keep the number of microbatches, on which it hardly depends."""
     count = None if now.planned is None else now.planned.microbatches
     if 1 < now.case.machines <= options.batch // 2:
         yield _more_machines(now)
@@ -103,22 +103,22 @@ def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
         if change.then.fits:
             yield change
             break
-    found = now
+    latest = now
     for _ in range(_MOST_TRIED):
-        # What stays free for the system grows with the RAM.
-        forecast = found.forecast
+        # The reserve for the system grows with the RAM.
+        forecast = latest.forecast
         gb = -(-(forecast.limit.total_bytes + forecast.short_bytes) // _GB)
         ram = replace(forecast.limit, total_bytes=gb * _GB, free_bytes=gb * _GB)
         machine = replace(now.case.machine, ram=ram)
         change = _change(f"--ram {gb}GB", now, machine=machine, microbatches=count)
-        found = change.then
-        if found.forecast.fits:
+        latest = change.then
+        if latest.forecast.fits:
             yield change
             return
 
 
 def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    """Changes that are near: settings first, then twice of something."""
+    """Yield small changes: settings first, then doubled numbers."""
     if now.case.microbatches is not None:
         yield _change("--num-microbatch auto", now)
     yield _change(f"--batch {2 * options.batch}", now, batch=2 * options.batch)
@@ -129,12 +129,12 @@ def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
 
 
 def _of_machines(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    """The next faster network that pays, and other numbers of machines: also one, which needs no network."""
+    """Yield the next faster network that pays, and other numbers of machines, one of which needs no network."""
     network = now.case.network
     for gigabits in _NETWORKS:
-        found = Network.named(network.machines, f"{gigabits}Gb")
-        if found.gb_s > network.gb_s:
-            change = _change(f"--network {found.name}", now, network=found)
+        faster = Network.named(network.machines, f"{gigabits}Gb")
+        if faster.gb_s > network.gb_s:
+            change = _change(f"--network {faster.name}", now, network=faster)
             if change.then.tokens_per_s > _PAYS * now.tokens_per_s:
                 yield change
                 break
@@ -149,18 +149,18 @@ def _more_machines(now: Foretold) -> Change:
 
 
 def _change(option: str, now: Foretold, **changed: Any) -> Change:  # Any: fields of `Case`
-    """The answer with other values; the number of microbatches is chosen anew unless it is given."""
+    """Return the answer with other values; the number of microbatches is chosen again unless it is given."""
     case = replace(now.case, **{"microbatches": None, **changed})
     return Change(option, foretell(case, settles=False))
 
 
 def _of(options: PlanOptions, **changed: Any) -> Workload:  # Any: fields of `PlanOptions`
-    """The workload with another sequence, with adapters, or with packed weights."""
+    """Return the workload with another sequence, with adapters, or with packed weights."""
     return workload_of(replace(options, **changed))
 
 
 def workload_of(options: PlanOptions) -> Workload:
-    """The workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
+    """Return the workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
     return Workload.of(
         model_of(options.model, options.lora, pack=options.pack),
         sequence=options.sequence,

@@ -12,7 +12,7 @@ from roundpipe.cli.estimate.hardware import GIL_MS_PER_GB
 from roundpipe.cli.estimate.network import NETWORK_SHARE
 from roundpipe.planning.pricing import LAUNCH_MS
 
-# In the words of the documentation.
+# Names as in the documentation.
 _BOUNDS: Mapping[Bound, str] = {
     "device": "the devices' arithmetic",
     "link": "the links",
@@ -30,56 +30,56 @@ _MOST_CHANGES = 8
 _SMALL = 0.001
 
 
-def as_text(found: Foretold, changes: Sequence[Change]) -> str:
-    """At most some 40 lines."""
-    return "\n".join(_lines(found, changes))
+def as_text(answer: Foretold, changes: Sequence[Change]) -> str:
+    """Format the answer as text of at most about 40 lines."""
+    return "\n".join(_lines(answer, changes))
 
 
-def as_json(found: Foretold, changes: Sequence[Change]) -> str:
-    """One object; names end with their units."""
+def as_json(answer: Foretold, changes: Sequence[Change]) -> str:
+    """Format the answer as one JSON object, in which names end with their units."""
     return json.dumps(
         {
-            "fits": found.fits,
-            "short": _short(found),
-            "model": _model(found),
-            "machine": _machine(found),
-            "network": _network(found),
-            "batch": found.case.batch,
-            "sequence": found.case.workload.sequence,
-            "host_bytes": _host_bytes(found),
-            "plan": None if found.planned is None else _plan(found, found.planned),
-            "changes": [_told(change) for change in changes],
+            "fits": answer.fits,
+            "short": _short(answer),
+            "model": _model(answer),
+            "machine": _machine(answer),
+            "network": _network(answer),
+            "batch": answer.case.batch,
+            "sequence": answer.case.workload.sequence,
+            "host_bytes": _host_bytes(answer),
+            "plan": None if answer.planned is None else _plan(answer, answer.planned),
+            "changes": [_changed(change) for change in changes],
             "assumed": {
-                "utilisation": found.case.workload.utilisation,
+                "utilisation": answer.case.workload.utilisation,
                 "launch_ms": LAUNCH_MS,
                 "gil_ms_per_gb": GIL_MS_PER_GB,
-                "ram_gb_s": found.case.machine.ram_gb_s,
+                "ram_gb_s": answer.case.machine.ram_gb_s,
                 "network_share_of_its_name": NETWORK_SHARE,
                 "layers_are_compiled": True,
-                "operations_are_counted": found.case.workload.observed.is_counted,
+                "operations_are_counted": answer.case.workload.observed.is_counted,
             },
         }
     )
 
 
-def as_summary(found: Foretold) -> str:
-    """Some ten lines, for a training that is about to begin."""
-    planned = found.planned
-    run = [] if planned is None or not found.forecast.fits else list(_run_summary(found, planned))
-    return "\n".join([*_headings(found), _verdict(found), *_host(found), *run])
+def as_summary(answer: Foretold) -> str:
+    """Format the answer as about ten lines, for a training that is about to begin."""
+    planned = answer.planned
+    run = [] if planned is None or not answer.forecast.fits else list(_run_summary(answer, planned))
+    return "\n".join([*_headings(answer), _verdict(answer), *_host(answer), *run])
 
 
 # JSON
 
 
-def _short(found: Foretold) -> dict[str, Any] | None:
-    if found.device_short_bytes:
-        return {"memory": "device", "bytes": found.device_short_bytes}
-    return None if found.forecast.fits else {"memory": "host", "bytes": found.forecast.short_bytes}
+def _short(answer: Foretold) -> dict[str, Any] | None:
+    if answer.device_short_bytes:
+        return {"memory": "device", "bytes": answer.device_short_bytes}
+    return None if answer.forecast.fits else {"memory": "host", "bytes": answer.forecast.short_bytes}
 
 
-def _model(found: Foretold) -> dict[str, Any]:
-    workload = found.case.workload
+def _model(answer: Foretold) -> dict[str, Any]:
+    workload = answer.case.workload
     return {
         "name": workload.name,
         "parameters": workload.parameters,
@@ -93,8 +93,8 @@ def _model(found: Foretold) -> dict[str, Any]:
     }
 
 
-def _machine(found: Foretold) -> dict[str, Any]:
-    machine = found.case.machine
+def _machine(answer: Foretold) -> dict[str, Any]:
+    machine = answer.case.machine
     return {
         "gpu": machine.card.name,
         "devices": machine.devices,
@@ -107,8 +107,8 @@ def _machine(found: Foretold) -> dict[str, Any]:
     }
 
 
-def _network(found: Foretold) -> dict[str, Any] | None:
-    network, planned = found.case.network, found.planned
+def _network(answer: Foretold) -> dict[str, Any] | None:
+    network, planned = answer.case.network, answer.planned
     if network.machines == 1:
         return None
     return {
@@ -120,12 +120,12 @@ def _network(found: Foretold) -> dict[str, Any] | None:
     }
 
 
-def _host_bytes(found: Foretold) -> dict[str, Any]:
-    kinds = {name.replace(" ", "_"): nbytes for name, nbytes in found.forecast.whole.by_kind()}
-    return {**kinds, "total": found.forecast.whole.total, "kept_free": found.forecast.reserve_bytes}
+def _host_bytes(answer: Foretold) -> dict[str, Any]:
+    kinds = {name.replace(" ", "_"): nbytes for name, nbytes in answer.forecast.whole.by_kind()}
+    return {**kinds, "total": answer.forecast.whole.total, "kept_free": answer.forecast.reserve_bytes}
 
 
-def _plan(found: Foretold, planned: Planned) -> dict[str, Any]:
+def _plan(answer: Foretold, planned: Planned) -> dict[str, Any]:
     return {
         "num_microbatch": planned.microbatches,
         "sequences_a_microbatch": planned.sequences,
@@ -137,13 +137,13 @@ def _plan(found: Foretold, planned: Planned) -> dict[str, Any]:
         "devices_used": planned.course.used(planned.devices),
         "device_bytes": planned.device_bytes,
         "step_s": planned.ms / 1e3,
-        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_s": answer.tokens_per_s,
         "bound_by": planned.bound_by,
         "busy_s": {name: ms / 1e3 for name, ms in planned.busy_ms().items()},
     }
 
 
-def _told(change: Change) -> dict[str, Any]:
+def _changed(change: Change) -> dict[str, Any]:
     then = change.then
     planned = then.planned
     return {
@@ -158,20 +158,20 @@ def _told(change: Change) -> dict[str, Any]:
 # Text
 
 
-def _lines(found: Foretold, changes: Sequence[Change]) -> Iterator[str]:
-    yield from _headings(found)
+def _lines(answer: Foretold, changes: Sequence[Change]) -> Iterator[str]:
+    yield from _headings(answer)
     yield ""
-    yield _verdict(found)
-    yield from _host(found)
-    if found.planned is not None and found.forecast.fits:
-        yield from _run(found, found.planned)
+    yield _verdict(answer)
+    yield from _host(answer)
+    if answer.planned is not None and answer.forecast.fits:
+        yield from _run(answer, answer.planned)
     yield ""
-    yield from _advice(found, changes)
-    yield from _assumptions(found)
+    yield from _advice(answer, changes)
+    yield from _assumptions(answer)
 
 
-def _headings(found: Foretold) -> Iterator[str]:
-    workload, machine = found.case.workload, found.case.machine
+def _headings(answer: Foretold) -> Iterator[str]:
+    workload, machine = answer.case.workload, answer.case.machine
     parts = len(workload.observed.facts)
     what = f"adapters of {_billion(workload.trained)}" if workload.is_adapted else "full fine-tuning"
     what += " on packed weights" if workload.expanded_bytes else ""
@@ -186,73 +186,73 @@ def _headings(found: Foretold) -> Iterator[str]:
     source = ", measured" if machine.is_measured else ""
     yield (
         f"{machine.devices} x {card.name}: {_gb(card.memory_bytes)} each, link {card.link_gb_s:.3g} GB/s, "
-        f"{card.tflops:.3g} TFLOP/s{source}; {_switches(found)}{ram}, {machine.ram_gb_s:.3g} GB/s"
+        f"{card.tflops:.3g} TFLOP/s{source}; {_switches(answer)}{ram}, {machine.ram_gb_s:.3g} GB/s"
     )
-    network = found.case.network
+    network = answer.case.network
     if network.machines > 1:
         source = network.name or "measured"
         yield (
             f"{network.machines} machines like this; network {network.gb_s:.3g} GB/s from each and as much to it "
             f"({source})"
         )
-    yield f"a step: {found.case.batch} sequences of {workload.sequence} tokens"
+    yield f"a step: {answer.case.batch} sequences of {workload.sequence} tokens"
 
 
 def _state(kind: str) -> str:
-    """How the state is kept, where that is not the usual way."""
+    """Return a text for the format of the state, unless it is the default."""
     return "" if kind == "fp32" else f" with {kind} state"
 
 
-def _switches(found: Foretold) -> str:
-    sizes = [len(switch.devices) for switch in found.case.machine.switches]
+def _switches(answer: Foretold) -> str:
+    sizes = [len(switch.devices) for switch in answer.case.machine.switches]
     return f"switches of {', '.join(map(str, sizes))}; " if sizes else ""
 
 
-def _verdict(found: Foretold) -> str:
-    if found.device_short_bytes:
-        return f"DOES NOT FIT: device memory is short by {_gb(found.device_short_bytes)}"
-    if not found.forecast.fits:
-        return f"DOES NOT FIT: host memory is short by {_gb(found.forecast.short_bytes)}"
-    if found.case.machine.ram is None:
-        return f"fits the devices; the host must have {_gb(_wanted(found))} of free memory"
+def _verdict(answer: Foretold) -> str:
+    if answer.device_short_bytes:
+        return f"DOES NOT FIT: device memory is short by {_gb(answer.device_short_bytes)}"
+    if not answer.forecast.fits:
+        return f"DOES NOT FIT: host memory is short by {_gb(answer.forecast.short_bytes)}"
+    if answer.case.machine.ram is None:
+        return f"fits the devices; the host must have {_gb(_wanted(answer))} of free memory"
     return "fits"
 
 
-def _wanted(found: Foretold) -> int:
-    return found.forecast.missing_bytes + found.forecast.reserve_bytes
+def _wanted(answer: Foretold) -> int:
+    return answer.forecast.missing_bytes + answer.forecast.reserve_bytes
 
 
-def _host(found: Foretold) -> Iterator[str]:
-    whole = found.forecast.whole
-    told = [(name, nbytes) for name, nbytes in whole.by_kind() if nbytes > _SMALL * whole.total]
-    kinds = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in told)
-    each = " of each machine" if found.case.machines > 1 else ""
-    yield f"host memory{each}  {_gb(whole.total)}, and {_gb(found.forecast.reserve_bytes)} kept free: {kinds}"
-    if not found.forecast.fits and not found.case.workload.is_adapted:
-        yield _a_parameter(found)
+def _host(answer: Foretold) -> Iterator[str]:
+    whole = answer.forecast.whole
+    shown = [(name, nbytes) for name, nbytes in whole.by_kind() if nbytes > _SMALL * whole.total]
+    kinds = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in shown)
+    each = " of each machine" if answer.case.machines > 1 else ""
+    yield f"host memory{each}  {_gb(whole.total)}, and {_gb(answer.forecast.reserve_bytes)} kept free: {kinds}"
+    if not answer.forecast.fits and not answer.case.workload.is_adapted:
+        yield _a_parameter(answer)
 
 
-def _a_parameter(found: Foretold) -> str:
-    """What weights, masters and states, and one block of gradients, take of it."""
-    whole = found.forecast.whole
+def _a_parameter(answer: Foretold) -> str:
+    """Return a line on the host memory of weights, masters, states and one block of gradients."""
+    whole = answer.forecast.whole
     least = whole.total - whole.activations - whole.second_blocks - whole.buffers
-    if found.case.machines > 1:
+    if answer.case.machines > 1:
         return (
-            f"  full fine-tuning needs {least / found.case.workload.parameters:.3g} bytes a parameter on each of "
-            f"{found.case.machines} machines, {_gb(least)} before activations"
+            f"  full fine-tuning needs {least / answer.case.workload.parameters:.3g} bytes a parameter on each of "
+            f"{answer.case.machines} machines, {_gb(least)} before activations"
         )
     least -= max(whole.gradients - whole.weights, 0)
     more = whole.total - whole.activations - least
     beside = f"; {_gb(more)} more where several tasks add to gradients" if more > _SMALL * least else ""
-    workload = found.case.workload
+    workload = answer.case.workload
     return (
         f"  full fine-tuning with {workload.master} masters needs {round(least / workload.parameters)} bytes a "
         f"parameter, {_gb(least)} and more before activations{beside}"
     )
 
 
-def _run(found: Foretold, planned: Planned) -> Iterator[str]:
-    yield from _run_summary(found, planned)
+def _run(answer: Foretold, planned: Planned) -> Iterator[str]:
+    yield from _run_summary(answer, planned)
     head = len(planned.course.loads.costs) - 1
     yield f"stages  layer 0 is what runs before the model's layers, layer {head} the head"
     stages = list(_stages(planned))
@@ -261,15 +261,15 @@ def _run(found: Foretold, planned: Planned) -> Iterator[str]:
         yield f"  and {len(stages) - _MOST_STAGES} more (--json has all)"
 
 
-def _run_summary(found: Foretold, planned: Planned) -> Iterator[str]:
-    machine = found.case.machine
+def _run_summary(answer: Foretold, planned: Planned) -> Iterator[str]:
+    machine = answer.case.machine
     memory = _gb(machine.card.memory_bytes)
     yield f"device memory  {_gb(planned.device_bytes)} of {memory} at most, workspace included"
-    chosen = "chosen" if found.case.microbatches is None else "as given"
-    each = f", {planned.course.microbatches} on a machine" if found.case.machines > 1 else ""
+    chosen = "chosen" if answer.case.microbatches is None else "as given"
+    each = f", {planned.course.microbatches} on a machine" if answer.case.machines > 1 else ""
     yield f"num_microbatch  {planned.microbatches} ({chosen}), of {_counted(planned.sequences, 'sequence')}{each}"
-    yield f"a step  {_seconds(planned.ms)}, {_rounded(found.tokens_per_s)} tokens/s"
-    if found.case.machines > 1:
+    yield f"a step  {_seconds(planned.ms)}, {_rounded(answer.tokens_per_s)} tokens/s"
+    if answer.case.machines > 1:
         yield (
             f"network  {_gb(planned.traffic_bytes)} from and to each machine in a step, "
             f"{_seconds(planned.network_ms)}; all else takes {_seconds(planned.machine_ms)}"
@@ -296,8 +296,8 @@ def _span(stage: range) -> str:
     return f"layer {stage.start}" if len(stage) == 1 else f"layers {stage.start} to {stage.stop - 1}"
 
 
-def _advice(found: Foretold, changes: Sequence[Change]) -> Iterator[str]:
-    if not found.fits:
+def _advice(answer: Foretold, changes: Sequence[Change]) -> Iterator[str]:
+    if not answer.fits:
         yield "what would fit" if changes else "no single change of an option would make it fit"
     elif changes:
         yield "what would pay"
@@ -313,11 +313,11 @@ def _result(then: Foretold) -> str:
     )
 
 
-def _assumptions(found: Foretold) -> Iterator[str]:
-    workload = found.case.workload
+def _assumptions(answer: Foretold) -> Iterator[str]:
+    workload = answer.case.workload
     counted = "" if workload.observed.is_counted else "; operations guessed from the shapes of weights"
     expanding = ", expanding packed weights no time" if workload.expanded_bytes else ""
-    if found.case.network.name.endswith("b"):
+    if answer.case.network.name.endswith("b"):
         yield f"assumed: a network carries {NETWORK_SHARE:.0%} of its name, beside everything else a step does"
     yield (
         f"assumed: compiled layers that reach {workload.utilisation:.3g} of the TFLOP/s (--utilisation){counted}; "
@@ -330,7 +330,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Three digits, without an exponent."""
+    """Format a number with three digits, without an exponent."""
     return f"{float(f'{number:.3g}'):,.0f}" if number >= 100 else f"{number:.3g}"
 
 

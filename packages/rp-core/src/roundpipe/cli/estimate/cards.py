@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _GIB = 1 << 30
-# What copies reach of a link of sixteen lanes: PCIe 4 and PCIe 5; some cards have eight lanes.
+# The rates that copies reach on a link of sixteen lanes, of PCIe 4 and PCIe 5; some cards have eight lanes.
 _PCIE_4, _PCIE_5, _PCIE_4_X8 = 25.0, 55.0, 12.5
 
 
@@ -14,8 +14,8 @@ _PCIE_4, _PCIE_5, _PCIE_4_X8 = 25.0, 55.0, 12.5
 class Card:
     """A kind of device.
 
-    `memory_bytes`: as sold. `link_gb_s`: 10^9 bytes a second to the device, and as many back at the same time.
-    `tflops`: 10^12 dense bf16 operations a second with sums in fp32, at most.
+    `memory_bytes`: the nominal size. `link_gb_s`: 10^9 bytes a second to the device, and as many back at the same
+    time. `tflops`: at most 10^12 dense bf16 operations a second, with sums in fp32.
     """
 
     name: str
@@ -46,7 +46,7 @@ CARDS = (
 
 
 def card_named(name: str) -> Card | None:
-    """The card with this name, whatever its case, spaces and maker; None if the table has none.
+    """Return the card with this name, ignoring case, spaces and maker; None if the table has none.
 
     >>> card_named("NVIDIA GeForce rtx4090").memory_bytes >> 30
     24

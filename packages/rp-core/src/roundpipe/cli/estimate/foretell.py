@@ -1,4 +1,4 @@
-"""What training takes on a machine: the fastest plan that fits, or what is short."""
+"""Predict training on a machine: the fastest plan that fits, or the memory that is missing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from roundpipe.planning.microbatches import counts_of, fastest
 from roundpipe.planning.pricing import in_place
 
 Bound = Resource | Literal["network"]
-# Calls that are simulated to see how much memory devices use.
+# The number of calls to simulate for the memory that devices use.
 _CALLS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked: training on a machine with so many sequences in a step.
+    """The question: training on a machine with `batch` sequences in a step.
 
-    `microbatches`: None chooses the number whose plan is fastest. `network`: how many such machines share a step,
-    its batch and its microbatches.
+    `microbatches`: None to choose the number whose plan is fastest. `network`: how many such machines share a
+    step, its batch and its microbatches.
     """
 
     workload: Workload
@@ -37,11 +37,11 @@ class Case:
 
     @property
     def machines(self) -> int:
-        """How many there are."""
+        """The number of machines."""
         return self.network.machines
 
     def counts(self) -> dict[int, int]:
-        """The numbers of microbatches to try, by what a machine has of them, fewest first."""
+        """Return the numbers of microbatches to try, by the number on each machine, fewest first."""
         if self.microbatches is not None:
             return {math.ceil(self.microbatches / self.machines): self.microbatches}
         own = counts_of(math.ceil(self.batch / self.machines))
@@ -50,11 +50,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that fits the devices, and what it takes.
+    """A plan that fits the devices, with its times and bytes.
 
-    `microbatches`: of all machines. `sequences`: of the largest microbatch. `machine_ms`: of a step without the
-    network. `device_bytes`: the most on a device at once, with workspace; 0 if it was not simulated. `tasks`: of
-    one call. `traffic_bytes`: what a machine sends in a step, and receives; `network_ms`: for how long.
+    `microbatches`: of all machines. `sequences`: of the largest microbatch. `machine_ms`: the time of a step
+    without the network. `device_bytes`: the most on a device at once, with workspace; 0 if it was not simulated.
+    `tasks`: of one call. `traffic_bytes`: bytes that a machine sends in a step, and receives; `network_ms`: the
+    time that this takes.
     """
 
     course: Course
@@ -69,25 +70,25 @@ class Planned:
 
     @property
     def ms(self) -> float:
-        """Of a step: traffic goes on beside everything else, so the longer of both counts."""
+        """The time of a step: traffic overlaps with everything else, so the longer of both counts."""
         return max(self.machine_ms, self.network_ms)
 
     @property
     def bound_by(self) -> Bound:
-        """What is busy for the longest time."""
+        """The resource that is busy for the longest time."""
         return "network" if self.network_ms > self.machine_ms else self.course.bottleneck(self.devices)
 
     def busy_ms(self) -> dict[Bound, float]:
-        """For how long each is busy in a step."""
-        found: dict[Bound, float] = {**self.course.loads_ms(self.devices)}
-        return {**found, "network": self.network_ms} if self.network_ms else found
+        """Return the time for which each resource is busy in a step."""
+        busy: dict[Bound, float] = {**self.course.loads_ms(self.devices)}
+        return {**busy, "network": self.network_ms} if self.network_ms else busy
 
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """The answer. `planned`: None if no plan fits the devices. `forecast`: host memory under the plan, or without.
+    """The answer to a case. `planned`: None if no plan fits the devices. `forecast`: host memory, under the plan.
 
-    `device_short_bytes`: what a device lacks for any plan; 0 if one fits.
+    `device_short_bytes`: the bytes that a device lacks for any plan; 0 if one fits.
     """
 
     case: Case
@@ -97,12 +98,12 @@ class Foretold:
 
     @property
     def fits(self) -> bool:
-        """Whether devices and host have memory enough."""
+        """Whether devices and host have enough memory."""
         return self.planned is not None and self.forecast.fits
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the plan; 0 without one."""
+        """Tokens a second of the plan; 0 without one."""
         return 0.0 if self.planned is None else self.tokens * 1e3 / self.planned.ms
 
     @property
@@ -112,17 +113,17 @@ class Foretold:
 
 
 def foretell(case: Case, *, settles: bool = True) -> Foretold:
-    """Plan, simulate and add up. `settles`: search for longer than for a first plan, and simulate the result."""
+    """Plan a case and forecast its memory. `settles`: search until the end, and simulate the result."""
     counts = case.counts()
-    found = fastest(
+    best = fastest(
         counts,
         lambda own: _problem(case, size_of(case.batch, counts[own])),
         devices=case.machine.devices,
         mode="fused",
     )
-    own = list(counts)[-1] if found is None else found[0]
+    own = list(counts)[-1] if best is None else best[0]
     count = counts[own]
-    planned = None if found is None else _planned(count, found[1], case, settles=settles)
+    planned = None if best is None else _planned(count, best[1], case, settles=settles)
     tasks = () if planned is None else planned.tasks
     forecast = case.workload.forecast(tasks, own, size_of(case.batch, count), case.machine, case.machines)
     short = 0 if planned else min(_lacking_bytes(case, size_of(case.batch, one)) for one in counts.values())
@@ -130,7 +131,7 @@ def foretell(case: Case, *, settles: bool = True) -> Foretold:
 
 
 def _lacking_bytes(case: Case, sequences: int) -> int:
-    """What a device lacks to run each layer alone: its weights, gradients and activations, and the workspace."""
+    """Return the bytes that a device lacks to run each layer alone, with gradients, activations and workspace."""
     costs = case.workload.costs(sequences, case.machine.card.tflops)
     most = max(cost.weight_bytes + cost.gradient_bytes + cost.kept_bytes for cost in costs)
     return max(most + case.workload.working_bytes(sequences) - case.machine.usable_bytes, 1)

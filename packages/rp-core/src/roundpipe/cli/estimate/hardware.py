@@ -1,4 +1,4 @@
-"""The machine to plan for: devices, links and host, in the scheduler's words."""
+"""The machine to plan for: devices, links and host, in the scheduler's terms."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from roundpipe.planning.pricing import USABLE
 from roundpipe.planning.probe import probe
 from roundpipe.runtime.runtime import Runtime
 
-# Of a device's memory, CUDA's context and libraries take so much.
+# CUDA's context and libraries take this much of a device's memory.
 CONTEXT_BYTES = 600 * 10**6
-# What was measured on hosts of H200s, where no figure is given (docs/scaling.md).
+# Defaults, measured on hosts of H200s (docs/scaling.md).
 RAM_GB_S = 165.0
 OPTIMIZER_SHARE = 0.9
 GIL_MS_PER_GB = 7.0
 # Of 16-bit gradients that one porter adds to two buffers: what 12.5 were in fp32, in 0.9 of the time.
 ADD_GB_S = 6.9
 GRADIENT_BUFFERS = 2
-# A matrix product large enough to reach a device's rate.
+# The size of a matrix product that is large enough to reach a device's rate.
 _MATRIX = 8192
 
 
@@ -33,7 +33,7 @@ _MATRIX = 8192
 class Machine:
     """The machine. `is_measured`: its card, links and host memory were measured here.
 
-    `ram`: None if it is not known. `switches`: cards by number, as they share one link each, unless measured.
+    `ram`: None if it is unknown. `switches`: the groups of cards, by number, that share one link.
     """
 
     card: Card
@@ -45,11 +45,11 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """What plans may use of a device's memory: the rest is CUDA's, or lost to fragmentation."""
+        """The bytes of a device's memory that plans may use: the rest is CUDA's, or lost to fragmentation."""
         return max(int((self.card.memory_bytes - CONTEXT_BYTES) * USABLE), 1)
 
     def limits(self, working_bytes: int, *, optimizer_bytes: float, double_buffer: bool) -> Limits:
-        """Limits for a plan beside a workspace of so many bytes on each device.
+        """Return the limits for plans, beside a workspace of `working_bytes` on each device.
 
         `optimizer_bytes`: host memory that a step moves for each trained 16-bit weight.
         """
@@ -71,7 +71,7 @@ class Machine:
         )
 
     def with_devices(self, devices: int) -> Machine:
-        """The same with so many devices: as many more switches as there are, if they do not fill one."""
+        """Return the machine with another number of devices, and the same number of devices behind each switch."""
         if not self.switches:
             return replace(self, devices=devices)
         first = self.switches[0]
@@ -82,20 +82,20 @@ class Machine:
 
 
 def machine_of(options: PlanOptions) -> Machine:
-    """The machine that the options describe, or this one, measured; options count before what was measured.
+    """Return the machine that the options describe, or this one as measured; options replace measurements.
 
     Raises `Refused` if this machine is to be measured, but has no GPU.
     """
-    found = _here(options.devices) if options.card is None else _described(options.card, options.devices or 1)
+    machine = _here(options.devices) if options.card is None else _described(options.card, options.devices or 1)
     link = options.link_gb_s
-    card = found.card if link is None else replace(found.card, link_gb_s=link)
+    card = machine.card if link is None else replace(machine.card, link_gb_s=link)
     ram = None if options.ram_bytes is None else HostLimit("the given RAM", options.ram_bytes, options.ram_bytes)
     return replace(
-        found,
+        machine,
         card=card,
-        ram=ram or found.ram,
-        ram_gb_s=options.ram_gb_s or found.ram_gb_s,
-        switches=_switches(options.switches, card.link_gb_s) or found.switches,
+        ram=ram or machine.ram,
+        ram_gb_s=options.ram_gb_s or machine.ram_gb_s,
+        switches=_switches(options.switches, card.link_gb_s) or machine.switches,
     )
 
 
@@ -104,7 +104,7 @@ def _described(card: Card, devices: int) -> Machine:
 
 
 def _switches(counts: tuple[int, ...], link_gb_s: float) -> tuple[Switch, ...]:
-    """Cards behind each switch share one link as fast as each of theirs."""
+    """Return the switches; the cards behind each share one link, as fast as that of each card."""
     starts = [sum(counts[:at]) for at in range(len(counts))]
     return tuple(
         Switch(devices=tuple(range(start, start + count)), upload_gb_s=link_gb_s, download_gb_s=link_gb_s)
@@ -127,9 +127,9 @@ def _here(devices: int | None) -> Machine:
 
 
 def measured(runtime: Runtime) -> Machine:
-    """The machine of an open runtime, by the engine's probe and one matrix product.
+    """Return the machine of an open runtime, measured by the engine's probe and one matrix product.
 
-    A card that the table knows has the table's rate: what a product reaches depends on its size and on the clock.
+    A card in the table has the table's rate, since a product's rate depends on its size and on the clock.
     """
     rates = probe(runtime)
     uses = runtime.memory()
@@ -149,20 +149,20 @@ def measured(runtime: Runtime) -> Machine:
 
 
 def _tflops(device: torch.device, size: int) -> float:
-    """10^12 operations a second of a square bf16 product."""
+    """Return the 10^12 operations a second of a square bf16 product."""
     one = torch.ones(size, size, dtype=torch.bfloat16, device=device)
     return max(2 * size**3 / _seconds(lambda: one @ one, device) / 1e12, 1e-3)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The least of five times."""
+    """Return the shortest of five times."""
     import time
 
-    found: list[float] = []
+    times: list[float] = []
     for _ in range(5):
         begun = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begun)
-    return max(min(found), 1e-9)
+        times.append(time.perf_counter() - begun)
+    return max(min(times), 1e-9)

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-# Of what a network's name says, in bits a second, connections carry so much.
+# Connections reach this part of a network's nominal rate in bits a second.
 NETWORK_SHARE = 0.9
 _NETWORK = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[MG][bB])(?:it)?(?:/s|ps)?")
 _UNITS = {"Gb": NETWORK_SHARE / 8, "Mb": NETWORK_SHARE / 8e3, "GB": 1.0, "MB": 1e-3}
@@ -14,10 +14,10 @@ _UNITS = {"Gb": NETWORK_SHARE / 8, "Mb": NETWORK_SHARE / 8e3, "GB": 1.0, "MB": 1
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How many machines train together, and the network between them.
+    """The number of machines that train together, and the network between them.
 
-    `gb_s`: what each sends while it receives as much, in 10^9 bytes a second. `name`: the rate that was given;
-    empty if it was measured.
+    `gb_s`: the rate at which each sends while it receives as much, in 10^9 bytes a second. `name`: the rate as
+    given; empty if it was measured.
 
     >>> Network.named(4, "100Gb").gb_s, Network.named(2, "11GB").gb_s
     (11.25, 11.0)
@@ -29,7 +29,7 @@ class Network:
 
     @classmethod
     def named(cls, machines: int, name: str) -> Network:
-        """Of a rate such as ``100Gb`` (bits a second, as networks are named) or ``11GB`` (bytes, as measured).
+        """Create a network from a rate such as ``100Gb`` (nominal bits a second) or ``11GB`` (measured bytes).
 
         Raises `ValueError` for anything else.
         """

@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 def state_of(name: str, shapes: Sequence[torch.Size], dtype: torch.dtype, kind: str = "fp32") -> int:
-    """Bytes of an optimizer's state for masters of these shapes; `kind`: how it is kept.
+    """Return the bytes of an optimizer's state for masters of these shapes. `kind`: the state's format.
 
     >>> state_of("adamw", [torch.Size((10, 10))], torch.float32)
     804
@@ -36,15 +36,15 @@ def state_of(name: str, shapes: Sequence[torch.Size], dtype: torch.dtype, kind: 
     # Host optimizers take no parameters without memory, but only shapes count here.
     masters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
     optimizer.param_groups[0]["params"] = masters
-    found = state_bytes(optimizer)
-    assert found is not None
-    return found
+    nbytes = state_bytes(optimizer)
+    assert nbytes is not None
+    return nbytes
 
 
 def muon_state_of(
     hidden: Sequence[torch.Size], others: Sequence[torch.Size], dtype: torch.dtype, kind: str = "fp32"
 ) -> int:
-    """Bytes of Muon's state for matrices of these shapes, and of AdamW's for the other masters.
+    """Return the bytes of Muon's state for matrices of these shapes, and of AdamW's for the other masters.
 
     >>> muon_state_of([torch.Size((10, 10))], [torch.Size((10, 10))], torch.float32)
     1204

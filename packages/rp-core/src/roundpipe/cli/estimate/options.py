@@ -1,4 +1,4 @@
-"""The options of `roundpipe plan`, checked."""
+"""Check the options of `roundpipe plan`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _FIELDS = ("memory", "link", "tflops")
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What to plan for.
+    """The checked options of `roundpipe plan`.
 
-    None: `card`, this machine's, measured; `ram_bytes`, not known, or this machine's; `link_gb_s`, the card's;
-    `lora`, full fine-tuning; `pack`, no packed weights; `num_microbatch`, chosen; `utilisation` and `ram_gb_s`, as
-    documented. `switches`: how many cards are behind each.
+    None means, for `card`: this machine's, measured; `ram_bytes`: unknown, or this machine's; `link_gb_s`: the
+    card's; `lora`: full fine-tuning; `pack`: no packed weights; `num_microbatch`: chosen; `utilisation` and
+    `ram_gb_s`: as documented. `switches`: the number of cards behind each.
     """
 
     model: Path
@@ -54,7 +54,7 @@ class PlanOptions:
 
 
 def read_plan_options(given: Given) -> PlanOptions:
-    """Check the values of all options, except for what depends on the model.
+    """Check the values of all options, apart from those that depend on the model.
 
     >>> read_plan_options(Given(model=__file__, gpu="H100", batch="8")).card.name
     'H100'
@@ -91,7 +91,7 @@ def read_plan_options(given: Given) -> PlanOptions:
 
 def _step_in_backward(given: Given) -> bool:
     if given.step_in_backward and given.machines != "1":
-        raise Refused("--step-in-backward is for one machine; with --machines leave it out")
+        raise Refused("--step-in-backward is for one machine; with --machines omit it")
     return given.step_in_backward
 
 
@@ -132,26 +132,26 @@ def _card(text: str | None) -> Card | None:
         return None
     if "=" in text:
         return _described(text)
-    found = card_named(text)
-    if found is None:
+    card = card_named(text)
+    if card is None:
         names = ", ".join(card.name for card in CARDS)
         raise Refused(
             f"--gpu must be '{THIS}', numbers like 'memory=24GB,link=25,tflops=165', or one of {names}, but is "
             f"{text!r}"
         )
-    return found
+    return card
 
 
 def _described(text: str) -> Card:
     pairs = [part.strip().partition("=") for part in text.split(",")]
-    found: Mapping[str, str] = {name: value for name, _, value in pairs}
+    values: Mapping[str, str] = {name: value for name, _, value in pairs}
     if sorted(name for name, _, _ in pairs) != sorted(_FIELDS):
         raise Refused(f"--gpu must have each of {', '.join(_FIELDS)} once, but is {text!r}")
     return Card(
         text,
-        _size("--gpu: memory", found["memory"]),
-        _above_0("--gpu: link (GB/s)", found["link"]),
-        _above_0("--gpu: tflops", found["tflops"]),
+        _size("--gpu: memory", values["memory"]),
+        _above_0("--gpu: link (GB/s)", values["link"]),
+        _above_0("--gpu: tflops", values["tflops"]),
     )
 
 
@@ -159,10 +159,10 @@ def _switches(text: str, devices: int) -> tuple[int, ...]:
     counts = [_integer(part) for part in text.split(",")]
     if any(count is None or count < 1 for count in counts):
         raise Refused(f"--switches must be numbers of cards, such as 4,4, but is {text!r}")
-    found = tuple(count for count in counts if count is not None)
-    if sum(found) != devices:
-        raise Refused(f"--switches must add up to --devices, {devices}, but {text} is {sum(found)}")
-    return found
+    sizes = tuple(count for count in counts if count is not None)
+    if sum(sizes) != devices:
+        raise Refused(f"--switches must add up to --devices, {devices}, but {text} is {sum(sizes)}")
+    return sizes
 
 
 def _optimizer(text: str) -> str:
@@ -179,12 +179,12 @@ def _microbatches(text: str, batch: int) -> int | None:
 
 def _size(flag: str, text: str) -> int:
     try:
-        found = parse_bytes(text)
+        size = parse_bytes(text)
     except ValueError as error:
         raise Refused(f"{flag}: {error}") from None
-    if not 0 < found < 2**60:
+    if not 0 < size < 2**60:
         raise Refused(f"{flag} must be above 0 and below 2^60 bytes, but is {text!r}")
-    return found
+    return size
 
 
 def _whole(flag: str, text: str, most: int, also: str = "") -> int:

@@ -1,4 +1,4 @@
-"""A model to train: the costs of its layers for a plan, and its host memory by the engine's own forecast."""
+"""A model to train: the costs of its layers for a plan, and its host memory by the engine's forecast."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from roundpipe.state.shards import Shards
 # The part of a card's dense bf16 rate that compiled layers reach as model operations, recomputation not counted:
 # full fine-tuning, and adapters, whose thin products take time and are few operations (docs/planning.md).
 UTILISATION, ADAPTERS_UTILISATION = 0.5, 0.38
-# Of what autograd keeps in layers that run as written, compiled ones keep so much.
+# Compiled layers keep this part of the bytes that autograd keeps in layers that are not compiled.
 COMPILED_SHARE = 0.85
-# Rows of logits that the loss has at once, and bytes of each: as computed, and as the kernel writes over them.
+# Rows of logits that the loss computes at once, and bytes of each logit, which the kernel overwrites.
 LOSS_ROWS, LOGIT_BYTES = 2048, 2
 OPTIM_DTYPE = torch.float32
-# Gradient, master and moments read, master, moments and weight written. Of masters in halves one is the weight.
+# Gradient, master and moments are read; master, moments and weight are written. The upper half of a split master
+# is the weight.
 _STEP_BYTES, _SPLIT_STEP_BYTES, _STEP_STATE_TIMES = 12, 10, 2
 _WEIGHT_BYTES = 2
 # Operations of Muon's matrix products in the time of a byte of host memory: 5e12 a second, for some 16 cores with
@@ -45,12 +46,11 @@ _MUON_FLOPS_PER_BYTE = 30
 
 @dataclass(frozen=True)
 class Workload:
-    """Training a model. `sequence`: tokens of each sequence. `utilisation`: of the card's dense rate.
+    """Training a model. `sequence`: tokens of each sequence. `utilisation`: the part of the card's dense rate.
 
-    `expanded_bytes`: of the packed weights of one layer, expanded; the most of any. `expansion_bytes`: with what
-    expanding them takes beside.
-    `hidden`: the trained weights that Muon would orthogonalize. `is_sync`: of the steps, which counts for masters
-    in halves: these have second blocks of weights beside asynchronous ones alone.
+    `expanded_bytes`: the largest size of one layer's packed weights when expanded. `expansion_bytes`: the same
+    with the workspace of expanding them. `hidden`: the trained weights that Muon would orthogonalize. `is_sync`:
+    whether steps are synchronous; masters in halves have second blocks of weights only if they are not.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Workload:
         is_sync: bool = True,
         step_in_backward: bool = False,
     ) -> Workload:
-        """Of a model on the meta device, whose frozen weights are packed here."""
+        """Create the workload of a model on the meta device, whose frozen weights are packed here."""
         observed = observe(model, sequence)
         if packing is not None:
             packing.pack(model)
@@ -107,14 +107,14 @@ class Workload:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of weights."""
+        """The number of elements of weights."""
         own = {id(weight): weight for module in self.observed.modules for weight in module.parameters()}
         return sum(weight.numel() for weight in own.values())
 
     @cached_property
     def trained(self) -> int:
-        """Elements of weights that are trained."""
-        return sum(tensor.numel() for found in self._trainable for tensor in found.tensors)
+        """The number of elements of trained weights."""
+        return sum(tensor.numel() for one in self._trainable for tensor in one.tensors)
 
     @cached_property
     def optimizer_bytes(self) -> int:
@@ -122,7 +122,7 @@ class Workload:
         return self._state_bytes(self.optimizer_state)
 
     def _state_bytes(self, kind: str, shards: Shards | None = None) -> int:
-        tensors = [tensor for found in self._trainable for tensor in found.tensors]
+        tensors = [tensor for one in self._trainable for tensor in one.tensors]
         own = [tensor for tensor in tensors if shards is None or shards.owns(tensor)]
         shapes = [tensor.shape for tensor in own]
         if self.optimizer == "muon":
@@ -132,40 +132,39 @@ class Workload:
         return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind)
 
     def shards(self, machines: int) -> Shards | None:
-        """Who owns which parameter, as the machine sees it that owns most; None for one machine."""
+        """Return the owners of parameters, for the machine that owns most; None for one machine."""
         if machines == 1:
             return None
         every = [Shards(rank, machines) for rank in range(machines)]
         for each in every:
-            each.assign([found.tensors for found in self._trainable])
+            each.assign([one.tensors for one in self._trainable])
         return max(every, key=lambda each: each.numel)
 
     def traffic_bytes(self, machines: int, tasks: Sequence[Task]) -> int:
-        """What a machine sends in a step, and receives: the most of any, of either way.
+        """Return the bytes that the busiest machine sends or receives in a step, whichever are more.
 
-        Gradients go to the owners, in fp32 where several tasks of a machine add to them, and weights come back.
+        Gradients go to the owners, in fp32 if several tasks of a machine add to them, and weights come back.
         """
         shards = self.shards(machines)
         if shards is None:
             return 0
         spans = [task.layers for task in tasks if task.adds_gradients]
         return shards.traffic_bytes(
-            (found.tensors, gradient_itemsize(found, spans), found.layout.dtype.itemsize)
-            for found in self._trainable
+            (one.tensors, gradient_itemsize(one, spans), one.layout.dtype.itemsize) for one in self._trainable
         )
 
     def step_bytes(self, machines: int = 1) -> float:
-        """Host memory that a step moves, or could in its time, for every two bytes of trained weights.
+        """Return the host memory traffic of a step, or of as long a time, for every two bytes of trained weights.
 
-        Of several machines each steps what it owns.
+        With several machines, each steps the parameters that it owns.
         """
         shards = self.shards(machines)
         return self._whole_step_bytes * (1.0 if shards is None else shards.numel / max(self.trained, 1))
 
     @property
     def _whole_step_bytes(self) -> float:
-        nbytes = sum(found.layout.nbytes for found in self._trainable)
-        # In 8 bits a step moves less, but packing takes as long as that saves on some tens of cores.
+        nbytes = sum(one.layout.nbytes for one in self._trainable)
+        # In 8 bits a step moves less, but on some tens of cores packing takes as much time as that saves.
         state = self._state_bytes("fp32") if self.optimizer_state == "8bit" else self.optimizer_bytes
         own = _SPLIT_STEP_BYTES if self.master == "split" else _STEP_BYTES
         moved = own * self.trained + _STEP_STATE_TIMES * state + self._muon_flops / _MUON_FLOPS_PER_BYTE
@@ -173,7 +172,7 @@ class Workload:
 
     @cached_property
     def _muon_flops(self) -> int:
-        """Operations of the matrix products of a step."""
+        """The number of operations of a step's matrix products."""
         if self.optimizer != "muon":
             return 0
         group = Muon([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
@@ -181,16 +180,16 @@ class Workload:
 
     @property
     def _trainable(self) -> list[Group]:
-        return [found for found in self.groups if found.kind == "trainable"]
+        return [one for one in self.groups if one.kind == "trainable"]
 
     def costs(self, sequences: int, card_tflops: float) -> list[LayerCost]:
-        """The cost of each part of the row, for microbatches of so many sequences."""
+        """Return the cost of each part of the row, for microbatches of `sequences`."""
         flops_ms = 1 / (card_tflops * self.utilisation * 1e9)
-        found: list[LayerCost] = []
+        costs: list[LayerCost] = []
         for at, facts in enumerate(self.observed.facts):
-            # What runs before the layers is an embedding, a small part of a layer's launching.
+            # The part before the layers is an embedding, whose launch takes little time.
             launch_ms = LAUNCH_MS if at else 0.0
-            found.append(
+            costs.append(
                 LayerCost(
                     sequences * facts.forward_flops * flops_ms,
                     sequences * facts.backward_flops * flops_ms,
@@ -202,30 +201,30 @@ class Workload:
                     backward_launch_ms=(1 - FORWARD_PART) * launch_ms,
                 )
             )
-        return found
+        return costs
 
     def _block_bytes(self, at: int, kinds: set[str]) -> int:
         # A block that several layers share is uploaded once for a stage, so only its last layer counts it.
-        own = [found for found in self.groups if max(found.users) == at and found.kind in kinds]
-        return sum(found.layout.nbytes for found in own)
+        own = [one for one in self.groups if max(one.users) == at and one.kind in kinds]
+        return sum(one.layout.nbytes for one in own)
 
     def working_bytes(self, sequences: int) -> int:
-        """The most that a layer has on a device beyond weights, gradients and what it keeps."""
+        """Return the most bytes of a layer on a device beyond weights, gradients and kept activations."""
         layers = max(facts.working_bytes for facts in self.observed.facts)
         own = int(sequences * layers * COMPILED_SHARE) + self.expansion_bytes
         return max(own, self._loss_bytes(sequences))
 
     def _loss_bytes(self, sequences: int) -> int:
-        """Logits of some rows, and the gradient of the head's weight of these rows."""
+        """Return the bytes of logits of some rows, and of the head's gradient from these rows."""
         rows = min(LOSS_ROWS, sequences * self.sequence)
         return self.observed.vocabulary * (rows + self.observed.hidden) * LOGIT_BYTES
 
     def forecast(
         self, tasks: Sequence[Task], microbatches: int, sequences: int, machine: Machine, machines: int = 1
     ) -> MemoryForecast:
-        """The host memory to train under a plan's tasks, as `RoundPipe.memory_forecast` sums it up.
+        """Return the host memory for training under a plan's tasks, as `RoundPipe.memory_forecast` does.
 
-        Of several machines: that of the one that owns most, with its own microbatches.
+        With several machines: that of the machine that owns most, with its own microbatches.
         """
         additions = 1 if self.step_in_backward else max(_additions(tasks, len(self.observed.facts)), default=1)
         inputs = [0, *(sequences * facts.boundary_bytes for facts in self.observed.facts)]
@@ -238,12 +237,12 @@ class Workload:
         )
 
     def is_double(self, ram: HostLimit | None, machines: int = 1) -> bool:
-        """Whether weights get second blocks by default, as the engine decides it."""
+        """Return whether weights get second blocks by default, by the engine's rule."""
         if self.master == "split":
             return not self.is_sync
         if ram is None:
             return False
-        nbytes = sum(found.layout.nbytes for found in self._trainable)
+        nbytes = sum(one.layout.nbytes for one in self._trainable)
         is_little = nbytes <= ram.total_bytes * SECOND_BLOCKS_SHARE
         shards = self.shards(machines)
         return is_little and self._forecast(ram, 0, second_blocks=True, additions=1, shards=shards).fits
@@ -273,10 +272,10 @@ def _hidden(model: nn.Module) -> frozenset[torch.Tensor]:
 
 
 def _additions(tasks: Sequence[Task], layers: int) -> list[int]:
-    """How many tasks of a call add to each layer's gradients."""
+    """Count the tasks of a call that add to each layer's gradients."""
     return [sum(task.adds_gradients and layer in task.layers for task in tasks) for layer in range(layers)]
 
 
 def size_of(batch: int, microbatches: int) -> int:
-    """The sequences of the largest microbatch."""
+    """Return the number of sequences of the largest microbatch."""
     return math.ceil(batch / microbatches)

@@ -1,1 +1,1 @@
-"""`roundpipe train --model`: fine-tunes a model of the user's on data of the user's."""
+"""`roundpipe train --model`: fine-tune the user's model on the user's data."""

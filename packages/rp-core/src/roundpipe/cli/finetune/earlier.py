@@ -1,4 +1,4 @@
-"""The run that `--resume` goes on with: its options must be the same, and its number of microbatches is kept."""
+"""The run that `--resume` continues: its options must be the same, and its number of microbatches is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.output import CHECKPOINTS, earlier_options
 
-# Options that a resumed run may change: none of these has a part in what is computed, but for rounding.
+# Options that a resumed run may change: they affect results only by rounding.
 FREE = frozenset(
     [
         "compile",
@@ -34,11 +34,11 @@ FREE = frozenset(
     ]
 )
 
-# What machines of one training may have otherwise: places of their own, and what is compared by its content.
+# Options that may differ between the machines of a training: their own places, and inputs compared by content.
 OF_A_MACHINE = frozenset(["data", "devices", "eval_data", "model", "output", "profile", "tokenizer"])
 
-# What runs did before there was the option.
-_BEFORE_IT = {"optimizer_state": "fp32"}
+# The values in runs from before an option existed.
+_EARLIER_DEFAULTS = {"optimizer_state": "fp32"}
 
 
 def check_same(options: FineTuning, digest: str) -> None:
@@ -48,23 +48,23 @@ def check_same(options: FineTuning, digest: str) -> None:
     """
     earlier = earlier_options(options.output)
     if "data_digest" not in earlier:
-        raise Refused(f"--resume: {options.output} has a run of the built-in job, which does not go on")
+        raise Refused(f"--resume: {options.output} has a run of the built-in job, which cannot be continued")
     for name, value in options.jsonable().items():
-        was = earlier.get(name, _BEFORE_IT.get(name))
+        was = earlier.get(name, _EARLIER_DEFAULTS.get(name))
         if name not in FREE and was != value:
             raise Refused(
-                f"--resume goes on with the same options, but {flag(name)} was {_words(was)} and is "
-                f"{_words(value)}; give it as it was, or name another --output"
+                f"--resume needs the same options, but {flag(name)} was {_words(was)} and is "
+                f"{_words(value)}; set it as it was, or name another --output"
             )
     if earlier["data_digest"] != digest:
         raise Refused(
-            "--resume goes on with the same data, but --data, --eval-data or the tokenizer make other tokens now; "
+            "--resume needs the same data, but --data, --eval-data or the tokenizer make other tokens now; "
             "name another --output"
         )
 
 
 def flag(name: str) -> str:
-    """An option as it is written."""
+    """Return an option as written on the command line."""
     return "--no-packing" if name == "packing" else f"--{name.replace('_', '-')}"
 
 
@@ -73,7 +73,7 @@ def _words(value: Any) -> str:
 
 
 def checkpoint_microbatches(folder: Path) -> int | None:
-    """The number of microbatches of the newest checkpoint; None if there is none."""
+    """Return the number of microbatches of the newest checkpoint; None if there is none."""
     for path in sorted((folder / CHECKPOINTS).glob("step-*"), reverse=True):
         if is_finished(path):
             try:

@@ -1,4 +1,4 @@
-"""What a fine-tuning takes on this machine: told before it begins, and refused where it does not fit."""
+"""Predict a fine-tuning's time and memory on this machine before it begins; refuse it if it does not fit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _GB = 1e9
 
 
 def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foretold:
-    """Plan the training on this machine, with the number of microbatches that is fastest unless one is given.
+    """Plan the training on this machine, with the fastest number of microbatches unless one is given.
 
-    Raises `Refused` for a model that cannot be made, and tokens and positions that it does not have.
+    Raises `Refused` for a model that cannot be created, and tokens and positions that it does not have.
     """
     if options.step_in_backward and runtime.group is not None:
-        raise Refused(f"--step-in-backward is for one machine, but there are {runtime.group.size}; leave it out")
+        raise Refused(f"--step-in-backward is for one machine, but there are {runtime.group.size}; omit it")
     model = model_of(
         config_file(options),
         options.lora,
@@ -51,7 +51,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
 
 
 def _network(runtime: Runtime) -> Network:
-    """What was measured when the machines opened, the same on all."""
+    """Return the network as measured when the machines connected, the same on all."""
     group = runtime.group
     return ONE_MACHINE if group is None else Network(group.size, group.machines.link_gb_s)
 
@@ -67,28 +67,28 @@ def _check_vocabulary(model: torch.nn.Module, largest_token: int) -> None:
 
 def _check_positions(model: torch.nn.Module, sequence: int) -> None:
     most: Any = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
-    # Some configs have -1, or nothing, for any number.
+    # Some configs have -1, or nothing, for no limit.
     if isinstance(most, int) and 0 < most < sequence:
         raise Refused(f"--sequence must be at most {most}, the positions that the model has, but is {sequence}")
 
 
 def vocabulary_of(model: torch.nn.Module) -> int:
-    """How many tokens a model of transformers knows."""
+    """Return the number of tokens in a transformers model's vocabulary."""
     embeddings: Any = cast(Any, model).get_input_embeddings()
     return len(embeddings.weight)
 
 
-def summary(found: Foretold) -> str:
-    """The plan, in some ten lines. Raises `Refused` if the devices or the host are too small for it."""
-    told = as_summary(found)
-    if found.device_short_bytes:
-        short, what = found.device_short_bytes, "a device's"
+def summary(answer: Foretold) -> str:
+    """Return the plan in about ten lines. Raises `Refused` if the devices or the host are too small for it."""
+    text = as_summary(answer)
+    if answer.device_short_bytes:
+        short, what = answer.device_short_bytes, "a device's"
         hint = "lower --sequence, or raise --num-microbatch up to --batch"
-    elif not found.forecast.fits:
-        short, what = found.forecast.short_bytes, "host"
-        hint = "take --lora, --master split, --optimizer-state 8bit, or --optimizer lion or adafactor"
+    elif not answer.forecast.fits:
+        short, what = answer.forecast.short_bytes, "host"
+        hint = "use --lora, --master split, --optimizer-state 8bit, or --optimizer lion or adafactor"
     else:
-        return told
+        return text
     raise Refused(
         f"this does not fit: {what} memory is short by {short / _GB:.3g} GB; {hint}; `roundpipe plan` tells more"
     )

@@ -20,12 +20,12 @@ from roundpipe.cli.interrupt import Interruption
 from roundpipe.cli.report import StepFigures, figures_of
 from roundpipe.errors import CheckpointError
 
-# By which transformers' models divide the sum over labels, if it is given.
+# The argument by which transformers' models divide the sum over labels, if it is given.
 TOTAL = "num_items_in_batch"
 
 
 class Job:
-    """Trains a wrapped model. `evaluation`: what to evaluate, if anything. `manager`: of its checkpoints."""
+    """Trains a wrapped model. `evaluation`: the held-out data, if any. `manager`: manages its checkpoints."""
 
     def __init__(
         self,
@@ -43,18 +43,18 @@ class Job:
         self.evaluation, self.manager, self.runtime = evaluation, manager, runtime
         self._saved_step: int | None = None
         self._lowest: float | None = None
-        # Before the first step, or where a signal has ended one.
+        # Whether an evaluation is due: before the first step, or after a signal has ended one.
         self.owes_evaluation = True
         self._saved_at = time.monotonic()
         if options.accumulation > 1:
             _check_accumulation(model, data.calls(1)[0])
 
     def step(self, step: int) -> tuple[StepFigures, bool]:
-        """Run step number `step`, counted from 1. Return also whether its loss is finite; if not, no update.
+        """Run step number `step`, counted from 1; return its figures and whether its loss is finite.
 
-        Unless `sync`, its update may end after the return. Raises `Diverged` for gradients that are not finite, of
-        this step or, unless `sync`, of the one before. With `step_in_backward` the update is part of the call,
-        also where its loss is not finite.
+        If it is not, there is no update. Unless `sync`, the update may end after the return. Raises `Diverged` for
+        gradients that are not finite, of this step or, unless `sync`, of the previous one. With `step_in_backward`
+        the update is part of the call, even if the loss is not finite.
         """
         began = time.perf_counter()
         rate = self.updates.rate(step)
@@ -68,23 +68,23 @@ class Job:
             self.model.step(partial(self.updates.update, step, rate), is_async=not self.options.sync)
         seconds = time.perf_counter() - began
         tokens = self.data.tokens(step)
-        found = figures_of(
+        figures = figures_of(
             self.runtime, step=step, loss=loss, late=late, tokens=tokens, rate=rate, seconds=seconds
         )
-        return found, is_finite
+        return figures, is_finite
 
     def _backpropagate(self, calls: list[dict[str, Tensor]], during: torch.optim.Optimizer | None) -> float:
-        """The mean over the labels of all calls: each call contributes by how many it has."""
+        """Run the calls; return the mean loss over the labels of all, with calls weighted by their labels."""
         total = sum(map(labels_in, calls))
         whole: dict[str, Any] = {TOTAL: total} if len(calls) > 1 else {}
         losses = [self.model.forward_backward(input_kwargs={**call, **whole}, optimizer=during) for call in calls]
         return sum(loss.item() for loss in losses)
 
     def held_out_loss(self, interruption: Interruption) -> float | None:
-        """The mean over all labels that are held out, after all updates; None if nothing is evaluated.
+        """Return the mean loss over all held-out labels, after all updates; None if nothing is evaluated.
 
-        What training draws afterwards is the same as without it. A signal ends it after the call under way: then
-        the result is None, and checkpoints say that it is still to be done.
+        It does not change the random numbers that training draws afterwards. A signal ends it after the current
+        call; the result is then None, and checkpoints record that it is still due.
         """
         self.owes_evaluation = self.evaluation is not None
         if self.evaluation is None:
@@ -101,7 +101,7 @@ class Job:
         return loss
 
     def save_if_due(self, step: int, loss: float | None, *, is_saved: bool = False) -> None:
-        """Save a checkpoint every so many steps or minutes, and at the lowest held-out loss so far.
+        """Save a checkpoint if the number of steps or minutes says so, or for the lowest held-out loss so far.
 
         `is_saved`: the step has a checkpoint, but without a loss.
         """
@@ -115,7 +115,7 @@ class Job:
             self._save(step, loss)
 
     def _is_time(self) -> bool:
-        """Whether a checkpoint is due by the clock, which is the first machine's."""
+        """Return whether a checkpoint is due by the first machine's clock."""
         wanted = self.options.save_minutes
         return wanted is not None and self.crew.lead(lambda: (time.monotonic() - self._saved_at) / 60 >= wanted)
 
@@ -135,7 +135,7 @@ class Job:
         self.manager.save(self.model, self.updates.optimizer, step=step, data=data, metric=loss)
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint; return its step, 0 if there is none.
+        """Load the newest intact checkpoint; return its step, 0 if there is none.
 
         Raises `Refused` if none can be loaded.
         """
@@ -153,7 +153,7 @@ class Job:
 class Evaluation:
     """Held-out data. `batch`: sequences in a call.
 
-    It runs as training calls do, whose gradients are dropped: logits of a batch would fill the host's memory.
+    It runs training calls and drops their gradients, since a batch's logits would fill the host's memory.
     """
 
     def __init__(self, sequences: Sequences, batch: int, pad: int) -> None:
@@ -161,9 +161,9 @@ class Evaluation:
         self._batches = [sequences.of(rows[at : at + batch], pad) for at in range(0, len(rows), batch)]
 
     def loss(self, model: RoundPipe, interruption: Interruption, machines: int = 1) -> float | None:
-        """The mean over all labels, None after a signal. The model has no gradients before, and none behind.
+        """Return the mean loss over all labels, None after a signal. Needs and leaves a model without gradients.
 
-        `machines`: share each call.
+        `machines`: how many share each call.
         """
         counts = list(map(labels_in, self._batches))
         count = model.model_run_config.num_microbatch
@@ -181,7 +181,7 @@ class Evaluation:
 
 
 def _for_each(batch: dict[str, Tensor], machines: int) -> dict[str, Tensor]:
-    """A batch with a row for each machine: its last one again where it has fewer, without labels.
+    """Return a batch with at least one row per machine, padded by its last row without labels.
 
     >>> batch = {"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[3, 4]])}
     >>> _for_each(batch, 2)["labels"].tolist()
@@ -190,9 +190,9 @@ def _for_each(batch: dict[str, Tensor], machines: int) -> dict[str, Tensor]:
     rows = len(batch["input_ids"])
     if rows >= machines:
         return batch
-    found = {name: torch.cat([value, *[value[-1:]] * (machines - rows)]) for name, value in batch.items()}
-    found["labels"][rows:] = IGNORED
-    return found
+    padded = {name: torch.cat([value, *[value[-1:]] * (machines - rows)]) for name, value in batch.items()}
+    padded["labels"][rows:] = IGNORED
+    return padded
 
 
 def _check_accumulation(model: RoundPipe, batch: dict[str, Tensor]) -> None:

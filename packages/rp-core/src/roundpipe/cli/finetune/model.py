@@ -1,4 +1,4 @@
-"""The model and the tokenizer of a fine-tuning, from a folder or a configuration."""
+"""Load the model and the tokenizer of a fine-tuning, from a folder or a configuration."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.options import ALL_LINEAR, FineTuning
 from roundpipe.loading import STORED
 
-# Files of weights that are not read; a folder with one of these is not one without weights.
+# Weight files that are not read; a folder with one of these does not count as one without weights.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")
 
 
 def config_file(options: FineTuning) -> Path:
-    """The model's ``config.json``. Raises `Refused` if there is none, or if the folder holds an adapter."""
+    """Return the path of the model's ``config.json``. Raises `Refused` if it is missing, or for an adapter."""
     path = options.model
     if (path / "adapter_config.json").is_file():
-        raise Refused(f"--model {path} holds an adapter; name the model that it was made for")
+        raise Refused(f"--model {path} holds an adapter; name the model that it was trained for")
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise Refused(
             f"--model must be a folder with a model, or a config.json, but there is no {file}; `hf download NAME "
-            "--local-dir FOLDER` fetches a model of the hub"
+            "--local-dir FOLDER` downloads a model from the hub"
         )
     return file
 
 
 def has_weights(options: FineTuning) -> bool:
-    """Whether the model has weights; otherwise they are random.
+    """Return whether the model has weights; otherwise they are random.
 
     Raises `Refused` for a folder whose weights are in other files than safetensors.
     """
@@ -52,14 +52,14 @@ def has_weights(options: FineTuning) -> bool:
     return False
 
 
-def tokenizer_of(options: FineTuning) -> Any:  # Any: each model has a class of its own
-    """The tokenizer. Raises `Refused` if there is none."""
+def tokenizer_of(options: FineTuning) -> Any:  # Any: each model has its own class
+    """Load the tokenizer. Raises `Refused` if there is none."""
     from transformers import AutoTokenizer
 
     folder = options.tokenizer or config_file(options).parent
     loader: Any = AutoTokenizer
     if not folder.is_dir() or not any(folder.glob("*token*")):
-        raise Refused(f"there is no tokenizer in {folder}; give a folder that has one with --tokenizer")
+        raise Refused(f"there is no tokenizer in {folder}; name a folder that has one with --tokenizer")
     try:
         return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers check their files in many ways
@@ -67,15 +67,16 @@ def tokenizer_of(options: FineTuning) -> Any:  # Any: each model has a class of 
 
 
 def pad_of(tokenizer: Any) -> int:
-    """What fills up sequences; no label and no other document sees it."""
-    found = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((int(token) for token in found if token is not None), 0)
+    """Return the token that pads sequences; no label and no other document attends to it."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in candidates if token is not None), 0)
 
 
 def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> RoundPipe:
-    """The model on the host, with adapters if these are wanted, ready to train.
+    """Load and wrap the model, with adapters if requested, ready to train.
 
-    Raises `Refused` for a model that is no row of layers, and adapters that fit nothing in it; `HostMemoryShort`.
+    Raises `Refused` for a model that is not a row of layers and for adapters that match nothing in it;
+    `HostMemoryShort`.
     """
     wrapping: dict[str, Any] = {
         "name": options.model.name,
@@ -88,18 +89,18 @@ def wrapped(options: FineTuning, runtime: Runtime, num_microbatch: int) -> Round
         "model_run_config": RoundPipeRunConfig(num_microbatch=num_microbatch),
     }
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
-        # PEFT and transformers tell each other what to call in later versions.
+        # PEFT and transformers warn each other about calls that later versions change.
         warnings.simplefilter("ignore", FutureWarning)
-        # Random weights, and adapters, whose first matrix is random.
+        # For random weights, and adapters, whose first matrix is random.
         torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         model = _wrapped(options, wrapping)
-    # Of writing files: checkpoints write some beside the training's own bar.
+    # Writing a checkpoint would show bars beside the training's own.
     without_bars()
     return cast(RoundPipe, model.train())
 
 
 def without_bars() -> None:
-    """From now on transformers shows no progress bars."""
+    """Switch off the progress bars of transformers."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -120,9 +121,9 @@ def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
 
 
 def _packed(options: FineTuning, model: nn.Module) -> nn.Module:
-    """A model of random weights, packed if these are to be."""
+    """Pack a model of random weights, if requested."""
     if options.pack == STORED:
-        raise Refused(f"--pack {STORED}: --model {options.model} has no weights; give a format, such as nf4")
+        raise Refused(f"--pack {STORED}: --model {options.model} has no weights; name a format, such as nf4")
     if options.pack is not None:
         pack_frozen(model.requires_grad_(False), options.pack)
     return model
@@ -143,7 +144,7 @@ def _random(options: FineTuning, dtype: torch.dtype) -> nn.Module:
 
 
 def _adapter(options: FineTuning) -> Callable[[Any], nn.Module]:
-    """What adds the adapters that are wanted."""
+    """Return a function that adds the requested adapters to a model."""
     if options.lora is None:
         return _as_it_is
     try:
@@ -168,7 +169,7 @@ def _as_it_is(model: nn.Module) -> nn.Module:
 
 
 def check_lora(options: FineTuning) -> None:
-    """Raise `Refused` if adapters are wanted, but PEFT is missing."""
+    """Raise `Refused` if adapters are requested, but PEFT is missing."""
     _adapter(options)
 
 

@@ -1,4 +1,4 @@
-"""The options of a fine-tuning, checked."""
+"""Check the options of a fine-tuning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roundpipe.cli import options as checks
 from roundpipe.cli.errors import Refused
 from roundpipe.cli.options import MOST_MICROBATCHES, MOST_STEPS, Given
 
-# Only the built-in job has these: what to write instead.
+# Options that only the built-in job has, and those to use instead.
 _INSTEAD = {"batch_size": "--batch", "seq_len": "--sequence"}
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "muon", "sgd", "sgd-momentum")
 WITH_BETAS = ("adamw", "adam", "lion", "muon")
@@ -27,12 +27,12 @@ _MINUTES = "min"
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """What to train, on what, and how.
+    """The checked options of a fine-tuning.
 
-    None: `tokenizer`, the model's; `lora`, all weights; `pack`, none packed; `lora_targets`, all linear layers;
-    `num_microbatch`, chosen; `epochs` or `steps`, the other counts; `eval_every`, at the end only; `save_every`,
-    by time; `dtype` and `devices`, by the machine; `betas`, the optimizer's own. `warm_up`: steps, or below 1 a
-    part of all steps.
+    None means, for `tokenizer`: the model's; `lora`: all weights are trained; `pack`: none are packed;
+    `lora_targets`: all linear layers; `num_microbatch`: chosen; `epochs` or `steps`: the other is used;
+    `eval_every`: at the end only; `save_every`: by time; `dtype` and `devices`: by the machine; `betas`: the
+    optimizer's. `warm_up`: steps, or below 1 a part of all steps.
     """
 
     model: Path
@@ -80,11 +80,11 @@ class FineTuning:
 
     @property
     def alpha(self) -> float:
-        """By which, over the rank, adapters count: twice the rank unless given."""
+        """The adapters' scale times the rank: twice the rank unless given."""
         return self.lora_alpha if self.lora_alpha is not None else 2.0 * (self.lora or 0)
 
     def jsonable(self) -> dict[str, Any]:
-        """All options, as JSON has them."""
+        """Return all options as JSON values."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
 
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_fine_tuning(given: Given) -> FineTuning:
-    """Check the values of all options, except for what depends on files and devices.
+    """Check the values of all options, apart from those that depend on files and devices.
 
     >>> read_fine_tuning(Given(model=__file__, data=["a.jsonl"], output="run", lora="8")).lr
     0.0002
@@ -158,7 +158,7 @@ def read_fine_tuning(given: Given) -> FineTuning:
 
 
 def _step_in_backward(given: Given) -> bool:
-    """Whether the optimizer steps during backward. Raises `Refused` with an option that needs whole gradients."""
+    """Return whether the optimizer steps during backward. Raises `Refused` for options that need all gradients."""
     if not checks.step_in_backward(given):
         return False
     for is_asked, option, why in (
@@ -171,24 +171,24 @@ def _step_in_backward(given: Given) -> bool:
         ),
     ):
         if is_asked:
-            raise Refused(f"--step-in-backward consumes gradients before {why}: give {option} with it")
+            raise Refused(f"--step-in-backward consumes gradients before {why}: use {option} with it")
     return True
 
 
-_WHY_NOT_16 = "; float16 needs scaled losses, which only the built-in job has: take bfloat16"
+_WHY_NOT_16 = "; float16 needs scaled losses, which only the built-in job has: use bfloat16"
 
 
 def _refuse_toy_options(given: Given) -> None:
     for name, instead in _INSTEAD.items():
         if name in vars(given):
-            raise Refused(f"--{name.replace('_', '-')} is of the built-in job; with --model write {instead}")
+            raise Refused(f"--{name.replace('_', '-')} belongs to the built-in job; with --model use {instead}")
 
 
 def _refuse_pairs(given: Given) -> None:
     for one, other in checks.EITHER:
         if one in vars(given) and other in vars(given):
             both = (one.replace("_", "-"), other.replace("_", "-"))
-            raise Refused(f"--{both[0]} and --{both[1]} do not go together; give one of them")
+            raise Refused(f"--{both[0]} and --{both[1]} exclude each other; use one of them")
     for name in ("lora_targets", "lora_alpha"):
         if name in vars(given) and given.lora is None:
             raise Refused(f"--{name.replace('_', '-')} needs --lora, the rank of the adapters")
@@ -210,7 +210,7 @@ def _epochs(given: Given) -> int | None:
 
 
 def _save_every(text: str) -> tuple[int | None, float | None]:
-    """Steps, or minutes."""
+    """Return the number of steps or of minutes."""
     if text.endswith(_MINUTES):
         return None, checks.positive("--save-every", text.removesuffix(_MINUTES))
     try:
@@ -230,7 +230,7 @@ def _warm_up(text: str) -> float:
 
 def _betas(text: str | None, optimizer: str, *, sync: bool) -> tuple[float, float] | None:
     if text is None:
-        # Late steps bear less momentum: docs/staleness.md.
+        # Late steps tolerate less momentum: docs/staleness.md.
         return (0.9 if sync else 0.5, 0.95) if optimizer in ("adam", "adamw", "muon") else None
     if optimizer not in WITH_BETAS:
         raise Refused(f"--betas is for {', '.join(WITH_BETAS)}; --optimizer {optimizer} has none")
@@ -244,11 +244,11 @@ def _betas(text: str | None, optimizer: str, *, sync: bool) -> tuple[float, floa
 def _targets(given: list[str] | None) -> tuple[str, ...] | None:
     if given is None:
         return None
-    found = tuple(name.strip() for text in given for name in text.split(","))
-    if not all(found):
+    names = tuple(name.strip() for text in given for name in text.split(","))
+    if not all(names):
         raise Refused("--lora-targets must be names of layers, such as q_proj v_proj, but one is empty")
     # PEFT's name for the default.
-    return None if found == (ALL_LINEAR,) else found
+    return None if names == (ALL_LINEAR,) else names
 
 
 def _one_of(flag: str, text: str, names: tuple[str, ...], why: str = "") -> str:
@@ -269,6 +269,6 @@ def _within(flag: str, text: str, least: float, most: float) -> float:
     except ValueError:
         number = math.nan
     if not (least <= number <= most and math.isfinite(number)):
-        told = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-        raise Refused(f"{flag} must be a number {told}, but is {text!r}")
+        bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+        raise Refused(f"{flag} must be a number {bounds}, but is {text!r}")
     return number

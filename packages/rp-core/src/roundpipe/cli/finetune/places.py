@@ -1,4 +1,4 @@
-"""Where inputs and the output folder may lie: neither inside of what the other reads or removes."""
+"""Check that inputs and the output folder do not overlap: neither may be in a folder that the other uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roundpipe.cli.output import ALL_RESULTS
 
 
 def check_places(options: FineTuning) -> None:
-    """Raise `Refused` if ``--overwrite`` would remove an input, or if a folder of data has the output in it.
+    """Raise `Refused` if ``--overwrite`` would remove an input, or if a data folder contains the output.
 
     A run writes JSON lines and Markdown, which the next one would read as data.
     """
@@ -22,12 +22,12 @@ def check_places(options: FineTuning) -> None:
         removed = place == output or any(place.is_relative_to(output / name) for name in ALL_RESULTS)
         if options.overwrite and removed:
             raise Refused(
-                f"--overwrite would remove {flag} {path}, which is of the run in --output {options.output}; name "
-                "another --output"
+                f"--overwrite would remove {flag} {path}, which belongs to the run in --output {options.output}; "
+                "name another --output"
             )
         if flag.endswith("data") and output.is_relative_to(place):
             raise Refused(
-                f"--output {options.output} is in {flag} {path}, whose files are all read; name a folder elsewhere"
+                f"--output {options.output} is in {flag} {path}, all of whose files are read; name another folder"
             )
 
 

@@ -1,4 +1,4 @@
-"""The command `roundpipe train --model`: checks everything, tells the plan, trains, and writes the results."""
+"""The command `roundpipe train --model`: check everything, print the plan, train, and write the results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from roundpipe.errors import CheckpointError, MachineFailed
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What is trained on and evaluated, in order. `digest`: of all of it. `steps`: of the whole training."""
+    """The data to train on and to evaluate on. `digest`: of all data. `steps`: of the whole training."""
 
     training: Documents
     batches: Steps
@@ -54,12 +54,12 @@ class Data:
 
 
 def fine_tune(given: FineTuning, crew: Crew | None = None) -> None:
-    """Fine-tune a model as the options say, on the machines of `crew` or on this one alone.
+    """Fine-tune a model as the options say, on the machines of `crew` or only on this one.
 
     Raises `Refused`, before anything is trained or overwritten, for options, data, a model or a checkpoint that
-    cannot be used, and `HostMemoryShort` for what does not fit; `Diverged` if loss or gradients are not finite;
+    cannot be used, and `HostMemoryShort` if it does not fit; `Diverged` if loss or gradients are not finite;
     `Unwritable` if a result cannot be written; `Interrupted` after Ctrl-C or SIGTERM, when a checkpoint is saved.
-    Of several machines those beside the first raise `ToldElsewhere` for what all raise.
+    With several machines, the others raise `ToldElsewhere` for errors that all raise.
     """
     crew = crew or ALONE
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def fine_tune(given: FineTuning, crew: Crew | None = None) -> None:
 
 
 def _take_output(given: FineTuning, crew: Crew, stack: ExitStack) -> None:
-    """Keep other processes out of the output folder; the first machine does so for all."""
+    """Keep other processes out of the output folder; only the first machine does this."""
     check_places(given)
     crew.check_divides("--batch", given.batch)
     crew.check_divides("--num-microbatch", given.num_microbatch)
@@ -80,7 +80,7 @@ def _take_output(given: FineTuning, crew: Crew, stack: ExitStack) -> None:
         output.check_profile(given.profile, replaceable=given.overwrite or given.resume)
     output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
     stack.enter_context(output.locked(given.output))
-    # Whoever had the lock may have written there.
+    # The process that had the lock may have written there.
     output.check_output(given.output, overwrite=given.overwrite, resume=given.resume)
 
 
@@ -98,7 +98,7 @@ def _fine_tune(given: FineTuning, crew: Crew) -> None:
 
 
 def _inputs(given: FineTuning) -> tuple[FineTuning, Any, Data]:
-    """The options for this machine, the tokenizer, and what it makes of the data."""
+    """Return the options for this machine, the tokenizer, and the tokenized data."""
     options = fitted(given)
     _check_installed(options)
     tokenizer = tokenizer_of(options)
@@ -106,13 +106,13 @@ def _inputs(given: FineTuning) -> tuple[FineTuning, Any, Data]:
 
 
 def _facts(options: FineTuning, data: Data) -> dict[str, Any]:
-    """What must be the same on all machines, by the names that users know."""
-    found = {flag(name): value for name, value in options.jsonable().items() if name not in OF_A_MACHINE}
-    return {**found, "the tokens of --data and --eval-data": data.digest}
+    """Return the values that must be the same on all machines, by the names that users know."""
+    facts = {flag(name): value for name, value in options.jsonable().items() if name not in OF_A_MACHINE}
+    return {**facts, "the tokens of --data and --eval-data": data.digest}
 
 
 def _is_finished(options: FineTuning, data: Data) -> bool:
-    """Whether the run that is to go on has ended. Raises `Refused` if it was another one."""
+    """Return whether the run to resume has ended. Raises `Refused` if it had other options or data."""
     if not (options.resume and output.has_run(options.output)):
         return False
     check_same(options, data.digest)
@@ -154,7 +154,7 @@ def _sequences(options: FineTuning, documents: Documents) -> Sequences:
     return Sequences(documents, size=options.sequence, packing=options.packing, seed=options.seed)
 
 
-def _told(options: FineTuning, data: Data) -> str:
+def _described(options: FineTuning, data: Data) -> str:
     documents, counts = data.training, data.training.counts
     rows = data.sequences.in_epoch
     form = "packed into" if options.packing else "in"
@@ -164,9 +164,9 @@ def _told(options: FineTuning, data: Data) -> str:
         f"which are learned, {form} {rows:,} sequences of {options.sequence}{filled}"
     ]
     if counts.longer:
-        lost = f"; of {counts.lost} nothing to learn is left, so they are left out" if counts.lost else ""
+        lost = f"; {counts.lost} have nothing left to learn and are omitted" if counts.lost else ""
         lines.append(
-            f"{counts.longer:,} samples are longer than --sequence {options.sequence}: texts go on in further "
+            f"{counts.longer:,} samples are longer than --sequence {options.sequence}: texts continue in further "
             f"sequences, others are cut{lost}"
         )
     if not documents.has_end:
@@ -180,10 +180,10 @@ def _told(options: FineTuning, data: Data) -> str:
 
 
 def _train(options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime, crew: Crew) -> None:
-    count, told = _planned(options, data, runtime, crew)
+    count, plan = _planned(options, data, runtime, crew)
     if not has_weights(options):
         print(f"random weights: {options.model} has none", flush=True)
-    print(f"{_told(options, data)}\n{told}", flush=True)
+    print(f"{_described(options, data)}\n{plan}", flush=True)
     model = wrapped(options, runtime, count)
     check = check_separation if options.packing else check_weights
     check(model, vocabulary_of(model.named_model))
@@ -193,19 +193,19 @@ def _train(options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime, cr
 
 
 def _planned(options: FineTuning, data: Data, runtime: Runtime, crew: Crew) -> tuple[int, str]:
-    """The number of microbatches, which the first machine chooses, and the plan in words.
+    """Return the number of microbatches, which the first machine chooses, and the plan as text.
 
-    Raises `Refused` on all machines if it fits one of them not.
+    Raises `Refused` on all machines if the training does not fit one of them.
     """
 
     def plan(count: int | None) -> tuple[int, str]:
-        found = foretold(replace(options, num_microbatch=count), runtime, data.training.largest)
-        told = summary(found)
-        assert found.planned is not None
-        return found.planned.microbatches, told
+        answer = foretold(replace(options, num_microbatch=count), runtime, data.training.largest)
+        text = summary(answer)
+        assert answer.planned is not None
+        return answer.planned.microbatches, text
 
     earlier = crew.lead(lambda: _earlier_microbatches(options))
-    # A run that goes on may be on more machines than before.
+    # A resumed run may be on more machines than before.
     crew.all(lambda: crew.check_divides("--num-microbatch", earlier))
     own = crew.all(lambda: plan(earlier))
     count = crew.lead(lambda: own[0])
@@ -213,7 +213,7 @@ def _planned(options: FineTuning, data: Data, runtime: Runtime, crew: Crew) -> t
 
 
 def _earlier_microbatches(options: FineTuning) -> int | None:
-    """That of the run that goes on, unless one is given: sums are rounded as before."""
+    """Return the number of microbatches of the resumed run, unless one is given, so that sums round as before."""
     if options.num_microbatch is not None or not options.resume:
         return options.num_microbatch
     return checkpoint_microbatches(options.output)
@@ -231,7 +231,7 @@ def _begin(
     goes_on = crew.lead(lambda: _made_output(options, data))
     manager = crew.all(lambda: _manager(options))
     job = Job(options, model, updates, data.batches, data.evaluation, manager, runtime, crew)
-    # Layers draw from it; a checkpoint has its state.
+    # Layers draw from this generator; a checkpoint has its state.
     torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
     done = job.resume() if goes_on else 0
     if options.resume:
@@ -241,7 +241,7 @@ def _begin(
 
 
 def _made_output(options: FineTuning, data: Data) -> bool:
-    """Prepare the output folder; returns whether a run in it goes on."""
+    """Prepare the output folder; return whether a run in it is resumed."""
     if options.profile is not None:
         output.create_profile(options.profile)
     if options.resume and output.has_run(options.output):
@@ -259,7 +259,7 @@ def _manager(options: FineTuning) -> CheckpointManager:
 
 
 def _reports(options: FineTuning, after: int | None) -> Reports:
-    """Reports that begin anew, or go on after a step."""
+    """Open the reports, from the beginning or after a step."""
     lines = options.output / output.METRICS if "jsonl" in options.report else None
     board = options.output / output.TENSORBOARD if "tensorboard" in options.report else None
     return Reports(Metrics(lines, after=after), TensorBoard(board, after=after))
@@ -275,7 +275,7 @@ def _run(job: Job, steps: int, done: int, reports: Reports, tokenizer: Any) -> N
         done, unwritten = _profiled(job, steps, done, reports, interruption)
         if interruption.is_asked():
             raise Interrupted(_stopped(job, done, steps), interruption.number) from unwritten
-        with _told_if_failed(folder):
+        with _as_unwritable(folder):
             job.manager.wait()
         _save(job, tokenizer)
     print(f"the model is in {folder / output.MODEL}", flush=True)
@@ -287,7 +287,7 @@ def _stopped(job: Job, done: int, steps: int) -> str:
     folder = job.options.output
     if not done:
         return "interrupted before the first step; nothing is lost"
-    with _told_if_failed(folder):
+    with _as_unwritable(folder):
         job.save_now(done)
     return (
         f"interrupted after step {done} of {steps}; a checkpoint is saved: the same command with --resume goes on"
@@ -297,7 +297,7 @@ def _stopped(job: Job, done: int, steps: int) -> str:
 def _profiled(
     job: Job, steps: int, done: int, reports: Reports, interruption: Interruption
 ) -> tuple[int, Unwritable | None]:
-    """Train on; return the number of steps done, and why there is no trace: the model is saved nevertheless."""
+    """Train the remaining steps; return the number of steps done, and an error if the trace was not written."""
     path = job.options.profile
     if path is None:
         return _steps(job, steps, done, reports, interruption), None
@@ -314,7 +314,7 @@ def _profiled(
 
 
 def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
-    """Train on; return the number of steps done, fewer than all after a signal."""
+    """Train the remaining steps; return the number of steps done, fewer than all after a signal."""
     every = job.options.eval_every
     with Progress(steps, done=done, is_shown=job.crew.is_first) as progress:
         for step in range(done + 1, steps + 1):
@@ -333,7 +333,7 @@ def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Inte
 
 
 def _evaluate(job: Job, step: int, reports: Reports, interruption: Interruption) -> float | None:
-    """The held-out loss; None if nothing is evaluated, or after a signal, which ends it after a call."""
+    """Return the held-out loss; None if nothing is evaluated, or after a signal, which ends it after a call."""
     loss = job.held_out_loss(interruption)
     if loss is not None:
         reports.held_out(step, loss)
@@ -343,10 +343,10 @@ def _evaluate(job: Job, step: int, reports: Reports, interruption: Interruption)
     return loss
 
 
-def _diverged(job: Job, told: str, updates: int) -> Exception:
-    """The error for a loss after so many updates: before the first, the model's own weights may be the reason."""
+def _diverged(job: Job, problem: str, updates: int) -> Exception:
+    """Return the error for a loss that is not finite; before the first update, the weights may be the reason."""
     spoilt = None if updates else spoilt_weight(job.model)
-    return Diverged(f"{told}; try a lower --lr") if spoilt is None else Refused(spoilt)
+    return Diverged(f"{problem}; try a lower --lr") if spoilt is None else Refused(spoilt)
 
 
 def _save(job: Job, tokenizer: Any) -> None:
@@ -361,7 +361,7 @@ def _write(model: RoundPipe, tokenizer: Any, folder: Path) -> None:
 
 
 @contextmanager
-def _told_if_failed(folder: Path) -> Generator[None]:
+def _as_unwritable(folder: Path) -> Generator[None]:
     try:
         yield
     except (CheckpointError, MachineFailed) as error:

@@ -1,4 +1,4 @@
-"""Whether a model keeps packed documents apart: tried on the model itself, before it trains."""
+"""Test on the model itself, before it trains, that it keeps packed documents apart."""
 # Torch leaves norms, medians and its random state untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
@@ -13,29 +13,31 @@ from roundpipe.cli.finetune.finite import check_logits
 
 # Two documents, whose lengths differ so that positions differ, too.
 _FIRST, _SECOND = 7, 9
-# Of what a document's logits change when others are seen, this much may be left; rounding alone may be more.
+# The most change of a document's logits by packing, as a part of the change by joining; rounding may be more.
 _OF_JOINED = 0.1
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def check_separation(model: RoundPipe, vocabulary: int) -> None:
-    """Raise `Refused` unless a document's logits are the same behind another one as alone, and for broken weights.
+    """Raise `Refused` unless a document's logits are the same after another document as alone.
 
-    Three sequences are compared, in one call: the document behind another with positions that start anew, at the
-    beginning, and behind another as one text. Models of transformers make a mask of the positions, unless their
-    code lacks that; what carries a state along, such as Mamba, has no mask.
+    One call compares three sequences: the document after another with restarted positions, at the beginning, and
+    after another as one text. Models of transformers derive a mask from the positions, unless their code lacks
+    that; models that carry a state along, such as Mamba, have no mask.
+
+    Raises `Refused` for weights that are not finite, too.
     """
     packed, joined = _changes(model, vocabulary)
     rounding = _ROUNDING.get(next(model.named_model.parameters()).dtype, max(_ROUNDING.values()))
     if packed > max(_OF_JOINED * joined, rounding):
         raise Refused(
             f"--no-packing must be given: a {type(model.named_model).__name__} does not keep packed documents "
-            f"apart (tried: the logits of a document change by {packed:.0%} behind another one)"
+            f"apart (tested: the logits of a document change by {packed:.0%} after another one)"
         )
 
 
 def _changes(model: RoundPipe, vocabulary: int) -> tuple[float, float]:
-    """How much a document's logits change behind another one, packed and as one text, of their norm."""
+    """Return by how much of their norm a document's logits change after another one, packed and as one text."""
     tokens, positions = _sequences(vocabulary)
     was_training = model.training
     model.eval()
@@ -53,10 +55,10 @@ def _changes(model: RoundPipe, vocabulary: int) -> tuple[float, float]:
 def _logits(model: RoundPipe, tokens: Tensor, positions: Tensor) -> Tensor:
     call = RoundPipeRunConfig(num_microbatch=1)
     try:
-        found = model(input_ids=tokens, position_ids=positions, roundpipe_run_config=call)
+        outputs = model(input_ids=tokens, position_ids=positions, roundpipe_run_config=call)
     except TypeError as error:
         raise Refused(f"--no-packing must be given: the model takes no position_ids ({error})") from error
-    return found.logits.float()
+    return outputs.logits.float()
 
 
 def _sequences(vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -70,6 +72,6 @@ def _sequences(vocabulary: int) -> tuple[Tensor, Tensor]:
     return tokens, positions
 
 
-def _change(found: Tensor, alone: Tensor) -> float:
-    """The median over tokens: where rounding sends a token to another expert, a few change much."""
-    return float(((found - alone).norm(dim=-1) / alone.norm(dim=-1)).median())
+def _change(logits: Tensor, alone: Tensor) -> float:
+    """Return the median change over tokens: if rounding sends a token to another expert, a few change a lot."""
+    return float(((logits - alone).norm(dim=-1) / alone.norm(dim=-1)).median())

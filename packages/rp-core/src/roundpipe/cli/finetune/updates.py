@@ -29,7 +29,7 @@ _CLASSES: Mapping[str, Any] = {
 
 
 class Updates:
-    """Makes the steps of a model's optimizer. `steps`: of the whole training."""
+    """Runs the steps of a model's optimizer. `steps`: the number in the whole training."""
 
     def __init__(self, model: RoundPipe, options: FineTuning, steps: int) -> None:
         self._options, self._steps = options, steps
@@ -43,7 +43,7 @@ class Updates:
         self._parameters = [parameter for group in groups for parameter in group["params"]]
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """Return the learning rate of a step, counted from 1."""
         options = self._options
         return learning_rate(
             step, steps=self._steps, highest=options.lr, warm_up=options.warm_up, schedule=options.schedule
@@ -57,7 +57,7 @@ class Updates:
     def update(self, step: int, rate: float) -> None:
         """Apply the gradients of a step; runs on the optimizer's thread.
 
-        Raises `Diverged`, and changes no weight, if they are not finite: a finite loss may have such ones.
+        Raises `Diverged`, and changes no weight, if they are not finite, which is possible with a finite loss.
         """
         self.set_rate(rate)
         try:
@@ -71,7 +71,7 @@ class Updates:
 
 
 def decay_groups(model: RoundPipe, weight_decay: float) -> list[dict[str, Any]]:
-    """Master weights with and without decay: norms, biases and all other vectors have none.
+    """Divide master weights into those with decay and those without: norms, biases and all other vectors.
 
     >>> from torch import nn
     >>> from roundpipe import Runtime
@@ -92,16 +92,16 @@ def decay_groups(model: RoundPipe, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _for_muon(model: RoundPipe, groups: list[dict[str, Any]], adamw: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups, each divided into hidden matrices and the rest, which AdamW updates with the options `adamw`."""
+    """Divide groups into hidden matrices and the rest, which AdamW updates with the options `adamw`."""
     divided = optim.muon_groups(model.named_model, model.optim_named_parameters())
     hidden = {id(master) for group in divided if group["use_muon"] for master in group["params"]}
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for group in groups:
         matrices = [master for master in group["params"] if id(master) in hidden]
         others = [master for master in group["params"] if id(master) not in hidden]
-        found.append({**group, "params": matrices, "use_muon": True})
-        found.append({**group, **adamw, "params": others, "use_muon": False})
-    return [group for group in found if group["params"]]
+        result.append({**group, "params": matrices, "use_muon": True})
+        result.append({**group, **adamw, "params": others, "use_muon": False})
+    return [group for group in result if group["params"]]
 
 
 def _is_norm(module: nn.Module) -> bool:

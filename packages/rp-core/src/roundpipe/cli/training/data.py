@@ -1,4 +1,4 @@
-"""The text of a training job: reading it, holding a part out, and choosing the sequences of each step."""
+"""Read the text of a training job, hold a part out, and choose the sequences of each step."""
 
 from __future__ import annotations
 
@@ -73,23 +73,23 @@ def hold_out(texts: Sequence[Text]) -> Corpus:
 
 def check_size(corpus: Corpus, *, batch_size: int, seq_len: int) -> None:
     """Raise `Refused` if the training part cannot fill one batch, or the held-out part one sequence."""
-    wanted, found = batch_size * seq_len + 1, len(corpus.training)
-    if found < wanted:
+    wanted, available = batch_size * seq_len + 1, len(corpus.training)
+    if available < wanted:
         raise Refused(
             f"one batch of {batch_size} sequences of {seq_len} bytes takes {wanted} bytes of text, but there are "
-            f"{found} to train on; give more text, or lower --batch-size or --seq-len"
+            f"{available} to train on; provide more text, or lower --batch-size or --seq-len"
         )
     if len(corpus.held_out) <= seq_len:
         raise Refused(
             f"a sequence takes {seq_len + 1} bytes of held-out text, but there are {len(corpus.held_out)}, and "
-            f"{found} to train on; give more text, or lower --seq-len"
+            f"{available} to train on; provide more text, or lower --seq-len"
         )
 
 
 def training_starts(text_bytes: int, *, seed: int, step: int, batch_size: int, seq_len: int) -> list[int]:
     """Draw the offsets of one step's sequences.
 
-    They depend on the arguments alone, not on devices or earlier steps.
+    They depend only on the arguments, not on devices or earlier steps.
 
     >>> training_starts(100, seed=0, step=3, batch_size=2, seq_len=8)
     [7, 67]
@@ -131,11 +131,11 @@ def _without_tail(texts: Sequence[Text]) -> Corpus:
 
 def _distinct(contents: Iterable[bytes]) -> list[Text]:
     texts: dict[str, Text] = {}
-    found = 0
+    nbytes = 0
     for content in contents:
         text = Text(hashlib.sha256(content).hexdigest(), content)
-        found += 0 if text.digest in texts else len(content)
-        _check_most(found)
+        nbytes += 0 if text.digest in texts else len(content)
+        _check_most(nbytes)
         texts[text.digest] = text
     return list(texts.values())
 
@@ -156,7 +156,7 @@ def _contents(paths: Sequence[Path]) -> Iterator[bytes]:
 
 def _named_file(path: Path) -> bytes:
     if os.path.exists(path) and not os.path.isfile(path):
-        raise Refused(f"--data {path} must be a file or a folder, but is neither; write what it holds to a file")
+        raise Refused(f"--data {path} must be a file or a folder, but is neither; write its content to a file")
     try:
         content = _text(path)
     except OSError as error:
@@ -178,8 +178,8 @@ def _text(path: Path) -> bytes | None:
     return bytes(content)
 
 
-def _check_most(found: int) -> None:
-    if found > MOST_TEXT_BYTES:
+def _check_most(nbytes: int) -> None:
+    if nbytes > MOST_TEXT_BYTES:
         raise Refused(
             f"the text must have at most {MOST_TEXT_BYTES} bytes, since memory holds it several times, but has "
             "more; name a part of it with --data"

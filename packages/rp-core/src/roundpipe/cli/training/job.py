@@ -22,7 +22,7 @@ from roundpipe.cli.training.windows import Windows
 
 HELD_OUT_BYTES = 64 * 1024
 
-# Low momentum serves steps of either kind here: docs/staleness.md.
+# Low momentum suits both synchronous and late steps here: docs/staleness.md.
 BETAS = (0.5, 0.95)
 WEIGHT_DECAY = 0.1
 
@@ -85,9 +85,9 @@ class Job:
         return sum(losses) / (len(losses) * self.options.batch_tokens)
 
     def save(self, folder: Path) -> None:
-        """Write the model; if a write fails, raise `Unwritable` and leave none of it.
+        """Write the model; if a write fails, raise `Unwritable` and remove the parts.
 
-        To be called after `synchronize`, which all machines call.
+        Call it after `synchronize`, which all machines call.
         """
         folder.mkdir(parents=True, exist_ok=True)
         with writing(f"--output {folder}: the model"), finished_files(folder) as unfinished:

@@ -1,4 +1,4 @@
-"""Devices and dtype of a training job: defaults for this machine, and the runtime on them."""
+"""Choose the devices and the dtype of a training job, and open a runtime on them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _default_devices() -> str:
 
 
 def _share(rank: int, processes: int, gpus: int) -> str:
-    """The GPUs of one of several processes on this machine."""
+    """Return the GPUs of one of several processes on this machine."""
     if gpus < processes:
         raise Refused(
             f"torchrun started {processes} processes here, but there are {gpus} GPUs; start one process a machine "
@@ -84,7 +84,7 @@ def _share(rank: int, processes: int, gpus: int) -> str:
 
 
 def _cpu_devices(devices: str) -> int:
-    """Number of CPU devices that the string selects; 0 if it selects GPUs."""
+    """Return the number of CPU devices that the string selects; 0 if it selects GPUs."""
     try:
         choice = parse_devices(devices)
     except ValueError as error:

@@ -28,7 +28,7 @@ class ModelSize:
 
 
 def make_model(size: ModelSize, *, dtype: torch.dtype, seed: int, seq_len: int) -> Qwen3ForCausalLM:
-    """Make the model on the host. A seed gives the same weights in every dtype, except for rounding.
+    """Create the model on the host. A seed gives the same weights in every dtype, except for rounding.
 
     The caller's random state does not change.
     """

@@ -11,10 +11,10 @@ LAST_RATE = 0.1
 def learning_rate(
     step: int, *, steps: int, highest: float, warm_up: float = WARM_UP, schedule: str = "cosine"
 ) -> float:
-    """The learning rate of a step, counted from 1: linear warm-up, then cosine decay to a tenth, or constant.
+    """Return the rate of a step, counted from 1: linear warm-up, then cosine decay to a tenth, or constant.
 
     Args:
-        warm_up: a number of steps or, below 1, a part of all.
+        warm_up: a number of steps or, below 1, a part of all steps.
 
     >>> [round(learning_rate(step, steps=20, highest=1.0), 2) for step in (1, 2, 11, 20)]
     [0.5, 1.0, 0.55, 0.1]

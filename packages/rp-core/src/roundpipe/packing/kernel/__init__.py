@@ -1,1 +1,1 @@
-"""Expanding packed weights on CUDA devices in one pass, by a kernel."""
+"""Expand packed weights on CUDA devices in one pass, by a kernel."""

@@ -1,4 +1,4 @@
-"""Which way a packed weight is expanded: by the kernel where it runs, otherwise by torch's operations."""
+"""Choose how to expand a packed weight: by the kernel if it runs, otherwise by torch's operations."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from roundpipe.packing.format import Format, table
 from roundpipe.packing.int8 import Int8
 from roundpipe.packing.piecewise.threads import is_watched
 
-# All that Triton compiles a kernel for: device, format, shape, dtype, and how tensors are aligned.
+# The properties for which Triton compiles a kernel: device, format, shape, dtype, and alignment of tensors.
 _Variant = tuple[torch.device, Format, torch.Size, torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 16
 
-# A variant's first launch compiles and loads it, which Triton bears from one thread at a time. Later launches need
-# no lock; they may block while a device's queue is full.
+# A variant's first launch compiles and loads it, which in Triton only one thread may do at a time. Later launches
+# need no lock; they may block while a device's queue is full.
 _FIRST = threading.Lock()
 _launched: set[_Variant] = set()
-# Why the kernel does not run on a device.
+# By device, why the kernel does not run there.
 _refused: dict[torch.device, str] = {}
 
 
 def expand_into(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Write the weight into `out`, which is contiguous, on the current stream of its device.
 
-    On CUDA devices by the kernel. Operations of torch do it elsewhere, where tensors or a mode trace operations,
-    and where the kernel does not run, which a `KernelWarning` tells once.
+    On CUDA devices the kernel does it. Operations of torch do it on other devices, if tensors or a mode trace
+    operations, and if the kernel does not run, for which there is one `KernelWarning`.
     """
     if not (_is_for_kernel(codes, scales, out) and _by_kernel(form, codes, scales, out)):
         form.expand(codes, scales, out)
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why the kernel does not run on a CUDA device, where it is tried; None if it does."""
+    """Try the kernel on a CUDA device; return why it does not run, or None if it does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelWarning)
         try:
@@ -56,7 +56,7 @@ def _is_for_kernel(*tensors: torch.Tensor) -> bool:
 
 
 def _by_kernel(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> bool:
-    """Launch it. Returns whether it runs on this device."""
+    """Launch the kernel; return whether it runs on this device."""
     if codes.device in _refused:
         return False
     codes, scales = codes.contiguous(), scales.contiguous()
@@ -73,7 +73,7 @@ def _by_kernel(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: tor
 
 
 def _first_launch(variant: _Variant, launch: Callable[[], None]) -> str | None:
-    """Returns why it failed, unless that was returned before."""
+    """Launch a variant for the first time; return why it failed, unless that was returned before."""
     device = variant[0]
     with _FIRST:
         if device in _refused:
@@ -93,7 +93,7 @@ def _first_launch(variant: _Variant, launch: Callable[[], None]) -> str | None:
 
 
 def _launch(form: Format, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    # Torch brings Triton along on Linux alone.
+    # Torch installs Triton only on Linux.
     kernel = importlib.import_module("roundpipe.packing.kernel.triton_kernel")
     layout = form.layout(out.shape)
     values = table(layout.values, 1, codes).view(-1) if layout.values else None

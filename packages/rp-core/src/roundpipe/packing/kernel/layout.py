@@ -1,12 +1,12 @@
-"""Where codes and scales of a packed weight are, and what a code means: all that a kernel needs of a format."""
+"""The layout of a packed weight's codes and scales, and the meaning of a code, as a kernel needs them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Codes of 4 bits stand for values of a table, two a byte, the first in the high or the low half. Codes of a byte
-# are whole numbers or E4M3's.
+# Codes of 4 bits are indices of a table, two per byte, the first in the high or the low half. Codes of a byte are
+# integers or E4M3 numbers.
 Kind = Literal["first_high", "first_low", "int8", "e4m3"]
 
 
@@ -14,9 +14,10 @@ Kind = Literal["first_high", "first_low", "int8", "e4m3"]
 class Layout:
     """Codes in lines: (matrices, lines, length), contiguous.
 
-    `values`: of codes of 4 bits, 16 of them. `block`: of so many lines and codes of a line, which share a scale;
-    None for all codes of a line. Each matrix begins with new blocks. Scales: (matrices, blocks of lines, blocks of
-    a line), contiguous. `is_transposed`: the weight is (matrices, length, lines), otherwise as its codes are.
+    `values`: the 16 values of 4-bit codes. `block`: the numbers of lines, and of codes of a line, that share a
+    scale; None for all codes of a line. Each matrix begins with new blocks. Scales: (matrices, blocks of lines,
+    blocks of a line), contiguous. `is_transposed`: the weight is (matrices, length, lines); otherwise it has the
+    codes' layout.
 
     >>> Layout("int8", matrices=1, lines=3, length=5, block=(1, None)).scales
     (1, 3, 1)

@@ -1,6 +1,6 @@
-"""Packed weights expanded in one Triton kernel, whatever their format; needs Triton at import."""
+"""Expand packed weights of any format in one Triton kernel; needs Triton at import."""
 
-# Triton compiles the kernel's source, where Python's types mean nothing; it has no stubs either.
+# Triton compiles the kernel's source, to which Python's types do not apply; it has no type stubs.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownParameterType=false, reportMissingParameterType=false
 # pyright: reportUnknownArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false, reportCallIssue=false
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roundpipe.packing.kernel.layout import Layout
 
-# What a program expands: lines, and codes of each; by so many warps.
+# The lines that a program expands, and the codes of each; and the number of its warps.
 _FLAT_TILE = (1, 8192)
 _TILE = (64, 128)
 _WARPS = 4
@@ -43,13 +43,13 @@ def expand(layout: Layout, codes: Tensor, scales: Tensor, values: Tensor | None,
             **sizes,
             **constants,
             num_warps=_WARPS,
-            # Newer versions warn where it is left to them. There is no sum here, so nothing to fuse.
+            # Newer versions warn if this is not set. There is no sum here, so nothing to fuse.
             enable_fp_fusion=False,
         )
 
 
 def settings(layout: Layout) -> tuple[dict[str, int], dict[str, Any]]:
-    """The kernel's arguments beside tensors: numbers, and constants that it is compiled for."""
+    """Return the kernel's arguments beside tensors: sizes, and constants that it is compiled for."""
     is_flat = layout.matrices == layout.lines == 1
     tile_lines, tile_length = _FLAT_TILE if is_flat else _TILE
     _, scale_lines, line_scales = layout.scales
@@ -69,7 +69,7 @@ def settings(layout: Layout) -> tuple[dict[str, int], dict[str, Any]]:
         "is_transposed": layout.is_transposed,
         "tile_lines": tile_lines,
         "tile_length": tile_length,
-        # A tile has scales of some lines and blocks of a line, or one for all.
+        # A tile has scales for several groups of lines and blocks of a line, or one for all.
         "block_lines": block_lines,
         "some_lines": max(tile_lines // block_lines, 1),
         "is_line_a_block": block_length is None,
@@ -101,7 +101,7 @@ def expand_kernel(
     is_line_a_block: tl.constexpr,
     some_blocks: tl.constexpr,
 ):
-    # A program for each tile. Weights may have more elements than 32 bits count, so places have 64.
+    # One program for each tile. Weights may have more than 2^31 elements, so indices have 64 bits.
     program = tl.program_id(0)
     if is_flat:
         matrix = tl.zeros((), tl.int64)
@@ -149,7 +149,7 @@ def expand_kernel(
 
 @triton.jit
 def _pairs(byte, values, kind: tl.constexpr):
-    """The numbers of two codes a byte, in a row."""
+    """Look up the numbers of the two codes of each byte, in order."""
     table = tl.load(values + tl.arange(0, 16))
     wide = byte.to(tl.int32)
     high = tl.gather(table, wide >> 4, 0)
@@ -164,17 +164,17 @@ def _whole(byte):
 
 @triton.jit
 def _e4m3(byte):
-    """E4M3's number, by operations that all cards have."""
+    """Convert an E4M3 code to its number, by operations that all cards have."""
     # Sign, exponent and mantissa where fp32 has them; then exponents differ by 120, also of subnormal numbers.
     bits = (byte.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
     number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    # The largest exponent with the largest mantissa, which would be 480, is no number.
+    # The largest exponent with the largest mantissa, which would be 480, is a NaN.
     return tl.where(tl.abs(number) == 480.0, float("nan"), number)
 
 
 @triton.jit
 def _power(byte):
-    """E8M0's power of two: a byte of 0 is 2**-127, which is subnormal in fp32; 255 is no number."""
+    """Convert an E8M0 byte to its power of two: 0 is 2**-127, which is subnormal in fp32; 255 is a NaN."""
     wide = byte.to(tl.int32)
     bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
     return bits.to(tl.float32, bitcast=True)

@@ -1,1 +1,1 @@
-"""Packing and expanding large weights piece by piece, on all cores."""
+"""Pack and expand large weights piece by piece, on all cores."""

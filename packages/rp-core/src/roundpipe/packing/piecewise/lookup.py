@@ -1,4 +1,4 @@
-"""Codes of fp32 numbers by table: the upper 16 bits choose one, or two that the lower 16 bits decide between."""
+"""Look up codes of fp32 numbers: the upper 16 bits give one code, or two between which the lower 16 decide."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 from roundpipe.packing.piecewise.threads import Scratch
 
 _UPPER, _LOWER = 1 << 16, 0xFFFF
-# Of a pair of states an index is made.
+# The number of states; an index is formed from a pair of states.
 _STATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PairLookup:
-    """Makes a byte of the codes of two neighbours.
+    """Combines the codes of two neighbouring numbers in a byte.
 
-    A state stands for a code, and the next state for the code beyond a boundary. `starts`, int32, for each upper
-    half of an fp32 number: what to add to its bits, so that the upper half of the sum is its state; a lower half
-    beyond the boundary carries into it. `bytes_`, uint8, for each two states.
+    A state stands for a code, and the next state for the code beyond a boundary. `starts`, int32: for each upper
+    half of an fp32 number, the summand of its bits for which the upper half of the sum is its state; a lower half
+    beyond the boundary carries into it. `bytes_`, uint8: for each pair of states, the byte of their codes.
     """
 
     starts: torch.Tensor
     bytes_: torch.Tensor
 
     def __call__(self, numbers: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """Bytes in the memory of `scratch`. `numbers`: fp32 in a row, of an even number."""
+        """Return bytes in the memory of `scratch`. `numbers`: fp32, 1-dim, an even number of them."""
         numel = numbers.numel()
         bits = numbers.view(torch.int32)
         index, states = (scratch.take(name, (numel,), torch.int32) for name in ("index", "states"))
@@ -43,10 +43,10 @@ class PairLookup:
 def pair_lookup(
     code_of: Callable[[torch.Tensor], torch.Tensor], device: torch.device, *, first_is_high: bool
 ) -> PairLookup:
-    """A table that gives what `code_of` does, for every fp32 number, in the same bits.
+    """Return a table that gives the codes of `code_of` for every fp32 number.
 
-    `code_of`: 4-bit codes, uint8, of fp32 numbers on the host. Of numbers with the same upper 16 bits it changes
-    at one boundary at most, and is the same beyond. `first_is_high`: whether the first of two codes is in the high
+    `code_of`: returns the 4-bit codes, uint8, of fp32 numbers on the host. Among numbers with the same upper 16
+    bits its result may change at one boundary only. `first_is_high`: whether the first of two codes is in the high
     half of a byte.
     """
     with torch.inference_mode(False), torch.no_grad():
@@ -61,7 +61,7 @@ def pair_lookup(
 
 
 def _listed(codes: torch.Tensor) -> list[int]:
-    return cast("list[int]", codes.tolist())  # pyright: ignore[reportUnknownMemberType] - torch says no more of it
+    return cast("list[int]", codes.tolist())  # pyright: ignore[reportUnknownMemberType] - torch has no exact type
 
 
 def _number(bits: torch.Tensor) -> torch.Tensor:
@@ -69,23 +69,23 @@ def _number(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _states(codes: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each two codes of an upper half the first state, int64; and the codes of all states."""
+    """Return the first state, int64, for the two codes of each upper half; and the codes of all states."""
     first: dict[tuple[int, int], int] = {}
-    found: list[int] = []
+    of_states: list[int] = []
     for pair in codes:
         if pair not in first:
-            first[pair] = len(found)
-            found += sorted(set(pair), key=pair.index)
-    assert len(found) <= _STATES
-    found += [0] * (_STATES - len(found))
+            first[pair] = len(of_states)
+            of_states += sorted(set(pair), key=pair.index)
+    assert len(of_states) <= _STATES
+    of_states += [0] * (_STATES - len(of_states))
     states = torch.tensor([first[pair] for pair in codes], dtype=torch.int64, device="cpu")
-    return states, torch.tensor(found, dtype=torch.uint8, device="cpu")
+    return states, torch.tensor(of_states, dtype=torch.uint8, device="cpu")
 
 
 def _boundaries(
     code_of: Callable[[torch.Tensor], torch.Tensor], upper: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> torch.Tensor:
-    """The last lower half before each upper half's boundary; 65535 where there is none."""
+    """Return the last lower half before each upper half's boundary; 65535 if there is none."""
     has_one = low != high
     upper, low = upper[has_one], low[has_one]
     last, beyond = torch.zeros_like(upper), torch.full_like(upper, _LOWER)
@@ -93,6 +93,6 @@ def _boundaries(
         middle = (last + beyond) // 2
         is_low = code_of(_number(upper | middle)) == low
         last, beyond = middle.where(is_low, last), beyond.where(is_low, middle)
-    found = torch.full_like(has_one, _LOWER, dtype=torch.int32)
-    found[has_one] = last
-    return found
+    boundaries = torch.full_like(has_one, _LOWER, dtype=torch.int32)
+    boundaries[has_one] = last
+    return boundaries

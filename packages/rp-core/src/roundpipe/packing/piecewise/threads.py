@@ -1,4 +1,4 @@
-"""Threads that work on the pieces of a weight, each in memory of its own that it uses for piece after piece."""
+"""Threads that work on the pieces of a weight, each with its own memory, which it reuses for later pieces."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rp_optim.worker import compute_with
 
 _Piece = TypeVar("_Piece")
 
-# More would wait for the GIL: a piece has a dozen operations of some ten microseconds.
+# More would wait for the GIL: a piece has a dozen operations of about ten microseconds.
 _MOST_THREADS = 8
 
 
 class Scratch:
-    """Memory of a thread for what passes while it works on a piece. New memory for each piece costs page faults.
+    """A thread's memory for temporary tensors, reused for later pieces: new memory would cost page faults.
 
     >>> scratch = Scratch(torch.device("cpu"))
     >>> one = scratch.take("numbers", (2, 3), torch.float32)
@@ -32,7 +32,7 @@ class Scratch:
         self._kept: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with any values, in the memory that this name had before; use one dtype for a name."""
+        """Return a tensor with any values, in the memory that this name had before; use one dtype for a name."""
         numel = math.prod(shape)
         kept = self._kept.get(name)
         if kept is None or kept.numel() < numel:
@@ -41,13 +41,12 @@ class Scratch:
 
 
 def each_piece(pieces: Iterable[_Piece], body: Callable[[_Piece, Scratch], None], like: torch.Tensor) -> None:
-    """Call `body` with every piece: on threads for tensors of the host, where torch may use several.
+    """Call `body` with every piece; for tensors on the host, on as many threads as torch may use.
 
-    `like`: a tensor on the device. Threads run plain torch operations: a mode that watches those of the caller
-    keeps them on its thread.
+    `like`: a tensor on the device. If a mode watches the caller's operations, they stay on the caller's thread.
 
-    Torch's own threads would meet after each operation on a piece. With small pieces that costs more than the
-    operations, and where others use the cores, too, it takes a time slice each.
+    Torch's own threads would synchronize after each operation on a piece. With small pieces that costs more than
+    the operations, and if other programs use the cores, too, a time slice each time.
     """
     todo = deque(pieces)
     count = _num_threads(like, len(todo))
@@ -60,7 +59,7 @@ def each_piece(pieces: Iterable[_Piece], body: Callable[[_Piece, Scratch], None]
         for outcome in outcomes:
             outcome.result()
     finally:
-        # After an error or Ctrl-C there is no need to go on.
+        # After an error or Ctrl-C, skip the remaining pieces.
         todo.clear()
         for worker in workers:
             worker.close()
@@ -73,7 +72,7 @@ def _num_threads(like: torch.Tensor, num_pieces: int) -> int:
 
 
 def is_watched() -> bool:
-    """Whether a mode of the calling thread sees each operation of torch, such as one that counts memory."""
+    """Return whether a mode on the calling thread sees each torch operation, such as one that counts memory."""
     return torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage] - there is no public way
 
 

@@ -1,4 +1,4 @@
-"""Where a weight is cut into the pieces that are packed or expanded at a time."""
+"""Divide a weight into the pieces that are packed or expanded at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-# Elements at a time on a device: steps in between are in fp32, of several times their bytes.
+# Elements at a time on a device: intermediate results are in fp32, several times as large.
 WINDOW = 1 << 24
-# And for each thread of the host, where steps in between stay in a core's cache.
+# Elements at a time for each thread of the host, whose intermediate results stay in a core's cache.
 HOST_WINDOW = 1 << 18
 
 
 def window_for(tensor: torch.Tensor) -> int:
-    """About how many elements of a weight on this tensor's device are in a piece.
+    """Return about how many elements of a weight on this tensor's device are in a piece.
 
     >>> window_for(torch.empty(1))
     262144
@@ -22,7 +22,7 @@ def window_for(tensor: torch.Tensor) -> int:
 
 
 def stretches(numel: int, multiple: int, most: int) -> list[slice]:
-    """Cut so many elements in a row into parts of about `most`; parts begin at multiples of `multiple`.
+    """Cut `numel` elements in a row into parts of about `most`; parts begin at multiples of `multiple`.
 
     >>> stretches(10, 4, 5)
     [slice(0, 4, None), slice(4, 8, None), slice(8, 10, None)]

@@ -1,1 +1,1 @@
-"""A language model on the meta device: made, run and metered without memory."""
+"""A language model on the meta device: created, run and measured without memory."""

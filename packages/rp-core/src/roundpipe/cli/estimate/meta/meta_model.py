@@ -1,4 +1,4 @@
-"""A language model from its config alone: on the meta device, where tensors have shapes and no memory."""
+"""A language model from its config only, on the meta device, where tensors have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from roundpipe.cli.errors import Refused
 from roundpipe.loading import STORED
 from roundpipe.packing.frozen import pack_frozen
 
-# A config has some kilobytes: what is larger is none, and is not read.
+# A config has some kilobytes: a larger file is not a config, and is not read.
 _MOST_BYTES = 16 * 2**20
-# The scheduler's own limit.
+# The scheduler's limit.
 _MOST_LAYERS = 4000
-# The dimensions of stacked experts.
+# The number of dimensions of stacked experts.
 _STACK = 3
 
 
@@ -33,11 +33,13 @@ def model_of(
     dtype: torch.dtype | None = None,
     pack: str | None = None,
 ) -> nn.Module:
-    """The model of a config file, with adapters of rank `lora` and all else frozen if that is given.
+    """Create the model of a config file; if `lora` is given, with adapters of that rank and all else frozen.
 
-    `targets`: the ends of the names of layers that get adapters; None: of all linear layers. `dtype`: of its
-    weights; None: the config's, bfloat16 if it has none. `pack`: see `packing_of`; the model itself is not packed
-    yet. Raises `Refused` for a config of another kind.
+    `targets`: the last parts of the names of layers that get adapters; None for all linear layers. `dtype`: the
+    weights'; None for the config's, bfloat16 if it has none. `pack`: see `packing_of`; this does not pack the
+    model.
+
+    Raises `Refused` for a config of another kind.
     """
     model = _made(path, _config(path, is_stored=pack == STORED), dtype)
     if not lists_of_layers(model):
@@ -52,7 +54,7 @@ def model_of(
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a model's frozen weights are packed. `of`: which; experts are stacks, of three dimensions."""
+    """The format of a model's packed frozen weights. `of`: which are packed; experts are 3-dimensional stacks."""
 
     format: str
     of: Literal["all", "experts", "linear layers"] = "all"
@@ -76,7 +78,7 @@ class Packing:
 
 
 def _linear_weights(model: nn.Module) -> set[str]:
-    """The names of the weights of a model's linear layers, without the output head."""
+    """Return the names of the weights of a model's linear layers, without the output head."""
     get: Any = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     modules = cast("Any", model).named_modules()
@@ -84,9 +86,9 @@ def _linear_weights(model: nn.Module) -> set[str]:
 
 
 def packing_of(path: Path, pack: str | None) -> Packing | None:
-    """How ``--pack`` packs the model of a config file; None: not at all.
+    """Return how ``--pack`` packs the model of a config file; None for not at all.
 
-    Raises `Refused` if its weights are to stay as they are stored, but are not stored packed.
+    Raises `Refused` if weights are to stay as they are stored, but are not stored packed.
     """
     if pack is None:
         return None
@@ -97,10 +99,10 @@ def packing_of(path: Path, pack: str | None) -> Packing | None:
     except ValueError as error:
         raise Refused(f"--model {error}") from error
     if kind is None:
-        raise Refused(f"--pack {STORED}: {path} is of weights that are not packed; give a format, such as nf4")
+        raise Refused(f"--pack {STORED}: {path} is of weights that are not packed; name a format, such as nf4")
     match kind:
         case "mxfp4":
-            # As it is published: GPT-OSS has all but its experts in bf16.
+            # As published: GPT-OSS has all weights except its experts in bf16.
             return Packing(kind, "experts")
         case "fp8":
             return Packing(kind)
@@ -110,12 +112,12 @@ def packing_of(path: Path, pack: str | None) -> Packing | None:
 
 
 def adapt(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> int:
-    """Freeze the model and put adapters beside linear layers inside its layers; return how many.
+    """Freeze the model and add adapters in fp32 to linear layers inside its layers; return how many.
 
-    As PEFT does with ``target_modules="all-linear"``, or a list of names: adapters are in fp32.
+    As PEFT does with ``target_modules="all-linear"``, or a list of names.
     """
     model.requires_grad_(False)
-    found = [
+    adapted = [
         (module, name, child)
         for layers in lists_of_layers(model).values()
         for module in layers.modules()
@@ -123,13 +125,13 @@ def adapt(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> 
         if _features(child) is not None
         and (targets is None or name in {one.rpartition(".")[2] for one in targets})
     ]
-    for module, name, child in found:
+    for module, name, child in adapted:
         setattr(module, name, Adapted(child, rank))
-    return len(found)
+    return len(adapted)
 
 
 class Adapted(nn.Module):
-    """A linear layer, and beside it two thin matrices that are trained (Hu et al., 2021)."""
+    """A linear layer with a low-rank adapter: two thin matrices that are trained (Hu et al., 2021)."""
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
@@ -141,23 +143,23 @@ class Adapted(nn.Module):
         self.b = nn.Parameter(torch.empty(outside, rank, dtype=torch.float32, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's result with the adapter's added."""
+        """Return the layer's result plus the adapter's."""
         result = cast(Tensor, self.base(x))
         return result + functional.linear(functional.linear(x.to(self.a.dtype), self.a), self.b).to(result.dtype)
 
 
 def _features(module: nn.Module) -> tuple[int, int] | None:
-    """Widths of a linear layer's inputs and outputs; None for another module."""
+    """Return the widths of a linear layer's inputs and outputs; None for another module."""
     if type(module) is nn.Linear:
         return module.in_features, module.out_features
-    # GPT-2's: a linear layer whose weight is transposed.
+    # GPT-2's linear layer, whose weight is transposed.
     if type(module).__name__ == "Conv1D":
         weight = cast(Tensor, module.weight)
         return weight.shape[0], weight.shape[1]
     return None
 
 
-def _config(path: Path, *, is_stored: bool) -> Any:  # Any: each model has a class of its own
+def _config(path: Path, *, is_stored: bool) -> Any:  # Any: each model has its own class
     from transformers import AutoConfig  # importing transformers takes seconds
 
     loader: Any = AutoConfig
@@ -175,22 +177,22 @@ def _config(path: Path, *, is_stored: bool) -> Any:  # Any: each model has a cla
     fields = cast(dict[str, object], content)
     if fields.get("quantization_config") and not is_stored:
         raise Refused(
-            f"--model {path} is of quantized weights, which are not trained; take the model before that, or train "
-            f"adapters on them with --lora and --pack {STORED}"
+            f"--model {path} is of quantized weights, which are not trained; use the model before quantization, "
+            f"or train adapters on it with --lora and --pack {STORED}"
         )
     _check_layers(path, fields)
     try:
-        found = loader.from_pretrained(str(path), local_files_only=True)
-        if is_stored and hasattr(found, "quantization_config"):
-            # Otherwise transformers would make modules of its own for packed weights.
-            del found.quantization_config
-        return found
+        config = loader.from_pretrained(str(path), local_files_only=True)
+        if is_stored and hasattr(config, "quantization_config"):
+            # Otherwise transformers would create its own modules for packed weights.
+            del config.quantization_config
+        return config
     except Exception as error:  # transformers checks configs in many ways
         raise Refused(f"--model {path} cannot be used: {error}") from error
 
 
 def _check_layers(path: Path, fields: dict[str, object]) -> None:
-    """Configs of transformers make lists as long as they have layers, and check nothing."""
+    """Refuse too many layers: configs of transformers create lists of this length without a check."""
     for name, value in fields.items():
         if isinstance(value, dict):
             _check_layers(path, cast(dict[str, object], value))
@@ -198,7 +200,7 @@ def _check_layers(path: Path, fields: dict[str, object]) -> None:
             raise Refused(f"--model {path}: {name} must be at most {_MOST_LAYERS}, but is {value}")
 
 
-def _made(path: Path, config: Any, dtype: torch.dtype | None) -> nn.Module:  # Any: each has a class of its own
+def _made(path: Path, config: Any, dtype: torch.dtype | None) -> nn.Module:  # Any: each has its own class
     from transformers import AutoModelForCausalLM
 
     maker: Any = AutoModelForCausalLM
@@ -206,5 +208,5 @@ def _made(path: Path, config: Any, dtype: torch.dtype | None) -> nn.Module:  # A
     try:
         with torch.device("meta"):
             return cast(nn.Module, maker.from_config(config, dtype=dtype))
-    except Exception as error:  # a model's constructor is others' code
-        raise Refused(f"--model {path}: no language model can be made of it: {error}") from error
+    except Exception as error:  # a model's constructor is foreign code
+        raise Refused(f"--model {path}: no language model can be created from it: {error}") from error

@@ -1,4 +1,4 @@
-"""A meter of operations on the meta device: floating-point operations and memory, with nothing computed."""
+"""Count the floating-point operations and the memory of code that runs on the meta device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch.utils.flop_counter import flop_registry
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
-# Where these operations have the argument `is_causal`.
+# The position of the argument `is_causal` of these operations.
 _IS_CAUSAL = {_FLASH: 4, _FLASH_BACKWARD: 11}
 
 
 class Meter(TorchDispatchMode):
-    """Counts what runs inside.
+    """Counts the operations and bytes of the code inside the context.
 
     `flops`: multiplications and additions of matrix products, convolutions and attention; a causal mask halves an
-    attention's. `peak_bytes`: the most memory at once of tensors that were made inside. `used`: called with each
-    tensor that an operation takes.
+    attention's. `peak_bytes`: the most memory at once of tensors that were created inside. `used`: called with
+    each tensor that an operation takes.
 
     >>> with Meter() as meter:
-    ...     found = torch.empty(4, 8, device="meta") @ torch.empty(8, 2, device="meta")
+    ...     product = torch.empty(4, 8, device="meta") @ torch.empty(8, 2, device="meta")
     >>> meter.flops, meter.peak_bytes
     (128, 224)
     """
@@ -47,7 +47,7 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and _is_flag(args[0]):
-            # Models ask whether positions are all in order, or a mask hides nothing: here they are, and it does.
+            # Models test whether all positions are in order, or a mask hides nothing: assume both.
             return True
         out = func(*args, **kwargs)
         self._count(func._overloadpacket, args, kwargs, out)
@@ -60,9 +60,9 @@ class Meter(TorchDispatchMode):
 
     def _count(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if packet in flop_registry:
-            found = cast(int, flop_registry[packet](*args, **kwargs, out_val=out))
+            flops = cast(int, flop_registry[packet](*args, **kwargs, out_val=out))
             at = _IS_CAUSAL.get(packet)
-            self.flops += found // 2 if at is not None and len(args) > at and args[at] else found
+            self.flops += flops // 2 if at is not None and len(args) > at and args[at] else flops
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -78,9 +78,9 @@ class Meter(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as GPUs compute it: in one operation, which keeps no matrix of all pairs of tokens.
+    """Runs attention as GPUs do: in one operation, which keeps no matrix of all pairs of tokens.
 
-    On the meta device torch would take it apart into matrix products.
+    On the meta device torch would split it into matrix products.
     """
 
     def __torch_function__(
@@ -92,7 +92,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts.
+    """Return the tensors in nested tuples, lists and dicts.
 
     >>> len(tensors_in({"a": (torch.zeros(1), 3)}))
     1
@@ -102,12 +102,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def kept_tensors() -> Generator[list[Tensor]]:
-    """Collect the tensors that autograd keeps for backward meanwhile."""
+    """Collect the tensors that autograd keeps for backward inside the context."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         kept.append(tensor)
-        # Without its graph: a graph that keeps an output of its own operations would never be freed.
+        # Without its graph: a graph that keeps its own output would never be freed.
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -115,7 +115,7 @@ def kept_tensors() -> Generator[list[Tensor]]:
 
 
 def storage_bytes(tensors: list[Tensor], but: list[Tensor]) -> int:
-    """Bytes of these tensors' memory, each once, without the memory of others.
+    """Return the bytes of these tensors' memory, counted once, without the memory of the tensors in `but`.
 
     >>> tensor = torch.empty(8, device="meta")
     >>> storage_bytes([tensor, tensor[:4]], []), storage_bytes([tensor], [tensor[2:]])
@@ -138,12 +138,12 @@ def _attention(
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = (_repeated(tensor, times) for tensor in (key, value))
-    # The mask itself costs nothing, but hides nothing from the arithmetic, either.
+    # A mask has no cost of its own, but does not reduce the arithmetic, either.
     return cast(Tensor, _FLASH(query, key, value, dropout_p, is_causal, scale=scale)[0])
 
 
 def _repeated(tensor: Tensor, times: int) -> Tensor:
-    """Heads repeated in place, without memory."""
+    """Repeat heads as a view, without memory."""
     shape = tensor.shape
     return tensor.unsqueeze(-3).expand(*shape[:-2], times, *shape[-2:]).flatten(-4, -3) if times > 1 else tensor
 

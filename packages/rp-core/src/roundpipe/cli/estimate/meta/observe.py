@@ -1,4 +1,4 @@
-"""Each layer's arithmetic and memory, from one pass of a model on the meta device."""
+"""Observe each layer's arithmetic and memory in one pass of a model on the meta device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BACKWARD_PER_FORWARD = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What a layer computes and keeps for one sequence.
+    """The operations and bytes of a layer for one sequence.
 
-    `forward_flops`, `backward_flops`: floating-point operations. `boundary_bytes`: its output. `kept_bytes`: what
-    autograd keeps for backward, without weights. `working_bytes`: the most that is in memory beyond that.
+    `forward_flops`, `backward_flops`: floating-point operations. `boundary_bytes`: of its output. `kept_bytes`: of
+    the tensors that autograd keeps for backward, without weights. `working_bytes`: the most in memory beyond that.
     """
 
     forward_flops: int = 0
@@ -35,11 +35,11 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A model as a row: its own layers between what runs before and behind them.
+    """A model as a row: its own layers, between the code that runs before and after them.
 
     `facts`, `modules`: of each part of the row; a module lists the tensors that the part uses. `vocabulary`: the
-    width of the logits; 0 for a model without. `is_counted`: whether the model ran on the meta device; otherwise
-    operations are two for each element of a matrix and token, and activations are guessed from widths.
+    width of the logits; 0 for a model without logits. `is_counted`: whether the model ran on the meta device.
+    Otherwise operations are two for each element of a matrix and token, and activations are guessed from widths.
     """
 
     facts: tuple[LayerFacts, ...]
@@ -54,7 +54,7 @@ class Uncountable(Exception):
 
 
 def observe(model: nn.Module, sequence: int) -> Observed:
-    """Count the operations and bytes of a language model's layers for one sequence of so many tokens.
+    """Count the operations and bytes of a language model's layers for one sequence of `sequence` tokens.
 
     Layers of one kind are run once. The model is on the meta device; no weight is read, and nothing is computed.
     """
@@ -65,7 +65,7 @@ def observe(model: nn.Module, sequence: int) -> Observed:
 
 
 def by_shapes(model: nn.Module, sequence: int) -> Observed:
-    """Guess them from the shapes of weights: for models that cannot run on the meta device."""
+    """Guess operations and bytes from the shapes of weights, for models that cannot run on the meta device."""
     layers = [layer for found in lists_of_layers(model).values() for layer in found]
     inside = {id(tensor) for layer in layers for tensor in layer.parameters()}
     around = [tensor for tensor in model.parameters() if id(tensor) not in inside]
@@ -101,7 +101,7 @@ class Holder(nn.Module):
 
 @dataclass(slots=True)
 class _Around:
-    """What ran outside the layers, since the layer before."""
+    """The operations and tensors outside the layers, since the previous layer."""
 
     flops: int = 0
     tensors: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -129,7 +129,7 @@ class _Pass:
                     layer.forward = self._watched(layer, layer.forward)
             with torch.no_grad(), FusedAttention(), self._meter:
                 out = self._model(input_ids=ids, **_without_cache(self._model))
-        except Exception as error:  # models are others' code, and may read values, which there are none of
+        except Exception as error:  # models are foreign code, and may read values, of which there are none
             raise Uncountable(f"{type(error).__name__}: {error}") from error
         finally:
             for layer, forward in before:
@@ -137,7 +137,7 @@ class _Pass:
         self._mark()
         if not self._called:
             raise Uncountable("it called none of its layers")
-        return self._found(getattr(out, "logits", None), sequence)
+        return self._observed(getattr(out, "logits", None), sequence)
 
     def _watched(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ class _Pass:
     _flops = 0
 
     def _mark(self) -> None:
-        """What the meter counted since the last layer ran outside."""
+        """Attribute what the meter has counted since the last layer to the code outside the layers."""
         self._around[-1].flops += self._meter.flops - self._flops
         self._flops = self._meter.flops
 
@@ -167,19 +167,19 @@ class _Pass:
             self._around[-1].tensors[id(tensor)] = tensor
 
     def _unused(self) -> list[Tensor]:
-        """What no layer has and nothing around them took; the host holds it all the same."""
+        """Return the tensors that neither a layer nor the code around has used; the host holds them, too."""
         used = {key for around in self._around for key in around.tensors}
         used |= {id(tensor) for layer, _ in self._called for tensor in (*layer.parameters(), *layer.buffers())}
         return [tensor for key, tensor in self._own.items() if key not in used]
 
-    def _found(self, logits: object, sequence: int) -> Observed:
+    def _observed(self, logits: object, sequence: int) -> Observed:
         first, *between, last = self._around
         hidden_bytes = self._called[-1][1].boundary_bytes
         facts = [_around_facts(first, hidden_bytes)]
         modules: list[nn.Module] = [Holder([*first.tensors.values(), *self._unused()])]
-        # What runs between two lists of layers counts as a part of its own only if it does something.
-        for (layer, found), after in zip(self._called, [*between, None], strict=True):
-            facts.append(found)
+        # Code between two lists of layers counts as a separate part only if it computes something.
+        for (layer, one), after in zip(self._called, [*between, None], strict=True):
+            facts.append(one)
             modules.append(layer)
             if after is not None and after.flops:
                 facts.append(_around_facts(after, hidden_bytes))
@@ -194,7 +194,7 @@ class _Pass:
 def _measured(
     layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[LayerFacts, Any]:
-    """Run one layer forward and backward; return what that took, and what it returned."""
+    """Run one layer forward and backward; return its facts and its output."""
     (args, kwargs), given = _inputs((args, dict(kwargs)))
     own = [*layer.parameters(), *layer.buffers()]
     meter = Meter()
@@ -205,7 +205,7 @@ def _measured(
         out = forward(*args, **kwargs)
         results = [leaf for leaf in tensors_in(out) if leaf.requires_grad]
         forward_flops, kept_bytes = meter.flops, storage_bytes(kept, own)
-        # What backward is done with is freed.
+        # Backward frees kept tensors after their use.
         kept.clear()
         wanted = [leaf for leaf in [*given, *own] if leaf.requires_grad]
         grads = [torch.empty_like(leaf) for leaf in results]
@@ -223,7 +223,7 @@ def _measured(
 
 
 def _inputs(tree: Any) -> tuple[Any, list[Tensor]]:
-    """The first floating-point tensor is what the layer before returned: it requires grad."""
+    """Make the first floating-point tensor, which is the previous layer's output, require grad."""
     given: list[Tensor] = []
 
     def enter(leaf: Any) -> Any:
@@ -236,7 +236,7 @@ def _inputs(tree: Any) -> tuple[Any, list[Tensor]]:
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Layers with equal kinds cost the same: equal modules, settings, weights and arguments."""
+    """Return a layer's modules, settings, shapes and arguments: if they are equal, costs are equal, too."""
     shapes = tuple((name, _spec(tensor)) for name, tensor in layer.named_parameters())
     settings = tuple(setting for module in layer.modules() for setting in _settings(module))
     names = tuple(type(module) for module in layer.modules())
@@ -245,7 +245,7 @@ def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Numbers and words that a module holds, such as a kind of attention; its own place in the model is none."""
+    """Yield a module's attributes that are numbers or text, such as a kind of attention, without its index."""
     for name, value in sorted(vars(module).items()):
         if isinstance(value, str | int | float) and "idx" not in name and "index" not in name:
             yield name, value
@@ -262,7 +262,7 @@ def _around_facts(around: _Around, boundary_bytes: int, kept: int = 0) -> LayerF
 
 
 def _guessed(tensors: Sequence[Tensor], sequence: int, width: int, experts: float) -> LayerFacts:
-    """Two operations for each element and token; a matrix keeps its input, and what comes behind it its output."""
+    """Guess two operations for each element and token; a matrix's input and its output are kept for backward."""
     matrices = [tensor for tensor in tensors if tensor.ndim > 1]
     used = [math.prod(tensor.shape) * (experts if tensor.ndim > 2 else 1.0) for tensor in matrices]
     forward = int(2 * sequence * sum(used))
@@ -273,7 +273,7 @@ def _guessed(tensors: Sequence[Tensor], sequence: int, width: int, experts: floa
 
 
 def _experts_share(config: object) -> float:
-    """The part of a mixture's experts that a token goes through."""
+    """Return the share of a mixture's experts that a token passes through."""
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     total = next((found for name in names if (found := getattr(config, name, None))), None)

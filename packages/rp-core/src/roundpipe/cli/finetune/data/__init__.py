@@ -1,1 +1,1 @@
-"""The data of a fine-tuning: files, samples, tokens, sequences, and the order in which they are trained on."""
+"""The data of a fine-tuning: files, samples, tokens, sequences, and their order in training."""

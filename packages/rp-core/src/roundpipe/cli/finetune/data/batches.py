@@ -1,4 +1,4 @@
-"""The sequences of each training step, as arguments of the model's forward."""
+"""Build the sequences of each training step, as arguments of the model's forward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STEP = 8
 
 
 class Sequences:
-    """Documents as rows of a batch. `packing`: several in a row of `size` tokens, otherwise each in its own.
+    """Documents as rows of a batch. `packing`: several in a row of `size` tokens, otherwise one in each row.
 
-    The order depends on the seed and the epoch alone: each epoch has every document once, in an order of its own.
+    Each epoch has every document once, in an order that depends only on the seed and the epoch.
     """
 
     def __init__(self, documents: Documents, *, size: int, packing: bool, seed: int) -> None:
@@ -32,7 +32,7 @@ class Sequences:
         self.in_epoch = len(self._row_cache(0))
 
     def at(self, number: int) -> list[Document]:
-        """The documents of row `number`, counted on through all epochs."""
+        """Return the documents of row `number`, counted through all epochs."""
         epoch, row = divmod(number, self.in_epoch)
         return [self._documents[at] for at in self._row_cache(epoch)[row]]
 
@@ -48,16 +48,16 @@ class Sequences:
         return rows
 
     def batch(self, first: int, count: int, pad: int) -> dict[str, Tensor]:
-        """Rows `first` to `first + count` as arguments of a model's forward, each (count, tokens) int64.
+        """Return rows `first` to `first + count` as arguments of a model's forward, each (count, tokens) int64.
 
-        Packed: ``input_ids``, ``labels``, and ``position_ids`` that start anew with each document, by which models
-        of transformers keep documents apart; what is left of a row is one more, without labels. Otherwise an
-        ``attention_mask`` tells what is padding.
+        Packed: ``input_ids``, ``labels``, and ``position_ids`` that restart with each document, by which models of
+        transformers separate documents; the rest of a row is one more document, without labels. Otherwise
+        ``input_ids``, ``labels`` and an ``attention_mask``, which is 0 for padding.
         """
         return self.of([self.at(number) for number in range(first, first + count)], pad)
 
     def of(self, rows: Sequence[Sequence[Document]], pad: int) -> dict[str, Tensor]:
-        """The same of these rows."""
+        """Return the arguments, as `batch` does, for these rows."""
         if self._packing:
             return _packed_rows(rows, self._size, pad)
         longest = max(len(document) for row in rows for document in row)
@@ -88,15 +88,15 @@ def _padded_rows(documents: Sequence[Document], size: int, pad: int) -> dict[str
 
 
 def labels_in(batch: dict[str, Any]) -> int:
-    """How many tokens of a batch are learned: each is told by the one before it."""
+    """Return how many labels of a batch count; the first of a row does not, since no token precedes it."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 class Steps:
-    """What each step trains on: `accumulation` calls with `batch` sequences each.
+    """The batches of each step: `accumulation` calls with `batch` sequences each.
 
-    Steps go on through the epochs: one that an epoch does not fill is filled from the next. A step's sequences
-    depend on its number alone, so a training goes on anywhere.
+    Steps continue across epochs: one that an epoch does not fill is filled from the next. A step's sequences
+    depend only on its number, so training can resume at any step.
 
     Raises `Refused` if there are fewer sequences than a step takes.
     """
@@ -107,20 +107,20 @@ class Steps:
         if sequences.in_epoch < self.rows:
             raise Refused(
                 f"a step takes {self.rows} sequences (--batch times --accumulation), but --data makes "
-                f"{sequences.in_epoch}; lower these or --sequence, or give more data"
+                f"{sequences.in_epoch}; lower these or --sequence, or provide more data"
             )
 
     def in_epochs(self, epochs: int) -> int:
-        """Steps in so many epochs."""
+        """Return the number of steps in `epochs` epochs."""
         return -(-epochs * self._sequences.in_epoch // self.rows)
 
     def calls(self, step: int) -> list[dict[str, Tensor]]:
-        """The batches of step number `step`, counted from 1."""
+        """Return the batches of step number `step`, counted from 1."""
         first = (step - 1) * self.rows
         starts = range(first, first + self.rows, self._batch)
         return [self._sequences.batch(start, self._batch, self._pad) for start in starts]
 
     def tokens(self, step: int) -> int:
-        """Tokens of a step, without padding."""
+        """Return the number of tokens of a step, without padding."""
         first = (step - 1) * self.rows
         return sum(len(one) for number in range(first, first + self.rows) for one in self._sequences.at(number))

@@ -1,4 +1,4 @@
-"""A conversation as tokens by the tokenizer's chat template, and which of them are the assistant's."""
+"""Tokenize conversations by the tokenizer's chat template, and find the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roundpipe.cli.finetune.data.documents import Chat
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 ASSISTANT = "assistant"
 _INSTEAD = (
-    "give --tokenizer one whose template marks the assistant's words with {% generation %}, or leave out "
+    "give --tokenizer one whose template marks the assistant's words with {% generation %}, or omit "
     "--completions-only"
 )
 
@@ -23,7 +23,7 @@ class ChatTemplate:
     Raises `Refused` if it has none.
     """
 
-    def __init__(self, tokenizer: Any) -> None:  # Any: each model has a class of its own
+    def __init__(self, tokenizer: Any) -> None:  # Any: each model has its own class
         if not getattr(tokenizer, "chat_template", None):
             raise Refused(
                 "--data has 'messages', but the tokenizer has no chat template; give --tokenizer a "
@@ -33,16 +33,17 @@ class ChatTemplate:
         self.marks_assistant = bool(_GENERATION.search(str(tokenizer.get_chat_template())))
 
     def tokens(self, chat: Chat) -> list[int]:
-        """The whole conversation."""
+        """Return the tokens of the whole conversation."""
         return self._rendered(chat, chat.messages)
 
     def tokens_and_assistant(self, chat: Chat) -> tuple[list[int], list[bool]]:
-        """The whole conversation, and for each token whether the assistant says it.
+        """Return the tokens of the whole conversation, and for each whether the assistant says it.
 
-        By the template's generation mark, if it has one. Otherwise a turn of the assistant is what it adds to the
-        conversation before it with the prompt for a reply: each of these must be a prefix of the whole.
+        The template's generation mark decides, if it has one. Otherwise an assistant's turn is the difference
+        between the conversation up to it and the conversation before it with the prompt for a reply. Both must be
+        prefixes of the whole.
 
-        Raises `Refused`, with the sample's place, where they are not, or marks cannot be traced to tokens.
+        Raises `Refused`, with the sample's place, if they are not, or if marks cannot be traced to tokens.
         """
         if self.marks_assistant:
             return self._marked(chat)
@@ -59,21 +60,21 @@ class ChatTemplate:
         after = self._rendered(chat, chat.messages[: turn + 1])
         if after[: len(before)] != before or whole[: len(after)] != after:
             raise Refused(
-                f"{chat.place}: which tokens are the assistant's cannot be told: the chat template writes the "
-                f"conversation up to message {turn + 1} otherwise than in the whole; {_INSTEAD}"
+                f"{chat.place}: it is unknown which tokens are the assistant's: the chat template writes the "
+                f"conversation up to message {turn + 1} differently than in the whole; {_INSTEAD}"
             )
         return len(before), len(after)
 
     def _marked(self, chat: Chat) -> tuple[list[int], list[bool]]:
-        found = self._applied(chat, chat.messages, return_assistant_tokens_mask=True)
-        if _leaves_out(found.encodings[0].offsets):
-            # Where the assistant begins or ends at one of these, transformers drops turns, or adds the user's.
+        applied = self._applied(chat, chat.messages, return_assistant_tokens_mask=True)
+        if _leaves_out(applied.encodings[0].offsets):
+            # If the assistant begins or ends at such a character, transformers drops turns, or adds the user's.
             raise Refused(
-                f"{chat.place}: which tokens are the assistant's cannot be told: the tokenizer does not say which "
+                f"{chat.place}: it is unknown which tokens are the assistant's: the tokenizer does not say which "
                 "token each character is in; give --tokenizer one that does, or whose template has no "
-                "{% generation %}, or leave out --completions-only"
+                "{% generation %}, or omit --completions-only"
             )
-        return list(found["input_ids"]), [bool(said) for said in found["assistant_masks"]]
+        return list(applied["input_ids"]), [bool(said) for said in applied["assistant_masks"]]
 
     def _rendered(self, chat: Chat, messages: Sequence[Any], *, prompts: bool = False) -> list[int]:
         return list(self._applied(chat, messages, add_generation_prompt=prompts)["input_ids"])
@@ -87,12 +88,12 @@ class ChatTemplate:
                 return_dict=True,
                 **options,
             )
-        except Exception as error:  # templates are programs, and raise what they like
+        except Exception as error:  # templates are programs, and may raise any error
             raise Refused(f"{chat.place}: the chat template refuses these messages: {error}") from error
 
 
 def _leaves_out(offsets: Sequence[tuple[int, int]]) -> bool:
-    """Whether a character before the last token is in no token, such as white space that a tokenizer trims."""
+    """Return whether a character before the last token is in no token, as white space that a tokenizer trims."""
     last = 0
     for start, end in offsets:
         if start > last:

@@ -1,4 +1,4 @@
-"""Samples in files: plain text, JSONL, and Parquet."""
+"""Read samples from files: plain text, JSONL, and Parquet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPES = "'messages', 'prompt' and 'completion', or 'text'"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of which all is learned. `place`: where it is, for errors."""
+    """Text whose tokens are all learned. `place`: its file and line, for errors."""
 
     place: str
     text: str
@@ -29,7 +29,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt, and what is to follow it."""
+    """A prompt and its completion."""
 
     place: str
     prompt: str
@@ -49,9 +49,9 @@ Sample = Text | Completion | Chat
 
 
 def read_samples(option: str, paths: Sequence[Path]) -> Iterator[Sample]:
-    """Read files, and those of folders that have a known suffix and are not hidden, in the order of their names.
+    """Read files, and the visible files of folders that have a known suffix, in the order of their names.
 
-    A file with the suffix ``.jsonl``, ``.ndjson`` or ``.json`` has an object a line; ``.parquet`` needs
+    A file with the suffix ``.jsonl``, ``.ndjson`` or ``.json`` has one object per line; ``.parquet`` needs
     `datasets`; any other file is one text.
 
     >>> from tempfile import TemporaryDirectory
@@ -61,8 +61,8 @@ def read_samples(option: str, paths: Sequence[Path]) -> Iterator[Sample]:
     ...     [sample.text for sample in read_samples("--data", [path])]
     ['one']
 
-    Raises `Refused` for a path that is missing, cannot be read, or holds something else; the message names the
-    place. `option`: by which the paths were given.
+    Raises `Refused` for a path that is missing, cannot be read, or has other content; the message names the place.
+    `option`: the option with which the paths were given.
     """
     for path in paths:
         for file in _files(option, path):
@@ -71,13 +71,13 @@ def read_samples(option: str, paths: Sequence[Path]) -> Iterator[Sample]:
 
 def _files(option: str, path: Path) -> list[Path]:
     if path.is_dir():
-        # Many a folder has a config.json.
+        # Not .json: many folders have a config.json.
         known = JSON_LINES - {".json"} | TEXTS | {PARQUET}
         files = (file for file in path.rglob("*") if file.suffix.lower() in known and file.is_file())
-        found = sorted(file for file in files if not _is_hidden(file.relative_to(path)))
-        if not found:
+        visible = sorted(file for file in files if not _is_hidden(file.relative_to(path)))
+        if not visible:
             raise Refused(f"{option} {path} has no files that end with {', '.join(sorted(known))}")
-        return found
+        return visible
     if not path.is_file():
         what = "is neither a file nor a folder" if path.exists() else "does not exist"
         raise Refused(f"{option} {path} {what}; name files or folders")
@@ -85,7 +85,7 @@ def _files(option: str, path: Path) -> list[Path]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """As what editors and downloads leave behind."""
+    """Return whether a path is hidden, like temporary files of editors and downloads."""
     return any(part.startswith(".") for part in path.parts)
 
 
@@ -109,7 +109,7 @@ def _content(option: str, file: Path) -> bytes:
 
 def _decoded(option: str, place: str, content: bytes) -> str:
     try:
-        # Some editors put a mark before the text.
+        # Some editors put a byte order mark before the text.
         return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise Refused(f"{option} {place} must be in UTF-8, but is not (byte {error.start})") from None
@@ -133,21 +133,21 @@ def _lines(option: str, file: Path) -> Iterator[bytes]:
 
 def _object(option: str, place: str, line: str) -> Mapping[str, Any]:
     try:
-        found: object = json.loads(line)
+        value: object = json.loads(line)
     except (ValueError, RecursionError) as error:
         hint = "; write one object a line, not a list" if line.lstrip().startswith("[") else ""
         raise Refused(f"{option} {place} must be one JSON object, but is not: {error}{hint}") from None
-    if not isinstance(found, dict):
-        raise Refused(f"{option} {place} must be a JSON object with {_SHAPES}, but is a {type(found).__name__}")
+    if not isinstance(value, dict):
+        raise Refused(f"{option} {place} must be a JSON object with {_SHAPES}, but is a {type(value).__name__}")
     if "\\ud" in line.lower():
-        _check_pairs(f"{option} {place}", cast(object, found))
-    return cast("Mapping[str, Any]", found)
+        _check_pairs(f"{option} {place}", cast(object, value))
+    return cast("Mapping[str, Any]", value)
 
 
-def _check_pairs(place: str, found: object) -> None:
-    """JSON may have halves of surrogate pairs, which are no text."""
+def _check_pairs(place: str, value: object) -> None:
+    """Refuse halves of surrogate pairs, which JSON allows but which are not text."""
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise Refused(f"{place} must be text, but has half of a surrogate pair ({half})") from None
@@ -161,21 +161,21 @@ def _of_parquet(option: str, file: Path) -> Iterator[Sample]:
     log = logging.getLogger("datasets")
     level = log.level
     try:
-        # It prints what it raises, too.
+        # datasets also prints the errors that it raises.
         log.setLevel(logging.CRITICAL)
         rows: Iterable[Mapping[str, Any]] = datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
-    except Exception as error:  # readers raise errors of many libraries
+    except Exception as error:  # readers may raise errors of many libraries
         raise Refused(f"{option} {file} cannot be read as Parquet: {error}") from error
     finally:
         log.setLevel(level)
     for number, row in enumerate(rows, 1):
-        # A column that other rows have is None here.
+        # A column that only other rows have is None here.
         given = {name: value for name, value in row.items() if value is not None}
         yield sample_of(option, f"{file}:{number}", given)
 
 
 def sample_of(option: str, place: str, record: Mapping[str, Any]) -> Sample:
-    """The sample of a record: of several shapes ``messages`` counts first, then ``prompt`` and ``completion``.
+    """Convert a record to a sample by its ``messages``, else its ``prompt`` and ``completion``, else its ``text``.
 
     >>> sample_of("--data", "a:1", {"prompt": "1+1=", "completion": "2", "id": 7})
     Completion(place='a:1', prompt='1+1=', completion='2')
@@ -203,15 +203,15 @@ def _string(option: str, place: str, record: Mapping[str, Any], name: str) -> st
 def _chat(option: str, place: str, record: Mapping[str, Any]) -> Chat:
     messages, tools = cast("tuple[object, Any]", (record["messages"], record.get("tools")))
     if not isinstance(messages, list) or not messages:
-        told = repr(cast(object, messages))
-        raise Refused(f"{option} {place}: 'messages' must be a list of at least one message, but is {told:.60}")
+        shown = repr(cast(object, messages))
+        raise Refused(f"{option} {place}: 'messages' must be a list of at least one message, but is {shown:.60}")
     for message in cast("list[object]", messages):
         _check_message(f"{option} {place}", message)
     return Chat(place, cast("Sequence[Mapping[str, Any]]", messages), tools)
 
 
 def _check_message(place: str, message: object) -> None:
-    """Templates write whatever they get, such as a list's brackets, so only text may be a content."""
+    """Refuse a content that is not text: templates write anything, such as a list's brackets."""
     given = cast("Mapping[str, object]", message if isinstance(message, dict) else {})
     content = given.get("content")
     if not isinstance(given.get("role"), str) or (content is None and not given.get("tool_calls")):

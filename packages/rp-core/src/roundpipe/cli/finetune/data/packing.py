@@ -1,4 +1,4 @@
-"""Several documents in one sequence, with little room left."""
+"""Pack several documents into each sequence, with little space left over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
     `lengths`: each at most `size`.
     """
     rows: list[list[int]] = []
-    # The rows with so much room left, and these amounts in order.
+    # The rows by the room left in them, and these amounts in order.
     with_room: dict[int, list[list[int]]] = {}
     rooms: list[int] = []
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

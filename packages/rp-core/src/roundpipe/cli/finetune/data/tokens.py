@@ -1,4 +1,4 @@
-"""Documents as tokens: what is learned of each, what was cut, and which are held out."""
+"""Convert samples to documents of tokens: which are learned, which are cut, and which are held out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens that attend to each other. `learned`: one for each token that is a label, otherwise zero."""
+    """Tokens that attend to each other. `learned`: 1 for each token that is a label, otherwise 0."""
 
     tokens: array[int]
     learned: bytes
@@ -32,12 +32,12 @@ class Document:
 
     @property
     def digest(self) -> bytes:
-        """The SHA-256 of all of it."""
+        """The SHA-256 of the document."""
         return hashlib.sha256(self.tokens.tobytes() + self.learned).digest()
 
     @property
     def labels(self) -> int:
-        """How many tokens are learned: the first has nothing before it that could tell it."""
+        """The number of tokens that are learned; the first is not, since no token precedes it."""
         return sum(self.learned[1:])
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ class Document:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to samples: `longer`, than a sequence; `lost`, of these those with nothing left to learn."""
+    """Counts of samples. `longer`: longer than a sequence. `lost`: those of them with nothing left to learn."""
 
     samples: int = 0
     longer: int = 0
@@ -60,7 +60,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """All documents of some files. `has_end`: whether the tokenizer ends texts with a token of its own."""
+    """All documents of some files. `has_end`: whether the tokenizer has an end token."""
 
     all: Sequence[Document]
     counts: Counts
@@ -69,21 +69,21 @@ class Documents:
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each."""
+        """The number of tokens of each document."""
         return [len(document) for document in self.all]
 
     @property
     def tokens(self) -> int:
-        """The tokens of all."""
+        """The number of tokens of all documents."""
         return sum(self.lengths)
 
     @property
     def labels(self) -> int:
-        """The tokens that are learned."""
+        """The number of tokens that are learned."""
         return sum(document.labels for document in self.all)
 
     def digest(self) -> str:
-        """A checksum of all tokens and what is learned of them, in their order."""
+        """Return a checksum of all documents, in their order."""
         whole = hashlib.sha256()
         for document in self.all:
             whole.update(document.digest)
@@ -91,9 +91,9 @@ class Documents:
 
 
 class Reader:
-    """Makes documents of samples. `sequence`: the tokens that a document may have.
+    """Converts samples to documents. `sequence`: the most tokens of a document.
 
-    `completions_only`: learn completions, and what the assistant says, instead of everything.
+    `completions_only`: learn only completions and the assistant's messages, instead of everything.
     """
 
     def __init__(self, tokenizer: Any, *, sequence: int, completions_only: bool) -> None:
@@ -105,16 +105,16 @@ class Reader:
         self._template: ChatTemplate | None = None
 
     def read(self, samples: Iterable[Sample]) -> Documents:
-        """Raises `Refused`, with the sample's place, for one that has nothing to learn."""
+        """Convert samples. Raises `Refused`, with the sample's place, for one that has nothing to learn."""
         counts = Counts()
-        found = [
+        documents = [
             document for sample, whole in self._whole(samples) for document in self._cut(sample, whole, counts)
         ]
-        largest = max((max(document.tokens) for document in found), default=0)
-        return Documents(found, counts, self._end is not None, largest)
+        largest = max((max(document.tokens) for document in documents), default=0)
+        return Documents(documents, counts, self._end is not None, largest)
 
     def _whole(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, Document]]:
-        """Each sample's tokens, uncut; plain texts are tokenized many at once, which is faster."""
+        """Yield each sample's tokens, uncut. Plain texts are tokenized in groups, which is faster."""
         waiting = iter(samples)
         while group := list(islice(waiting, _AT_ONCE)):
             texts = [sample.text for sample in group if isinstance(sample, Text)]
@@ -129,7 +129,7 @@ class Reader:
             return self._of_completion(sample)
         if self._completions_only:
             raise Refused(
-                f"{sample.place} is text without a completion, so --completions-only learns nothing of it"
+                f"{sample.place} is text without a completion, so --completions-only learns nothing from it"
             )
         tokens = self._ended(next(tokenized))
         return _document(tokens, [True] * len(tokens))
@@ -142,7 +142,7 @@ class Reader:
         return _document(*template.tokens_and_assistant(chat))
 
     def _of_completion(self, sample: Completion) -> Document:
-        """The completion begins with the first token that the prompt alone does not have."""
+        """Return a document whose completion begins with the first token that differs from the prompt's."""
         prompt, whole = self._tokenized([sample.prompt, sample.prompt + sample.completion])
         start = next(
             (at for at, (one, other) in enumerate(zip(prompt, whole, strict=False)) if one != other), None
@@ -154,15 +154,15 @@ class Reader:
         return _document(tokens, [not self._completions_only or at >= start for at in range(len(tokens))])
 
     def _tokenized(self, texts: list[str]) -> list[list[int]]:
-        """Without a second token for the beginning, where a text begins with the first one itself."""
-        found: list[list[int]] = self._tokenizer(texts, verbose=False)["input_ids"]
-        return [self._begun_once(text, tokens) for text, tokens in zip(texts, found, strict=True)]
+        """Tokenize texts, without a second begin token if the text itself begins with one."""
+        ids: list[list[int]] = self._tokenizer(texts, verbose=False)["input_ids"]
+        return [self._begun_once(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
 
     def _begun_once(self, text: str, tokens: list[int]) -> list[int]:
         if self._begin is None or tokens[:2] != [self._begin] * 2:
             return tokens
         mark: str = self._tokenizer.bos_token
-        # Where the text itself has two, the tokenizer put none before them.
+        # If the text itself has two, the tokenizer has not added one.
         was_added = text.startswith(mark) and not text.startswith(mark * 2)
         return tokens[1:] if was_added else tokens
 
@@ -170,7 +170,7 @@ class Reader:
         return tokens if self._end is None or tokens[-1:] == [self._end] else [*tokens, self._end]
 
     def _cut(self, sample: Sample, whole: Document, counts: Counts) -> Iterator[Document]:
-        """A text in pieces, all of which are learned; of other samples the beginning."""
+        """Yield all pieces of a text, or the beginning of another sample, of at most a sequence each."""
         if not whole.labels or not _says_something(sample):
             raise Refused(f"{sample.place} has nothing to learn: {_why(sample, self._completions_only)}")
         counts.samples += 1
@@ -202,9 +202,9 @@ def _document(tokens: Sequence[int], learned: Sequence[bool]) -> Document:
 
 
 def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:
-    """Documents to train on, and about this part of them, one at least, to evaluate.
+    """Divide documents into those to train on and about this part of them, at least one, to evaluate on.
 
-    By their digests: equal documents stay together, and neither files' names nor their order counts.
+    Digests decide: equal documents stay together, and neither files' names nor their order matters.
 
     Raises `Refused` if nothing would be left to train on.
     """
@@ -212,8 +212,8 @@ def held_out(documents: Documents, part: float) -> tuple[Documents, Documents]:
     wanted = max(1, round(part * len(digests)))
     if len(digests) <= wanted:
         raise Refused(
-            f"--held-out {part:g} of {len(digests)} different samples leaves none to train on; give more --data, "
-            "or --eval-data"
+            f"--held-out {part:g} of {len(digests)} different samples leaves none to train on; provide more "
+            "--data, or --eval-data"
         )
     chosen = set(sorted(digests)[:wanted])
     one, other = ([d for d in documents.all if (d.digest in chosen) is given] for given in (False, True))
