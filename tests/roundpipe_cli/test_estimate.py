@@ -271,6 +271,21 @@ def test_the_documented_networks_are_those_that_hold_up_no_step() -> None:
 def test_cards_are_found_under_the_names_that_drivers_have() -> None:
     assert card_named("NVIDIA GeForce RTX 4090") is card_named("rtx4090") is card_named("4090")
     assert len({card_named(card.name) for card in CARDS}) == len(CARDS)
+    reported = {
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+        "NVIDIA A100-SXM4-80GB": "A100 80GB",
+        "NVIDIA A100-PCIE-40GB": "A100 40GB",
+        "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+        "RTX 4090 24GB": "RTX 4090",
+    }
+    for name, own in reported.items():
+        found = card_named(name)
+        assert found is not None, name
+        assert found.name == own
+    # Others, of which little is known.
+    for name in ("RTX 4090 48GB", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "A100", "GB"):
+        assert card_named(name) is None, name
 
 
 def test_this_machine_is_measured() -> None:

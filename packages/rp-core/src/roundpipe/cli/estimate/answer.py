@@ -82,6 +82,7 @@ def _model(found: Foretold) -> dict[str, Any]:
     workload = found.case.workload
     return {
         "name": workload.name,
+        "named_by_config": workload.named or workload.name,
         "parameters": workload.parameters,
         "trained_parameters": workload.trained,
         "layers": len(workload.observed.facts) - 2,
@@ -181,6 +182,8 @@ def _headings(found: Foretold) -> Iterator[str]:
         f"{' in halves' if workload.master == 'split' else ''}"
         f"{', stepped in backward' if workload.step_in_backward else ''}"
     )
+    if workload.named:
+        yield f"the config names {workload.named}: this is its language model, for which {workload.name} stands"
     card = machine.card
     ram = "RAM not given" if machine.ram is None else f"RAM {_gb(machine.ram.total_bytes)}"
     source = ", measured" if machine.is_measured else ""
@@ -195,7 +198,7 @@ def _headings(found: Foretold) -> Iterator[str]:
             f"{network.machines} machines like this; network {network.gb_s:.3g} GB/s from each and as much to it "
             f"({source})"
         )
-    yield f"a step: {found.case.batch} sequences of {workload.sequence} tokens"
+    yield f"a step: {_counted(found.case.batch, 'sequence')} of {_counted(workload.sequence, 'token')}"
 
 
 def _state(kind: str) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from rp_optim import Muon, muon_groups
@@ -50,7 +51,8 @@ class Workload:
     `expanded_bytes`: of the packed weights of one layer, expanded; the most of any. `expansion_bytes`: with what
     expanding them takes beside.
     `hidden`: the trained weights that Muon would orthogonalize. `is_sync`: of the steps, which counts for masters
-    in halves: these have second blocks of weights beside asynchronous ones alone.
+    in halves: these have second blocks of weights beside asynchronous ones alone. `named`: the class that the
+    config names, if that is another than `name`.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Workload:
     master: MasterKind = "whole"
     is_sync: bool = True
     step_in_backward: bool = False
+    named: str = ""
 
     @classmethod
     def of(
@@ -103,6 +106,7 @@ class Workload:
             "split" if master == "split" else "whole",
             is_sync,
             step_in_backward,
+            _named_otherwise(model),
         )
 
     @cached_property
@@ -261,6 +265,12 @@ class Workload:
         state = self._state_bytes(self.optimizer_state, shards)
         more = HostBytes(optimizer_state=state, activations=activations)
         return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
+
+
+def _named_otherwise(model: nn.Module) -> str:
+    """The class that the model's config names, if it is another, such as a classifier."""
+    names: Any = getattr(cast(Any, model).config, "architectures", None) or ()
+    return "" if type(model).__name__ in names else ", ".join(names)
 
 
 def _expanded_bytes(module: nn.Module) -> int:
