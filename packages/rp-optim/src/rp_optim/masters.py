@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -49,7 +50,8 @@ class Link:
     ``.grad``, which may be None. `squares`: the sum of the linked tensor's squares, once computed. `share`: asks
     the other processes, if masters are divided between several. `turn`: when its gradient arrives, if that is
     known; `stepped`: called when an optimizer has updated the master. `is_dropped`: whether code has set
-    ``.grad`` to None, or `Master.note_linked` has found that it drops it otherwise.
+    ``.grad`` to None, or `Master.note_linked` has found that it drops it otherwise. `thread`: the only one that
+    sees the link, if not all do.
     """
 
     gradients: Callable[[], Source | None]
@@ -63,6 +65,7 @@ class Link:
     factor: float = 1.0
     squares: float | None = None
     is_dropped: bool = False
+    thread: int | None = None
 
     def source(self, master: torch.Tensor) -> Source | None:
         """Wait for the low-precision gradient, and return it, checked; None if there is none."""
@@ -104,6 +107,9 @@ class Master(torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient in the master's dtype, or None."""
+        if self._is_anothers():
+            self.note_anothers()
+            return None
         if (link := source_link(self)) is not None:
             self.note_read()
             source = link.source(self)
@@ -118,6 +124,13 @@ class Master(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if self._is_anothers():
+            if value is not None:
+                raise InvalidLink(
+                    "the master is linked for a step on another thread, so its .grad cannot be set here; set it "
+                    "in the step function, or after the step"
+                )
+            return
         _OWN_GRAD.__set__(self, value)
         if self._link is not None:
             self._link.gradient_in = "grad"
@@ -127,8 +140,15 @@ class Master(torch.nn.Parameter):
     def grad(self) -> None:
         self.grad = None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch has an attribute
 
+    def _is_anothers(self) -> bool:
+        """Whether it is linked for another thread alone: here it has no gradient."""
+        return self._link is not None and link_of(self) is None
+
     def note_missing(self) -> None:
         """Called where ``.grad`` is read of a master that is not linked and has none; subclasses may say why."""
+
+    def note_anothers(self) -> None:
+        """Called where ``.grad`` is read of a master that is linked for another thread alone."""
 
     def note_linked(self) -> None:
         """Called where ``.grad`` is read of a linked master; subclasses may record what for."""
@@ -225,6 +245,8 @@ def link(
     share: Share | None = None,
     turn: int | None = None,
     stepped: Callable[[], None] | None = None,
+    *,
+    only_here: bool = False,
 ) -> None:
     """Link a master, until `unlink`, to its low-precision gradient and the low-precision weight made from it.
 
@@ -245,6 +267,8 @@ def link(
         turn: masters that have one are waited for and updated in the order of their turns, those of one turn
             together: for gradients whose memory is given to others once they have been read.
         stepped: called each time an optimizer of this package has updated the master.
+        only_here: the calling thread alone sees the link. To others the master has no gradient: what they drop
+            between steps, as in a training loop, is not that of a step under way.
 
     A step that writes the weight keeps the master's version counter. An update without a weight (no `weights`, or
     an optimizer of torch's) increments it. So a changed counter means that the weight is out of date.
@@ -270,7 +294,9 @@ def link(
         raise InvalidLink(
             "the master has a gradient of its own, which the linked one would hide; set .grad to None first"
         )
-    master._link = Link(gradients, weights, ready, written, share, turn, stepped)  # pyright: ignore[reportPrivateUsage]
+    made = Link(gradients, weights, ready, written, share, turn, stepped)
+    made.thread = threading.get_ident() if only_here else None
+    master._link = made  # pyright: ignore[reportPrivateUsage]
 
 
 def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
@@ -295,8 +321,11 @@ def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
 
 
 def link_of(parameter: torch.Tensor) -> Link | None:
-    """The link of a parameter; None if it is no master or not linked."""
-    return parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
+    """The link of a parameter; None if it is no master, not linked, or linked for another thread alone."""
+    found = parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
+    if found is None or found.thread in (None, threading.get_ident()):
+        return found
+    return None
 
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:

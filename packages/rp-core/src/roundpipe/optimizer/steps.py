@@ -25,6 +25,7 @@ from roundpipe.optimizer.gathering import Gathering
 from roundpipe.optimizer.gradient_loan import Consumed, Loan, abandon, take_back
 from roundpipe.optimizer.reduction import Incomplete, ReducedBlock
 from roundpipe.optimizer.shared_step import SharedStep
+from roundpipe.optimizer.watched import tell_reuse
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
 from roundpipe.runtime.tickets import Take, taking
@@ -226,6 +227,8 @@ def run_step(
                 is_taken = _update(name, parts, step_fn, tracer, shared)
         for part in parts if is_taken or shared is None else ():
             _publish(tracer, part.name, part.state, part.after, part.gathering)
+        for part in parts:
+            tell_reuse(part.name, part.state)
     finally:
         if shared is not None:
             shared.settle(tracer)
