@@ -274,8 +274,12 @@ def _run(job: Job, steps: int, done: int, reports: Reports, tokenizer: Any) -> N
         done, unwritten = _profiled(job, steps, done, reports, interruption)
         if interruption.is_asked():
             raise Interrupted(_stopped(job, done, steps), interruption.number) from unwritten
-        with _told_if_failed(folder):
-            job.manager.wait()
+        try:
+            with _told_if_failed(folder):
+                job.manager.wait()
+        except Unwritable as error:
+            # The model has fewer bytes than a checkpoint, so it may find room where that did not.
+            unwritten = unwritten or error
         _save(job, tokenizer)
     print(f"the model is in {folder / output.MODEL}", flush=True)
     if unwritten is not None:
