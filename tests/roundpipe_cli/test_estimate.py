@@ -188,18 +188,24 @@ def test_counts_are_those_of_torchs_counter_on_a_real_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dtype"), [*((name, torch.bfloat16) for name in OPTIMIZERS), ("adamw", torch.float32)]
+    ("optimizer", "dtype", "masters"),
+    [
+        *((name, torch.bfloat16, torch.float32) for name in OPTIMIZERS),
+        ("adamw", torch.float32, torch.float32),
+        ("adamw", torch.bfloat16, torch.bfloat16),
+        ("muon", torch.bfloat16, torch.bfloat16),
+    ],
 )
-def test_host_memory_is_the_engines_own_forecast(optimizer: str, dtype: torch.dtype) -> None:
+def test_host_memory_is_the_engines_own_forecast(optimizer: str, dtype: torch.dtype, masters: torch.dtype) -> None:
     config = Qwen3Config(**SHAPE, tie_word_embeddings=True)
     row = to_sequential(AutoModelForCausalLM.from_config(config, dtype=dtype))
     with Runtime("cpu:1") as runtime:
-        model = RoundPipe(row, optim_dtype=torch.float32, runtime=runtime, double_buffer=False)
+        model = RoundPipe(row, optim_dtype=masters, runtime=runtime, double_buffer=False)
         named = list(model.optim_named_parameters())
         is_muon = optimizer == "muon"
         trained = muon_groups(model.named_model, named, lr=0.1) if is_muon else [one for _, one in named]
         engine = model.memory_forecast(OPTIMIZERS[optimizer](trained), additions=2).whole
-    workload = Workload.of(on_meta(config, dtype), sequence=16, optimizer=optimizer)
+    workload = Workload.of(on_meta(config, dtype), sequence=16, optimizer=optimizer, optim_dtype=masters)
     layers = range(len(workload.observed.facts))
     tasks = [Task("FB", layers, range(0, 2), 0), Task("FB", layers, range(2, 4), 1)]
     ours = workload.forecast(tasks, 4, 1, Machine(CARDS[0], 2, None, 100.0)).whole

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from roundpipe.cli.estimate.advice import Change
 from roundpipe.cli.estimate.foretell import Bound, Foretold, Planned
 from roundpipe.cli.estimate.hardware import GIL_MS_PER_GB
@@ -24,6 +26,7 @@ _BOUNDS: Mapping[Bound, str] = {
     "network": "the network",
 }
 _KINDS = {"F": "forward", "FB": "both", "B": "backward"}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOST_STAGES = 16
 _MOST_CHANGES = 8
 # Kinds that are a smaller part of host memory are left out.
@@ -178,7 +181,7 @@ def _headings(found: Foretold) -> Iterator[str]:
     what += " on packed weights" if workload.expanded_bytes else ""
     yield (
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
-        f"{workload.optimizer}{_state(workload.optimizer_state)}, fp32 masters"
+        f"{workload.optimizer}{_state(workload.optimizer_state)}, {_DTYPES[workload.optim_dtype]} masters"
         f"{' in halves' if workload.master == 'split' else ''}"
         f"{', stepped in backward' if workload.step_in_backward else ''}"
     )

@@ -52,7 +52,7 @@ class Workload:
     expanding them takes beside.
     `hidden`: the trained weights that Muon would orthogonalize. `is_sync`: of the steps, which counts for masters
     in halves: these have second blocks of weights beside asynchronous ones alone. `named`: the class that the
-    config names, if that is another than `name`.
+    config names, if that is another than `name`. `optim_dtype`: of masters and moments.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Workload:
     is_sync: bool = True
     step_in_backward: bool = False
     named: str = ""
+    optim_dtype: torch.dtype = OPTIM_DTYPE
 
     @classmethod
     def of(
@@ -85,6 +86,7 @@ class Workload:
         master: str = "whole",
         is_sync: bool = True,
         step_in_backward: bool = False,
+        optim_dtype: torch.dtype = OPTIM_DTYPE,
     ) -> Workload:
         """Of a model on the meta device, whose frozen weights are packed here."""
         observed = observe(model, sequence)
@@ -107,6 +109,7 @@ class Workload:
             is_sync,
             step_in_backward,
             _named_otherwise(model),
+            optim_dtype,
         )
 
     @cached_property
@@ -132,8 +135,8 @@ class Workload:
         if self.optimizer == "muon":
             hidden = [tensor.shape for tensor in own if tensor in self.hidden]
             others = [tensor.shape for tensor in own if tensor not in self.hidden]
-            return muon_state_of(hidden, others, OPTIM_DTYPE, kind)
-        return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind)
+            return muon_state_of(hidden, others, self.optim_dtype, kind)
+        return state_of(self.optimizer, shapes, self.optim_dtype, kind)
 
     def shards(self, machines: int) -> Shards | None:
         """Who owns which parameter, as the machine sees it that owns most; None for one machine."""
@@ -257,7 +260,7 @@ class Workload:
     ) -> MemoryForecast:
         blocks = needed_by(
             self.groups,
-            HostOptions("alloc", OPTIM_DTYPE, None, self.master, self.step_in_backward),
+            HostOptions("alloc", self.optim_dtype, None, self.master, self.step_in_backward),
             second_blocks=second_blocks,
             additions=additions,
             shards=shards,

@@ -46,6 +46,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         is_sync=options.sync,
         is_adapted=options.lora is not None,
         packing=packing_of(config_file(options), options.pack),
+        optim_dtype=getattr(torch, options.optim_dtype),
     )
     return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch, _network(runtime)))
 
