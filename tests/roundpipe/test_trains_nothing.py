@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable
@@ -122,6 +123,114 @@ def test_dropping_gradients_after_a_step_was_launched_says_nothing(two: Runtime)
         model.zero_grad()
         optimizer.zero_grad()
         model.synchronize()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, roundpipe.optim.SGD, roundpipe.optim.AdamW])
+@pytest.mark.parametrize("outside", [False, True])
+def test_gradients_that_no_step_drops_are_told_once(
+    two: Runtime, make: Callable[..., torch.optim.Optimizer], outside: bool
+):
+    model = RoundPipe(mlp(), name="mine", runtime=two)
+    optimizer = make(model.optim_parameters(), lr=0.1)
+    words = r"'mine' were used by one step and.*optimizer\.zero_grad\(\)"
+    with pytest.warns(TrainingWarning, match=words) as told:
+        _train_without_dropping(model, optimizer, outside=outside)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("make", [torch.optim.SGD, roundpipe.optim.SGD])
+def test_what_a_loop_drops_beside_a_step_is_not_that_steps(
+    two: Runtime, make: Callable[..., torch.optim.Optimizer], set_to_none: bool
+):
+    layers = mlp()
+    model = RoundPipe(layers, runtime=two)
+    optimizer = make(model.optim_parameters(), lr=0.1)
+    started, may_go = threading.Event(), threading.Event()
+
+    def step() -> None:
+        started.set()
+        assert may_go.wait(30)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    before = [weight.detach().clone() for weight in layers.parameters()]
+    call(model)
+    model.step(step)
+    assert started.wait(30)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    may_go.set()
+    model.synchronize()
+    assert not any(map(torch.equal, before, layers.parameters()))
+
+
+def test_clipping_beside_a_step_leaves_that_steps_gradients(two: Runtime):
+    model = RoundPipe(mlp(), runtime=two)
+    masters = list(model.optim_parameters())
+    started, may_go = threading.Event(), threading.Event()
+    norms: list[torch.Tensor] = []
+
+    def step() -> None:
+        started.set()
+        assert may_go.wait(30)
+        norms.append(torch.nn.utils.clip_grad_norm_(masters, math.inf))
+
+    call(model)
+    model.step(step)
+    assert started.wait(30)
+    with pytest.warns(TrainingWarning, match="clip, log and drop them in the step function"):
+        assert torch.nn.utils.clip_grad_norm_(masters, 1e-9) == 0
+    assert roundpipe.optim.clip_grad_norm_(masters, 1e-9) == 0
+    may_go.set()
+    model.synchronize()
+    assert norms[0] > 1e-3
+
+
+def _train_without_dropping(model: RoundPipe, optimizer: torch.optim.Optimizer, *, outside: bool) -> None:
+    for _ in range(4):
+        call(model)
+        model.step(optimizer.step)
+        if outside:
+            optimizer.zero_grad()
+    model.synchronize()
+
+
+def _dropped_behind(model: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
+    model.step(optimizer.step)
+    model.zero_grad()
+
+
+def _dropped_before(model: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+    call(model)
+    model.step(optimizer.step)
+
+
+# How to drop gradients between steps.
+DROPPING: dict[str, Callable[[RoundPipe, torch.optim.Optimizer], object]] = {
+    "in the step function": lambda model, one: model.step(lambda: (one.step(), one.zero_grad())),
+    "set to zero": lambda model, one: model.step(lambda: (one.step(), one.zero_grad(set_to_none=False))),
+    "by the model, behind": _dropped_behind,
+    "by the model, before": _dropped_before,
+    "where no step is taken": lambda model, _: model.step(lambda: None),
+}
+
+
+@pytest.mark.parametrize("way", DROPPING)
+@pytest.mark.parametrize("make", [torch.optim.SGD, roundpipe.optim.SGD])
+def test_gradients_that_are_dropped_or_not_used_are_not_told_of(
+    two: Runtime, way: str, make: Callable[..., torch.optim.Optimizer]
+):
+    model = RoundPipe(mlp(), runtime=two)
+    optimizer = make(model.optim_parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            call(model)
+            call(model)
+            DROPPING[way](model, optimizer)
+        model.synchronize()
+    model.zero_grad()
 
 
 class _Held(torch.autograd.Function):

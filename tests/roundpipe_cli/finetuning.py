@@ -11,6 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -35,6 +36,7 @@ CONFIGS: dict[str, Any] = {
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     ),
     "gpt-neox": lambda: GPTNeoXConfig(**_HEADS),
+    "bert": lambda: BertConfig(**_HEADS),
     "mamba": lambda: MambaConfig(**_SIZES, state_size=4),
 }
 FAMILIES = ("llama", "qwen3", "qwen3-moe", "gemma2", "gpt2", "gpt-neox")

@@ -188,18 +188,24 @@ def test_counts_are_those_of_torchs_counter_on_a_real_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dtype"), [*((name, torch.bfloat16) for name in OPTIMIZERS), ("adamw", torch.float32)]
+    ("optimizer", "dtype", "masters"),
+    [
+        *((name, torch.bfloat16, torch.float32) for name in OPTIMIZERS),
+        ("adamw", torch.float32, torch.float32),
+        ("adamw", torch.bfloat16, torch.bfloat16),
+        ("muon", torch.bfloat16, torch.bfloat16),
+    ],
 )
-def test_host_memory_is_the_engines_own_forecast(optimizer: str, dtype: torch.dtype) -> None:
+def test_host_memory_is_the_engines_own_forecast(optimizer: str, dtype: torch.dtype, masters: torch.dtype) -> None:
     config = Qwen3Config(**SHAPE, tie_word_embeddings=True)
     row = to_sequential(AutoModelForCausalLM.from_config(config, dtype=dtype))
     with Runtime("cpu:1") as runtime:
-        model = RoundPipe(row, optim_dtype=torch.float32, runtime=runtime, double_buffer=False)
+        model = RoundPipe(row, optim_dtype=masters, runtime=runtime, double_buffer=False)
         named = list(model.optim_named_parameters())
         is_muon = optimizer == "muon"
         trained = muon_groups(model.named_model, named, lr=0.1) if is_muon else [one for _, one in named]
         engine = model.memory_forecast(OPTIMIZERS[optimizer](trained), additions=2).whole
-    workload = Workload.of(on_meta(config, dtype), sequence=16, optimizer=optimizer)
+    workload = Workload.of(on_meta(config, dtype), sequence=16, optimizer=optimizer, optim_dtype=masters)
     layers = range(len(workload.observed.facts))
     tasks = [Task("FB", layers, range(0, 2), 0), Task("FB", layers, range(2, 4), 1)]
     ours = workload.forecast(tasks, 4, 1, Machine(CARDS[0], 2, None, 100.0)).whole
@@ -271,6 +277,21 @@ def test_the_documented_networks_are_those_that_hold_up_no_step() -> None:
 def test_cards_are_found_under_the_names_that_drivers_have() -> None:
     assert card_named("NVIDIA GeForce RTX 4090") is card_named("rtx4090") is card_named("4090")
     assert len({card_named(card.name) for card in CARDS}) == len(CARDS)
+    reported = {
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+        "NVIDIA A100-SXM4-80GB": "A100 80GB",
+        "NVIDIA A100-PCIE-40GB": "A100 40GB",
+        "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+        "RTX 4090 24GB": "RTX 4090",
+    }
+    for name, own in reported.items():
+        found = card_named(name)
+        assert found is not None, name
+        assert found.name == own
+    # Others, of which little is known.
+    for name in ("RTX 4090 48GB", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "A100", "GB"):
+        assert card_named(name) is None, name
 
 
 def test_this_machine_is_measured() -> None:

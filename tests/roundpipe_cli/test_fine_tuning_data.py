@@ -19,7 +19,7 @@ from roundpipe.cli.finetune.data.batches import Sequences, Steps, labels_in
 from roundpipe.cli.finetune.data.documents import Chat, Completion, Sample, Text, read_samples
 from roundpipe.cli.finetune.data.packing import packed
 from roundpipe.cli.finetune.data.tokens import Counts, Document, Documents, Reader, held_out
-from roundpipe.cli.finetune.separation import check_separation
+from roundpipe.cli.finetune.sight import check_sight
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
@@ -245,7 +245,7 @@ def test_the_logits_of_a_packed_document_are_those_of_the_document_alone(family:
         with Runtime("cpu:2") as runtime:
             wrapped: Any = wrap_model_to_roundpipe(model, runtime=runtime, optim_dtype=torch.float32)
             logits = wrapped(**batch).logits
-            check_separation(wrapped, finetuning.VOCABULARY)
+            check_sight(wrapped, finetuning.VOCABULARY, is_packed=True)
 
     for row in rows:
         start = 0

@@ -10,8 +10,11 @@ from typing import NoReturn
 
 import finetuning
 import pytest
+import torch
 from roundpipe.cli import main
 from roundpipe.cli.finetune import run
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -237,6 +240,52 @@ def test_a_model_that_mixes_packed_documents_needs_them_unpacked(
     assert not (tmp_path / "run").exists()
 
     assert main(["train", "--model", str(folder), *settings, "--no-packing"]) == 0
+
+
+@pytest.mark.parametrize("packing", [[], ["--no-packing"]])
+def test_a_model_whose_tokens_see_later_ones_is_refused(
+    place: Path, tmp_path: Path, packing: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finetuning.make_model(tmp_path / "bert", "bert")
+    given = ["--data", str(place / "texts.jsonl"), "--output", str(tmp_path / "run"), *GOOD, *packing]
+
+    assert main(["train", "--model", str(folder), *given, "--steps", "1"]) == 2
+
+    told = capsys.readouterr().err
+    assert "no token sees later ones, but a BertLMHeadModel shows them" in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_that_lacks_weights_of_a_language_model_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finetuning.make_model(tmp_path / "classifier")
+    config = finetuning.CONFIGS["llama"]()
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    given = ["--data", str(place / "texts.jsonl"), "--output", str(tmp_path / "run"), *GOOD]
+
+    assert main(["train", "--model", str(folder), *given, "--steps", "1"]) == 2
+
+    told = capsys.readouterr().err
+    assert "must have all weights of a LlamaForCausalLM, but lacks lm_head.weight; name" in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_of_a_checkpoint_that_are_not_used_are_told(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finetuning.make_model(tmp_path / "more")
+    weights = load_file(folder / "model.safetensors")
+    more = {f"speaker.{number}.weight": torch.zeros(2) for number in range(5)}
+    save_file({**weights, **more}, folder / "model.safetensors", metadata={"format": "pt"})
+    given = ["--data", str(place / "texts.jsonl"), "--output", str(tmp_path / "run"), *GOOD]
+
+    assert main(["train", "--model", str(folder), *given, "--steps", "1"]) == 0
+
+    told = capsys.readouterr().out
+    assert "not used: speaker.0.weight, speaker.1.weight, speaker.2.weight and 2 more of" in told
 
 
 @pytest.mark.parametrize("name", ["lora", "data", "resume", "held-out", "batch"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import finetuning
 import programs
 import pytest
 from programs import COMMAND_LINE
@@ -12,6 +13,7 @@ from roundpipe.cli import main
 from roundpipe.cli.errors import Unwritable
 from roundpipe.cli.output import finished_files
 from roundpipe.cli.report import Metrics, Reports
+from transformers import AutoModelForCausalLM
 
 SMALL = ["--steps", "1", "--batch-size", "4", "--seq-len", "8", "--devices", "cpu:1"]
 # A file may have so many bytes at most: the metrics and the options fit, the weights do not.
@@ -53,6 +55,24 @@ def test_a_model_that_finds_no_room_is_one_line_and_leaves_no_part_of_it(tmp_pat
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl", "options.json"]
     assert folder.joinpath("config.json").read_text() == '"whole"'
     assert json.loads(folder.joinpath("options.json").read_text())["steps"] == 1
+
+
+@pytest.mark.slow
+def test_where_a_checkpoint_finds_no_room_the_model_is_written(tmp_path: Path) -> None:
+    model = finetuning.make_model(tmp_path / "model")
+    data = finetuning.json_lines(tmp_path / "data.jsonl", finetuning.texts())
+    folder = tmp_path / "run"
+    command = ["train", "--model", str(model), "--data", str(data), "--output", str(folder), "--devices", "cpu:1"]
+    sizes = ["--sequence", "24", "--batch", "2", "--steps", "2", "--save-every", "1"]
+    # The weights fit into a file, the optimizer's state does not.
+    limit = (folder.parent / "model" / "model.safetensors").stat().st_size * 3 // 2
+    program = PROGRAM.replace("100_000", str(limit))
+
+    status, _, complaints = programs.ended(program, *command, *sizes, imports=COMMAND_LINE)
+
+    assert status == 1
+    assert f"roundpipe: --output {folder}: the checkpoint" in complaints.splitlines()[-1]
+    assert AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
 def test_a_stdout_that_takes_no_more_is_one_line(text: Path) -> None:

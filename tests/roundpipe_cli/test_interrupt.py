@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import roundpipe_command
 from programs import COMMAND_LINE, Program
+from roundpipe import TrainingWarning
 from roundpipe.cli import main
 from roundpipe.cli.interrupt import Interruption
 from transformers import AutoModelForCausalLM
@@ -145,6 +147,24 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
 
     yield run
     signal.signal(signal.SIGINT, usual)
+
+
+def test_the_command_shows_its_own_warnings_in_one_line(
+    command: Callable[[Callable[[], int]], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+    def work() -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("some weights\n are lost", TrainingWarning, stacklevel=1)
+        return 0
+
+    assert command(work) == 0
+
+    assert capsys.readouterr().err == "roundpipe: warning: some weights are lost\n"
 
 
 def test_ctrl_c_that_an_interrupted_import_turns_into_another_error_is_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ SCHEMA: dict[str, Any] = {
     "short": dict,
     "model": {
         "name": str,
+        "named_by_config": str,
         "parameters": int,
         "trained_parameters": int,
         "layers": int,
@@ -327,6 +329,73 @@ def test_less_ram_than_is_proposed_does_not_fit(config: Write, capsys: pytest.Ca
     assert not found(capsys, "--model", path, *machine, flag, less)["fits"]
 
 
+LARGER = TINY | {"hidden_size": 512, "intermediate_size": 2048}
+CARD = "memory=2GB,link=10,tflops=1"
+# Where something is short, or could be faster: config, and options that are each given once.
+SUGGESTING: dict[str, tuple[Mapping[str, object], dict[str, str]]] = {
+    "short of RAM": (LARGER, {"--gpu": CARD, "--ram": "200MB", "--batch": "8", "--sequence": "256"}),
+    "adapters short of RAM": (LARGER, {"--gpu": CARD, "--ram": "32MB", "--sequence": "64", "--lora": "4"}),
+    "short of device memory": (
+        LARGER,
+        {"--gpu": "memory=610MB,link=1,tflops=1", "--ram": "8GB", "--batch": "2", "--link": "0.01"},
+    ),
+    "microbatches that are given": (
+        TINY,
+        {"--gpu": CARD, "--ram": "4GB", "--batch": "8", "--sequence": "2048", "--num-microbatch": "5"},
+    ),
+    "switches of two sizes": (
+        TINY,
+        {"--gpu": CARD, "--ram": "4GB", "--sequence": "4096", "--devices": "3", "--switches": "2,1"},
+    ),
+    "several machines": (
+        LARGER,
+        {"--gpu": CARD, "--ram": "200MB", "--sequence": "256", "--machines": "2", "--network": "1Gb"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SUGGESTING)
+def test_what_is_suggested_keeps_what_it_promises(
+    case: str, config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, options = SUGGESTING[case]
+    given = {"--model": config(content), **options}
+    suggested = found(capsys, *(word for pair in given.items() for word in pair))["changes"]
+    assert suggested
+    for change in suggested:
+        words = shlex.split(change["option"])
+        if words == ["--machines", "1"]:
+            words += ["--network", ""]
+        changed = given | (dict(zip(words[::2], words[1::2], strict=True)) if len(words) > 1 else {})
+        applied = [word for flag, value in changed.items() if value for word in (flag, value)]
+        then = found(capsys, *applied, *(words if len(words) == 1 else ()))
+        assert then["fits"], change
+        assert then["host_bytes"]["total"] == change["host_bytes"], change
+        assert then["plan"]["step_s"] == pytest.approx(change["step_s"]), change
+
+
+@pytest.mark.parametrize("memory", [1, 600 * 10**6, 650 * 10**6])
+def test_with_what_is_short_on_a_device_it_fits(
+    memory: int, config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--model", config(LARGER), "--batch", "2", "--ram", "64GB")
+    short = found(capsys, *options, "--gpu", f"memory={memory}B,link=1,tflops=1")["short"]
+    assert short["memory"] == "device"
+    enough = memory + short["bytes"]
+    assert found(capsys, *options, "--gpu", f"memory={enough}B,link=1,tflops=1")["fits"]
+    less = found(capsys, *options, "--gpu", f"memory={enough - 10**4}B,link=1,tflops=1")["short"]
+    assert less["memory"] == "device"
+
+
+def test_a_config_of_another_class_is_told(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "the config names Qwen3ForSequenceClassification: this is its language model, for which"
+    other = TINY | {"architectures": ["Qwen3ForSequenceClassification"]}
+    assert line in told(capsys, "--model", config(other), *SMALL)
+    assert found(capsys, "--model", config(other), *SMALL)["model"]["named_by_config"] == other["architectures"][0]
+    own = TINY | {"architectures": ["Qwen3ForCausalLM"]}
+    assert "the config names" not in told(capsys, "--model", config(own), *SMALL)
+
+
 def test_without_ram_it_is_told_how_much_there_must_be(config: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits the devices; the host must have " in told(capsys, "--model", config(TINY), *SMALL[:6])
 
@@ -454,6 +523,32 @@ def test_ram_without_a_unit_is_refused_with_the_way_to_write_it(
     assert "--ram: a size must have a unit, such as '64GB'" in refused(
         capsys, "--model", config(TINY), *SMALL[:2], "--ram", "64"
     )
+
+
+REFUSED_WITH = {
+    "more positions than the model has": (GPT_2, ["--sequence", "2048"], "--sequence must be at most 1024, the"),
+    "more microbatches than sequences": (
+        TINY,
+        ["--batch", "4", "--num-microbatch", "5"],
+        "at least 1 and at most 4, the --batch, but is '5'",
+    ),
+    "an option in another spelling": (
+        TINY,
+        ["--utilization", "0.4"],
+        "unknown argument '--utilization'; the nearest option is --utilisation",
+    ),
+    "no language model": ({"model_type": "t5"}, [], "no language model can be made of it: Unrecognized config"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_WITH)
+def test_what_is_wrong_is_told_in_a_line_that_one_reads(
+    case: str, config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, options, words = REFUSED_WITH[case]
+    shown = refused(capsys, "--model", config(content), "--gpu", "H100", *options)
+    assert words in shown
+    assert len(shown) < 600
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

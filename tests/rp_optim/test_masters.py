@@ -468,3 +468,30 @@ def test_masters_with_turns_are_updated_in_their_order_and_that_is_told() -> Non
     )
     assert not [word for word in log if word.startswith("look") or word == "stepped 3"]
     assert [float(one[0].detach()) for one in (*masters, plain)] == [0.5, 0.5, 0.5, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("only_here", [False, True])
+def test_a_link_of_one_thread_is_seen_by_that_thread_alone(only_here: bool) -> None:
+    master = Master(torch.zeros(2))
+    link(master, lambda: torch.ones(2), only_here=only_here)
+    seen: list[object] = []
+
+    def elsewhere() -> None:
+        seen.append(master.grad)
+        master.grad = None
+        try:
+            master.grad = torch.zeros(2)
+        except rp_optim.InvalidLink as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    if only_here:
+        assert seen[0] is None
+        assert "on another thread" in str(seen[1])
+        assert torch.equal(torch.ones(2), master.grad)
+    else:
+        assert len(seen) == 1
+        assert torch.equal(torch.zeros(2), master.grad)
+    unlink(master)

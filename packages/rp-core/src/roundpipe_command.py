@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
 _INTERRUPTED = 130
+# Where the classes of our warnings are.
+_OURS = ("roundpipe.", "rp_")
 _TOLD = b"roundpipe: interrupted\n"
 
 
@@ -44,6 +49,7 @@ def main() -> int:
     _AT_ONCE.begin()
     from roundpipe.cli import main as run
 
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
     try:
         _AT_ONCE.end()
         status = run()
@@ -57,6 +63,18 @@ def main() -> int:
         os.write(2, _TOLD)
         return _INTERRUPTED
     return status
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
+    """Show our own warnings in a line, without the place in our code; others as Python does."""
+    if not category.__module__.startswith(_OURS):
+        show(message, category, *where, **more)
+        return
+    from tqdm import tqdm  # the command imports as little as it can before it handles Ctrl-C
+
+    tqdm.write(f"roundpipe: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _came_of_ctrl_c(error: BaseException | None) -> bool:

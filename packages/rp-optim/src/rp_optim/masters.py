@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -51,7 +52,7 @@ class Link:
     exchanges values with the other processes, if masters are divided between several. `turn`: the position in the
     order in which gradients arrive, if known. `stepped`: called when an optimizer has updated the master.
     `is_dropped`: whether the gradient was dropped, by setting ``.grad`` to None or in another way that
-    `Master.note_linked` has noticed.
+    `Master.note_linked` has noticed. `thread`: the only thread that sees the link; None if all do.
     """
 
     gradients: Callable[[], Source | None]
@@ -65,6 +66,7 @@ class Link:
     factor: float = 1.0
     squares: float | None = None
     is_dropped: bool = False
+    thread: int | None = None
 
     def source(self, master: torch.Tensor) -> Source | None:
         """Wait for the low-precision gradient, check it and return it; None if there is none."""
@@ -106,6 +108,9 @@ class Master(torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient in the master's dtype, or None."""
+        if self._is_anothers():
+            self.note_anothers()
+            return None
         if (link := source_link(self)) is not None:
             self.note_read()
             source = link.source(self)
@@ -120,6 +125,13 @@ class Master(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if self._is_anothers():
+            if value is not None:
+                raise InvalidLink(
+                    "the master is linked for a step on another thread, so its .grad cannot be set here; set it "
+                    "in the step function, or after the step"
+                )
+            return
         _OWN_GRAD.__set__(self, value)
         if self._link is not None:
             self._link.gradient_in = "grad"
@@ -129,8 +141,15 @@ class Master(torch.nn.Parameter):
     def grad(self) -> None:
         self.grad = None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch has an attribute
 
+    def _is_anothers(self) -> bool:
+        """Whether it is linked for another thread alone: here it has no gradient."""
+        return self._link is not None and link_of(self) is None
+
     def note_missing(self) -> None:
         """Called when ``.grad`` of an unlinked master is read and is None. Subclasses may explain why."""
+
+    def note_anothers(self) -> None:
+        """Called where ``.grad`` is read of a master that is linked for another thread alone."""
 
     def note_linked(self) -> None:
         """Called when ``.grad`` of a linked master is read. Subclasses may record for what purpose."""
@@ -227,6 +246,8 @@ def link(
     share: Share | None = None,
     turn: int | None = None,
     stepped: Callable[[], None] | None = None,
+    *,
+    only_here: bool = False,
 ) -> None:
     """Link a master to its low-precision gradient and to the low-precision weight made from it, until `unlink`.
 
@@ -249,6 +270,8 @@ def link(
         turn: masters with a turn are updated in the order of their turns, those of one turn together, each after
             waiting for its gradient. For gradients whose memory is reused once they have been read.
         stepped: called each time an optimizer of this package has updated the master.
+        only_here: the calling thread alone sees the link. To others the master has no gradient: what they drop
+            between steps, as in a training loop, is not that of a step under way.
 
     A step that writes the weight keeps the master's version counter. An update without a weight (no `weights`, or
     an optimizer of torch's) increments it. So a changed counter means that the weight is out of date.
@@ -274,7 +297,9 @@ def link(
         raise InvalidLink(
             "the master has a gradient of its own, which the linked one would hide; set .grad to None first"
         )
-    master._link = Link(gradients, weights, ready, written, share, turn, stepped)  # pyright: ignore[reportPrivateUsage]
+    made = Link(gradients, weights, ready, written, share, turn, stepped)
+    made.thread = threading.get_ident() if only_here else None
+    master._link = made  # pyright: ignore[reportPrivateUsage]
 
 
 def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
@@ -299,8 +324,11 @@ def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
 
 
 def link_of(parameter: torch.Tensor) -> Link | None:
-    """Return the link of a parameter; None if it is not a master or not linked."""
-    return parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
+    """Return the link of a parameter; None if it is no master, not linked, or linked for another thread only."""
+    found = parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
+    if found is None or found.thread in (None, threading.get_ident()):
+        return found
+    return None
 
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:

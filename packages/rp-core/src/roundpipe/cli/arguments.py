@@ -44,11 +44,20 @@ def known_options() -> dict[str, str]:
 
 def _unknown(command: str, text: str) -> str:
     hint = ""
-    if command == "train" and text.startswith("--"):
-        flags = [f"--{name.replace('_', '-')}" for name in known_options()]
-        nearest = difflib.get_close_matches(text.partition("=")[0], flags, n=1)
+    if text.startswith("--"):
+        nearest = difflib.get_close_matches(text.partition("=")[0], _flags(command), n=1)
         hint = f"; the nearest option is {nearest[0]}" if nearest else ""
     return f"unknown argument {text!r}{hint}; `roundpipe {command} --help` shows the usage"
+
+
+def _flags(command: str) -> list[str]:
+    match command:
+        case "train":
+            return [f"--{name.replace('_', '-')}" for name in known_options()]
+        case "plan":
+            return [*(flag for flag, _, _ in _PLAN_VALUES), "--step-in-backward", "--num-microbatch", "--json"]
+        case _:
+            return ["--devices", "--json"]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -113,6 +113,8 @@ class Loan:
                 self._share,
                 self._turn,
                 None if self._turn is None else partial(self._note_read, index),
+                # In a step during backward all others are refused, see `_refuse_inside`.
+                only_here=self._turn is None,
             )
             self._lent.append(master)
             self._versions.append(master._version)
@@ -124,6 +126,20 @@ class Loan:
         """Return whether the step has updated any of the masters."""
         versions = [master._version for master in self._lent]
         return self._has_changed or bool(self.block.complete) or versions != self._versions
+
+    def changed(self) -> set[int]:
+        """The indices of the masters that the step has updated."""
+        now = [master._version for master in self._lent]
+        written = {index for index, version in enumerate(now) if version != self._versions[index]}
+        return written | set(self.block.complete)
+
+    def note_left(self, indices: set[int], values: Sequence[torch.Tensor | object | None]) -> None:
+        """The step has left gradients that it has used; some were left by the step before, and so used again."""
+        again = [values[index] for index in indices & self.gradient.left]
+        # What was set to zero counts as dropped.
+        if any(bool(value.any()) if isinstance(value, torch.Tensor) else True for value in again):
+            self._state.reuses_gradients = True
+        self.gradient.left |= indices
 
     def end(self) -> list[torch.Tensor | object | None]:
         """Unlink the masters; return the result of `rp_optim.unlink` for each."""
@@ -273,7 +289,9 @@ def take_back(loans: Sequence[Loan]) -> None:
         loan.arrive()
         loan.check_complete()
     for loan in loans:
-        for index, remains in enumerate(loan.end()):
+        changed, values = loan.changed(), loan.end()
+        loan.note_left({index for index in changed if values[index] is not None}, values)
+        for index, remains in enumerate(values):
             if remains is None:
                 loan.gradient.drop((index,))
             elif isinstance(remains, torch.Tensor):

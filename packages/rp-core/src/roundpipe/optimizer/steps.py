@@ -18,6 +18,7 @@ from roundpipe.optimizer.gradient_loan import Loan, abandon, take_back
 from roundpipe.optimizer.reduction import Incomplete
 from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.optimizer.step_part import Part
+from roundpipe.optimizer.watched import tell_reuse
 from roundpipe.state.master import note_optimizer
 from roundpipe.telemetry.machine import Machine
 from roundpipe.telemetry.tracing import OPTIMIZER, SILENT, Tracer
@@ -40,6 +41,8 @@ def run_step(
                 is_taken = _update(name, parts, step_fn, tracer, shared)
         for part in parts if is_taken or shared is None else ():
             part.after.run(tracer)
+        for part in parts:
+            tell_reuse(part.name, part.state)
     finally:
         if shared is not None:
             shared.settle(tracer)

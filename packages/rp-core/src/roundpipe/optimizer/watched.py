@@ -157,6 +157,19 @@ def tell_thawed(name: str, states: Sequence[ModelState]) -> None:
         )
 
 
+def tell_reuse(name: str, state: ModelState) -> None:
+    """Warn once if a step has used gradients again that the step before it had used."""
+    if state.reuses_gradients and not state.is_reuse_told:
+        state.is_reuse_told = True
+        warnings.warn(
+            f"gradients of model {name!r} were used by one step and, with others added, by the next: nothing has "
+            f"dropped them between, which an optimizer's zero_grad() does in the step function alone: {_STEP}; or "
+            "call model.zero_grad()",
+            TrainingWarning,
+            stacklevel=2,
+        )
+
+
 @cache
 def watch_optimizers() -> None:
     """Register hooks that check all optimizers of the process when they step.

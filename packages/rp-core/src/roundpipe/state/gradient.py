@@ -53,6 +53,8 @@ class Gradient:
         # By a segment's start: its sum over machines, beside 16-bit gradients.
         self._totals: dict[int, torch.Tensor] = {}
         self.place: Place | None = None
+        # Of which parameters a step has used what is held, and left it.
+        self.left: set[int] = set()
 
     def share(self, place: Place) -> None:
         """Use memory that other gradients use, too: one task writes it, and the next step reads it."""
@@ -244,6 +246,7 @@ class Gradient:
     def drop(self, indices: Iterable[int] | None = None) -> None:
         """Drop the gradients of some parameters; of all by default."""
         dropped = self.written if indices is None else set(indices)
+        self.left -= dropped
         for summand in self._summands:
             summand.written -= dropped
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import local
-from typing import TypeGuard, cast
+from typing import Protocol, TypeGuard, cast
 
 import torch
 from rp_optim import Master, SplitMaster, write_weights
@@ -37,6 +37,14 @@ _PART_ONLY = (
 )
 # The masters whose gradients are divided between machines.
 _DIVIDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class TellsNone(Protocol):
+    """Returns once what is wrong with a read of a gradient that is not there."""
+
+    def __call__(self, *, is_under_way: bool) -> str | None:
+        """Return the words, or None. `is_under_way`: a step has the gradient, on its own thread."""
+        ...
 
 
 class _PerThread(local):
@@ -86,9 +94,17 @@ class _FromEngine(Master):
 
     def note_missing(self) -> None:
         """See `Master.note_missing`."""
-        tell = cast("Callable[[], str | None] | None", _ON_MISSING.get(self))  # pyright: ignore[reportUnknownMemberType]
-        if tell is not None and (words := tell()) is not None:
-            warnings.warn(words, TrainingWarning, stacklevel=3)
+        self._tell_none(is_under_way=False)
+
+    def note_anothers(self) -> None:
+        """See `Master.note_anothers`. What a loop drops beside a step is not the step's."""
+        if not _in_zero_grad():
+            self._tell_none(is_under_way=True)
+
+    def _tell_none(self, *, is_under_way: bool) -> None:
+        tell = cast("TellsNone | None", _ON_MISSING.get(self))  # pyright: ignore[reportUnknownMemberType]
+        if tell is not None and (words := tell(is_under_way=is_under_way)) is not None:
+            warnings.warn(words, TrainingWarning, stacklevel=4)
 
     def note_read(self) -> None:
         """See `Master.note_read`. Raises `AloneOnly` where the gradients are divided between machines."""
@@ -166,6 +182,6 @@ def refuse_reads(master: Master) -> None:
     _DIVIDED[master] = True
 
 
-def watch_reads(master: Master, tell: Callable[[], str | None]) -> None:
+def watch_reads(master: Master, tell: TellsNone) -> None:
     """Warn as `tell` returns, if it does, whenever ``.grad`` of `master` is read but missing."""
     _ON_MISSING[master] = tell

@@ -49,11 +49,12 @@ class _MissingWarning:
         self._state = weakref.ref(state)
         self._is_told = False
 
-    def __call__(self) -> str | None:
+    def __call__(self, *, is_under_way: bool) -> str | None:
         state = self._state()
-        if self._is_told or state is None or state.is_stepping:
+        if self._is_told or state is None or (state.is_stepping and not is_under_way):
             return None
-        if state.num_runs == (0 if state.options.steps_in_backward else state.stepped_runs):
+        launched = 0 if state.options.steps_in_backward else state.stepped_runs
+        if state.num_runs == launched and not is_under_way:
             return None
         if state.options.steps_in_backward and is_in_optimizer():
             # An optimizer over several models reads the gradients of all of them in each model's step.
@@ -126,6 +127,9 @@ class ModelState:
         self.failed: str | None = None
         self.mixed: str | None = None
         self.is_stepping = False
+        # Whether a step has used gradients that the step before it had used, and whether that was told.
+        self.reuses_gradients = False
+        self.is_reuse_told = False
         self.is_part = False
         self.build(foresee)
 

@@ -12,7 +12,7 @@ from rp_optim.checks import check_memory
 from rp_optim.errors import InvalidLink, InvalidParameter
 from rp_optim.kernels.kernel import kernel_for
 from rp_optim.kernels.updates import Spot
-from rp_optim.masters import Master, link_of
+from rp_optim.masters import Master
 from rp_optim.worker import wait_for_steps
 
 # Torch's attributes and methods that need no values of the tensor. Everything else makes a master whole.
@@ -180,7 +180,7 @@ class SplitMaster(Master):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if link_of(self) is not None:
+        if self._link is not None:
             return super().__reduce_ex__(protocol)  # which refuses
         plain = torch.nn.Parameter(self.joined(), self.requires_grad)
         return plain.__reduce_ex__(protocol)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

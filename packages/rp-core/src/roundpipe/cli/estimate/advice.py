@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roundpipe.cli.estimate.cards import CARDS
+from roundpipe.cli.estimate.cards import CARDS, Card
 from roundpipe.cli.estimate.foretell import Foretold, foretell
-from roundpipe.cli.estimate.meta.meta_model import model_of, packing_of
+from roundpipe.cli.estimate.hardware import Machine, machine_of
+from roundpipe.cli.estimate.meta.meta_model import check_positions, model_of, packing_of
 from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.options import PlanOptions
 from roundpipe.cli.estimate.workload import Workload
@@ -39,12 +41,18 @@ class Change:
 
 
 def changes(options: PlanOptions, now: Foretold) -> list[Change]:
-    """Return the changes that fit, smallest first, if `now` does not; otherwise the faster ones, fastest first."""
+    """Where it does not fit: what fits then, smallest changes first; otherwise what pays, fastest first.
+
+    Each is foretold as the command itself would with that option, so it keeps what it promises.
+    """
     if not now.fits:
-        return [change for change in _smaller(options, now) if change.then.fits]
-    least = _PAYS * now.tokens_per_s
-    faster = [change for change in _faster(options, now) if change.then.fits and change.then.tokens_per_s > least]
-    return sorted(faster, key=lambda change: -change.then.tokens_per_s)
+        return list(_smaller(options, now))
+
+    def pays(change: Change) -> bool:
+        return change.then.fits and change.then.tokens_per_s > _PAYS * now.tokens_per_s
+
+    found = filter(pays, map(_settled, filter(pays, _faster(options, now))))
+    return sorted(found, key=lambda change: -change.then.tokens_per_s)
 
 
 def _smaller(options: PlanOptions, now: Foretold) -> Iterator[Change]:
@@ -52,78 +60,84 @@ def _smaller(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     if now.planned is None:
         yield from _for_devices(options, now)
     if options.lora is None:
-        yield _change(f"--lora {RANK}", now, workload=_of(options, lora=RANK))
+        yield from _first_that_fits([_change(f"--lora {RANK}", now, workload=_of(options, lora=RANK))])
     elif options.pack is None:
-        yield _change(f"--pack {_PACKING}", now, workload=_of(options, pack=_PACKING))
+        yield from _first_that_fits([_change(f"--pack {_PACKING}", now, workload=_of(options, pack=_PACKING))])
     if not now.forecast.fits:
         yield from _for_host(options, now)
 
 
+def _first_that_fits(changes: Iterable[Change]) -> Iterator[Change]:
+    """The first of these changes that fits, if any does."""
+    settled = (_settled(change) for change in changes if change.then.fits)
+    yield from itertools.islice((change for change in settled if change.then.fits), 1)
+
+
 def _for_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     if now.case.microbatches is not None:
-        yield _change("--num-microbatch auto", now)
-    sequence = options.sequence // 2
-    while sequence >= _SHORTEST:
-        change = _change(f"--sequence {sequence}", now, workload=_of(options, sequence=sequence))
-        if change.then.fits:
-            yield change
-            break
-        sequence //= 2
+        yield from _first_that_fits([_change("--num-microbatch auto", now, microbatches=None)])
+    halves = (options.sequence >> times for times in itertools.count(1))
+    lengths = itertools.takewhile(lambda length: length >= _SHORTEST, halves)
+    yield from _first_that_fits(
+        _change(f"--sequence {length}", now, workload=_of(options, sequence=length)) for length in lengths
+    )
     wanted = now.case.machine.card.memory_bytes + now.device_short_bytes
     larger = sorted((card for card in CARDS if card.memory_bytes >= wanted), key=lambda card: card.memory_bytes)
-    for card in larger[:1]:
-        yield _change(f"--gpu '{card.name}'", now, machine=replace(now.case.machine, card=card))
+    yield from _first_that_fits(
+        _change(f"--gpu '{card.name}'", now, machine=_with_card(options, now, card)) for card in larger
+    )
+
+
+def _with_card(options: PlanOptions, now: Foretold, card: Card) -> Machine:
+    """The machine with other cards: as the option gives it, or this machine, if it was measured."""
+    machine = now.case.machine
+    return replace(machine, card=card) if machine.is_measured else machine_of(replace(options, card=card))
 
 
 def _for_host(options: PlanOptions, now: Foretold) -> Iterator[Change]:
-    """Yield changes for host memory. They keep the number of microbatches, on which it hardly depends."""
-    count = None if now.planned is None else now.planned.microbatches
-    if 1 < now.case.machines <= options.batch // 2:
-        yield _more_machines(now)
+    workload = now.case.workload
+    yield from _first_that_fits(_more_machines(options, now))
     if options.master == "whole":
-        workload = replace(now.case.workload, master="split")
-        change = _change("--master split", now, workload=workload, microbatches=count)
-        if change.then.fits:
-            yield change
+        split = replace(workload, master="split")
+        yield from _first_that_fits([_change("--master split", now, workload=split)])
     if not options.step_in_backward and now.case.machines == 1:
-        workload = replace(now.case.workload, step_in_backward=True)
-        change = _change("--step-in-backward", now, workload=workload, microbatches=count)
-        if change.then.fits:
-            yield change
-    for kind in _SMALLER_KINDS if options.optimizer_state == "fp32" else ():
-        workload = replace(now.case.workload, optimizer_state=kind)
-        change = _change(f"--optimizer-state {kind}", now, workload=workload, microbatches=count)
-        if change.then.fits:
-            yield change
-            break
-    is_adam = options.optimizer in ("adam", "adamw")
-    for name in _SMALLER_STATES if is_adam else ():
-        workload = replace(now.case.workload, optimizer=name)
-        change = _change(f"--optimizer {name}", now, workload=workload, microbatches=count)
-        if change.then.fits:
-            yield change
-            break
-    latest = now
+        stepped = replace(workload, step_in_backward=True)
+        yield from _first_that_fits([_change("--step-in-backward", now, workload=stepped)])
+    yield from _first_that_fits(
+        _change(f"--optimizer-state {kind}", now, workload=replace(workload, optimizer_state=kind))
+        for kind in (_SMALLER_KINDS if options.optimizer_state == "fp32" else ())
+    )
+    yield from _first_that_fits(
+        _change(f"--optimizer {name}", now, workload=replace(workload, optimizer=name))
+        for name in (_SMALLER_STATES if options.optimizer in ("adam", "adamw") else ())
+    )
+    yield from _first_that_fits(_more_ram(now))
+
+
+def _more_ram(now: Foretold) -> Iterator[Change]:
+    """Larger and larger RAM: what stays free for the system, and what the engine makes of it, grow with it."""
+    found = now
     for _ in range(_MOST_TRIED):
-        # The reserve for the system grows with the RAM.
-        forecast = latest.forecast
+        forecast = found.forecast
         gb = -(-(forecast.limit.total_bytes + forecast.short_bytes) // _GB)
         ram = replace(forecast.limit, total_bytes=gb * _GB, free_bytes=gb * _GB)
-        machine = replace(now.case.machine, ram=ram)
-        change = _change(f"--ram {gb}GB", now, machine=machine, microbatches=count)
-        latest = change.then
-        if latest.forecast.fits:
-            yield change
+        change = _settled(_change(f"--ram {gb}GB", now, machine=replace(now.case.machine, ram=ram)))
+        found = change.then
+        yield change
+        if found.forecast.fits:
             return
 
 
 def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     """Yield small changes: settings first, then doubled numbers."""
     if now.case.microbatches is not None:
-        yield _change("--num-microbatch auto", now)
+        yield _change("--num-microbatch auto", now, microbatches=None)
     yield _change(f"--batch {2 * options.batch}", now, batch=2 * options.batch)
-    devices = 2 * now.case.machine.devices
-    yield _change(f"--devices {devices}", now, machine=now.case.machine.with_devices(devices))
+    machine = now.case.machine.with_devices(2 * now.case.machine.devices)
+    switches = ",".join(str(len(switch.devices)) for switch in machine.switches)
+    # Given switches have to add up to the devices.
+    beside = f" --switches {switches}" if options.switches else ""
+    yield _change(f"--devices {machine.devices}{beside}", now, machine=machine)
     if now.case.machines > 1:
         yield from _of_machines(options, now)
 
@@ -138,20 +152,25 @@ def _of_machines(options: PlanOptions, now: Foretold) -> Iterator[Change]:
             if change.then.tokens_per_s > _PAYS * now.tokens_per_s:
                 yield change
                 break
-    if 2 * network.machines <= options.batch:
-        yield _more_machines(now)
+    yield from _more_machines(options, now)
     yield _change("--machines 1", now, network=ONE_MACHINE)
 
 
-def _more_machines(now: Foretold) -> Change:
+def _more_machines(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+    """Twice the machines, where there are several, and sequences and microbatches for each."""
     network = replace(now.case.network, machines=2 * now.case.machines)
-    return _change(f"--machines {network.machines}", now, network=network)
+    if now.case.machines > 1 and network.machines <= min(options.batch, now.case.microbatches or options.batch):
+        yield _change(f"--machines {network.machines}", now, network=network)
 
 
 def _change(option: str, now: Foretold, **changed: Any) -> Change:  # Any: fields of `Case`
-    """Return the answer with other values; the number of microbatches is chosen again unless it is given."""
-    case = replace(now.case, **{"microbatches": None, **changed})
-    return Change(option, foretell(case, settles=False))
+    """The first answer with other values; the number of microbatches is chosen anew unless it is given."""
+    return Change(option, foretell(replace(now.case, **changed), settles=False))
+
+
+def _settled(change: Change) -> Change:
+    """With the answer that the command would give."""
+    return Change(change.option, foretell(change.then.case))
 
 
 def _of(options: PlanOptions, **changed: Any) -> Workload:  # Any: fields of `PlanOptions`
@@ -161,8 +180,10 @@ def _of(options: PlanOptions, **changed: Any) -> Workload:  # Any: fields of `Pl
 
 def workload_of(options: PlanOptions) -> Workload:
     """Return the workload that the options describe. Raises `Refused` for a model that cannot be planned for."""
+    model = model_of(options.model, options.lora, pack=options.pack)
+    check_positions(model, options.sequence)
     return Workload.of(
-        model_of(options.model, options.lora, pack=options.pack),
+        model,
         sequence=options.sequence,
         optimizer=options.optimizer,
         optimizer_state=options.optimizer_state,

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from roundpipe.cli.estimate.advice import Change
 from roundpipe.cli.estimate.foretell import Bound, Foretold, Planned
 from roundpipe.cli.estimate.hardware import GIL_MS_PER_GB
@@ -24,6 +26,7 @@ _BOUNDS: Mapping[Bound, str] = {
     "network": "the network",
 }
 _KINDS = {"F": "forward", "FB": "both", "B": "backward"}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOST_STAGES = 16
 _MOST_CHANGES = 8
 # Kinds that are a smaller part of host memory are left out.
@@ -82,6 +85,7 @@ def _model(answer: Foretold) -> dict[str, Any]:
     workload = answer.case.workload
     return {
         "name": workload.name,
+        "named_by_config": workload.named or workload.name,
         "parameters": workload.parameters,
         "trained_parameters": workload.trained,
         "layers": len(workload.observed.facts) - 2,
@@ -177,10 +181,12 @@ def _headings(answer: Foretold) -> Iterator[str]:
     what += " on packed weights" if workload.expanded_bytes else ""
     yield (
         f"{workload.name}: {_billion(workload.parameters)} parameters, {parts - 2} layers; {what}, "
-        f"{workload.optimizer}{_state(workload.optimizer_state)}, fp32 masters"
+        f"{workload.optimizer}{_state(workload.optimizer_state)}, {_DTYPES[workload.optim_dtype]} masters"
         f"{' in halves' if workload.master == 'split' else ''}"
         f"{', stepped in backward' if workload.step_in_backward else ''}"
     )
+    if workload.named:
+        yield f"the config names {workload.named}: this is its language model, for which {workload.name} stands"
     card = machine.card
     ram = "RAM not given" if machine.ram is None else f"RAM {_gb(machine.ram.total_bytes)}"
     source = ", measured" if machine.is_measured else ""
@@ -195,7 +201,7 @@ def _headings(answer: Foretold) -> Iterator[str]:
             f"{network.machines} machines like this; network {network.gb_s:.3g} GB/s from each and as much to it "
             f"({source})"
         )
-    yield f"a step: {answer.case.batch} sequences of {workload.sequence} tokens"
+    yield f"a step: {_counted(answer.case.batch, 'sequence')} of {_counted(workload.sequence, 'token')}"
 
 
 def _state(kind: str) -> str:

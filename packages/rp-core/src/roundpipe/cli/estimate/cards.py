@@ -48,16 +48,22 @@ CARDS = (
 def card_named(name: str) -> Card | None:
     """Return the card with this name, ignoring case, spaces and maker; None if the table has none.
 
+    A driver's names also have the form and the memory, as in ``NVIDIA A100-SXM4-80GB``.
+
     >>> card_named("NVIDIA GeForce rtx4090").memory_bytes >> 30
     24
+    >>> card_named("NVIDIA H100 80GB HBM3").name, card_named("NVIDIA H100 PCIe").name
+    ('H100', 'H100 PCIe')
     >>> card_named("4090").name
     'RTX 4090'
     >>> card_named("TPU") is None
     True
     """
+    names = {_plain(card.name) + memory: card for card in CARDS for memory in ("", f"{card.memory_bytes >> 30}gb")}
     wanted = _plain(name)
-    return next((card for card in CARDS if _plain(card.name) == wanted), None)
+    # Of most cards the table has one form.
+    return names.get(wanted) or names.get(wanted.replace("pcie", ""))
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|rtx|[^a-z0-9]", "", name.lower())
+    return re.sub(r"nvidia|geforce|rtx|generation|sxm\d?|hbm\d?e?|[^a-z0-9]", "", name.lower())

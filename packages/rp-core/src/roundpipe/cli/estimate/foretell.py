@@ -9,7 +9,7 @@ from typing import Literal
 
 from rp_sched import Course, Dealer, LayerCost, Limits, Resource, Search, Task, simulate, simulated_ms
 
-from roundpipe.cli.estimate.hardware import Machine
+from roundpipe.cli.estimate.hardware import Machine, memory_bytes_for
 from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.workload import Workload, size_of
 from roundpipe.engine.memory.forecast import MemoryForecast
@@ -134,7 +134,8 @@ def _lacking_bytes(case: Case, sequences: int) -> int:
     """Return the bytes that a device lacks to run each layer alone, with gradients, activations and workspace."""
     costs = case.workload.costs(sequences, case.machine.card.tflops)
     most = max(cost.weight_bytes + cost.gradient_bytes + cost.kept_bytes for cost in costs)
-    return max(most + case.workload.working_bytes(sequences) - case.machine.usable_bytes, 1)
+    least = memory_bytes_for(most + case.workload.working_bytes(sequences))
+    return max(least - case.machine.card.memory_bytes, 1)
 
 
 def _problem(case: Case, sequences: int) -> tuple[list[LayerCost], Limits]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -79,6 +80,11 @@ class Machine:
         groups = [range(at, min(at + size, devices)) for at in range(0, devices, size)]
         switches = tuple(replace(first, devices=tuple(group)) for group in groups)
         return replace(self, devices=devices, switches=switches)
+
+
+def memory_bytes_for(nbytes: int) -> int:
+    """The memory of a card of which plans may use so many bytes."""
+    return math.ceil(nbytes / USABLE) + CONTEXT_BYTES + 1
 
 
 def machine_of(options: PlanOptions) -> Machine:

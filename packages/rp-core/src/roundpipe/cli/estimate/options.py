@@ -11,7 +11,7 @@ from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.cards import CARDS, Card, card_named
 from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.optimizers import OPTIMIZERS
-from roundpipe.cli.options import MOST_MICROBATCHES, Given, master, optimizer_state, packing
+from roundpipe.cli.options import MOST_MICROBATCHES, Given, master, optimizer_state, packing, whole
 from roundpipe.runtime.host_limit import parse_bytes
 
 THIS = "this"
@@ -172,8 +172,16 @@ def _optimizer(text: str) -> str:
 
 
 def _microbatches(text: str, batch: int) -> int | None:
-    return (
-        None if text == "auto" else _whole("--num-microbatch", text, min(batch, MOST_MICROBATCHES), "'auto' or ")
+    if text == "auto":
+        return None
+    most = min(batch, MOST_MICROBATCHES)
+    return whole(
+        "--num-microbatch",
+        text,
+        least=1,
+        most=most,
+        also="'auto' or ",
+        why=", the --batch" if most == batch else "",
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from rp_optim import Muon, muon_groups
@@ -50,7 +51,8 @@ class Workload:
 
     `expanded_bytes`: the largest size of one layer's packed weights when expanded. `expansion_bytes`: the same
     with the workspace of expanding them. `hidden`: the trained weights that Muon would orthogonalize. `is_sync`:
-    whether steps are synchronous; masters in halves have second blocks of weights only if they are not.
+    whether steps are synchronous; masters in halves have second blocks of weights only if they are not. `named`:
+    the class that the config names, if that is another than `name`. `optim_dtype`: of masters and moments.
     """
 
     name: str
@@ -67,6 +69,8 @@ class Workload:
     master: MasterKind = "whole"
     is_sync: bool = True
     step_in_backward: bool = False
+    named: str = ""
+    optim_dtype: torch.dtype = OPTIM_DTYPE
 
     @classmethod
     def of(
@@ -82,6 +86,7 @@ class Workload:
         master: str = "whole",
         is_sync: bool = True,
         step_in_backward: bool = False,
+        optim_dtype: torch.dtype = OPTIM_DTYPE,
     ) -> Workload:
         """Create the workload of a model on the meta device, whose frozen weights are packed here."""
         observed = observe(model, sequence)
@@ -103,6 +108,8 @@ class Workload:
             "split" if master == "split" else "whole",
             is_sync,
             step_in_backward,
+            _named_otherwise(model),
+            optim_dtype,
         )
 
     @cached_property
@@ -128,8 +135,8 @@ class Workload:
         if self.optimizer == "muon":
             hidden = [tensor.shape for tensor in own if tensor in self.hidden]
             others = [tensor.shape for tensor in own if tensor not in self.hidden]
-            return muon_state_of(hidden, others, OPTIM_DTYPE, kind)
-        return state_of(self.optimizer, shapes, OPTIM_DTYPE, kind)
+            return muon_state_of(hidden, others, self.optim_dtype, kind)
+        return state_of(self.optimizer, shapes, self.optim_dtype, kind)
 
     def shards(self, machines: int) -> Shards | None:
         """Return the owners of parameters, for the machine that owns most; None for one machine."""
@@ -252,7 +259,7 @@ class Workload:
     ) -> MemoryForecast:
         blocks = needed_by(
             self.groups,
-            HostOptions("alloc", OPTIM_DTYPE, None, self.master, self.step_in_backward),
+            HostOptions("alloc", self.optim_dtype, None, self.master, self.step_in_backward),
             second_blocks=second_blocks,
             additions=additions,
             shards=shards,
@@ -260,6 +267,12 @@ class Workload:
         state = self._state_bytes(self.optimizer_state, shards)
         more = HostBytes(optimizer_state=state, activations=activations)
         return MemoryForecast(self.name, "to train", blocks + more, HostBytes(), limit)
+
+
+def _named_otherwise(model: nn.Module) -> str:
+    """The class that the model's config names, if it is another, such as a classifier."""
+    names: Any = getattr(cast(Any, model).config, "architectures", None) or ()
+    return "" if type(model).__name__ in names else ", ".join(names)
 
 
 def _expanded_bytes(module: nn.Module) -> int:

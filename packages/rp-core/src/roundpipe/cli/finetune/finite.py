@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe
 from roundpipe.cli.errors import Refused
-
-_TOKENS = 8
-
-
-def check_weights(model: RoundPipe, vocabulary: int) -> None:
-    """Raise `Refused` with the name of a weight that is not finite, if the logits of a few tokens are not."""
-    tokens = torch.arange(_TOKENS).remainder(vocabulary)[None]
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():  # pyright: ignore[reportUnknownMemberType]
-            outputs = model(input_ids=tokens, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
-    finally:
-        model.train(was_training)
-    check_logits(model, outputs.logits)
 
 
 def check_logits(model: RoundPipe, logits: Tensor) -> None:

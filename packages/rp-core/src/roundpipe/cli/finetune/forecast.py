@@ -11,7 +11,7 @@ from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.answer import as_summary
 from roundpipe.cli.estimate.foretell import Case, Foretold, foretell
 from roundpipe.cli.estimate.hardware import measured
-from roundpipe.cli.estimate.meta.meta_model import model_of, packing_of
+from roundpipe.cli.estimate.meta.meta_model import check_positions, model_of, packing_of
 from roundpipe.cli.estimate.network import ONE_MACHINE, Network
 from roundpipe.cli.estimate.workload import Workload
 from roundpipe.cli.finetune.model import config_file
@@ -35,7 +35,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         pack=options.pack,
     )
     _check_vocabulary(model, largest_token)
-    _check_positions(model, options.sequence)
+    check_positions(model, options.sequence)
     workload = Workload.of(
         model,
         sequence=options.sequence,
@@ -46,6 +46,7 @@ def foretold(options: FineTuning, runtime: Runtime, largest_token: int) -> Foret
         is_sync=options.sync,
         is_adapted=options.lora is not None,
         packing=packing_of(config_file(options), options.pack),
+        optim_dtype=getattr(torch, options.optim_dtype),
     )
     return foretell(Case(workload, measured(runtime), options.batch, options.num_microbatch, _network(runtime)))
 
@@ -63,13 +64,6 @@ def _check_vocabulary(model: torch.nn.Module, largest_token: int) -> None:
             f"the tokenizer makes tokens up to {largest_token}, but the model has {size}; give the model's own "
             "tokenizer with --tokenizer"
         )
-
-
-def _check_positions(model: torch.nn.Module, sequence: int) -> None:
-    most: Any = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
-    # Some configs have -1, or nothing, for no limit.
-    if isinstance(most, int) and 0 < most < sequence:
-        raise Refused(f"--sequence must be at most {most}, the positions that the model has, but is {sequence}")
 
 
 def vocabulary_of(model: torch.nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ from roundpipe.loading import STORED
 
 # Weight files that are not read; a folder with one of these does not count as one without weights.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.ckpt", "*.index.json")
+# Of a list of weights, so many are named.
+_NAMES_SHOWN = 3
 
 
 def config_file(options: FineTuning) -> Path:
@@ -112,12 +114,43 @@ def _wrapped(options: FineTuning, wrapping: dict[str, Any]) -> Any:
     try:
         if has_weights(options):
             own: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "pack": options.pack}
-            return from_pretrained(options.model, adapt=adapt, **own, **wrapping)
+            return from_pretrained(options.model, _model_class(options), adapt=adapt, **own, **wrapping)
         return wrap_model_to_roundpipe(adapt(_packed(options, _random(options, dtype))), **wrapping)
     except UnsupportedModel as error:
         raise Refused(f"--model {options.model} cannot be trained by this command: {error}") from error
     except (ValueError, OSError) as error:
         raise Refused(f"--model {options.model} cannot be loaded: {error}") from error
+
+
+def _model_class(options: FineTuning) -> type[Any] | None:
+    """What loads the model. Packed weights that stay as stored are put together elsewhere."""
+    return None if options.pack == STORED else _Whole
+
+
+class _Whole:
+    """`AutoModelForCausalLM` for checkpoints that have all its weights: transformers draws others at random."""
+
+    @staticmethod
+    def from_pretrained(directory: str, **given: Any) -> nn.Module:
+        """The model. Raises `Refused` if weights are missing; tells of those that it has no use for."""
+        from transformers import AutoModelForCausalLM
+
+        loader: Any = AutoModelForCausalLM
+        model, told = loader.from_pretrained(directory, output_loading_info=True, **given)
+        missing, unused = (sorted(map(str, told[name])) for name in ("missing_keys", "unexpected_keys"))
+        if missing:
+            raise Refused(
+                f"--model {directory} must have all weights of a {type(model).__name__}, but lacks "
+                f"{_listed(missing)}; name the checkpoint of a whole language model"
+            )
+        if unused:
+            print(f"not used: {_listed(unused)} of {directory}, which a {type(model).__name__} does not have")
+        return model
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
 
 
 def _packed(options: FineTuning, model: nn.Module) -> nn.Module:

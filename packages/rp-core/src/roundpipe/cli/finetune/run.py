@@ -19,7 +19,7 @@ from roundpipe.cli.finetune.data.batches import Sequences, Steps
 from roundpipe.cli.finetune.data.documents import read_samples
 from roundpipe.cli.finetune.data.tokens import Documents, Reader, held_out
 from roundpipe.cli.finetune.earlier import OF_A_MACHINE, check_same, checkpoint_microbatches, flag
-from roundpipe.cli.finetune.finite import check_weights, spoilt_weight
+from roundpipe.cli.finetune.finite import spoilt_weight
 from roundpipe.cli.finetune.forecast import check_host, foretold, summary, vocabulary_of
 from roundpipe.cli.finetune.job import Evaluation, Job
 from roundpipe.cli.finetune.model import (
@@ -33,7 +33,7 @@ from roundpipe.cli.finetune.model import (
 )
 from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.finetune.places import check_places
-from roundpipe.cli.finetune.separation import check_separation
+from roundpipe.cli.finetune.sight import check_sight
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.report import Metrics, Progress, Reports, TensorBoard, say, tensorboard_writer
@@ -185,8 +185,7 @@ def _train(options: FineTuning, tokenizer: Any, data: Data, runtime: Runtime, cr
         print(f"random weights: {options.model} has none", flush=True)
     print(f"{_described(options, data)}\n{plan}", flush=True)
     model = wrapped(options, runtime, count)
-    check = check_separation if options.packing else check_weights
-    check(model, vocabulary_of(model.named_model))
+    check_sight(model, vocabulary_of(model.named_model), is_packed=options.packing)
     updates = Updates(model, options, data.steps)
     check_host(model, updates.optimizer, options.accumulation)
     _begin(options, model, updates, data, tokenizer, runtime, crew)
@@ -275,8 +274,12 @@ def _run(job: Job, steps: int, done: int, reports: Reports, tokenizer: Any) -> N
         done, unwritten = _profiled(job, steps, done, reports, interruption)
         if interruption.is_asked():
             raise Interrupted(_stopped(job, done, steps), interruption.number) from unwritten
-        with _as_unwritable(folder):
-            job.manager.wait()
+        try:
+            with _as_unwritable(folder):
+                job.manager.wait()
+        except Unwritable as error:
+            # The model has fewer bytes than a checkpoint, so it may find room where that did not.
+            unwritten = unwritten or error
         _save(job, tokenizer)
     print(f"the model is in {folder / output.MODEL}", flush=True)
     if unwritten is not None:

@@ -21,6 +21,8 @@ from roundpipe.packing.frozen import pack_frozen
 _MOST_BYTES = 16 * 2**20
 # The scheduler's limit.
 _MOST_LAYERS = 4000
+# Characters shown of an error that other code raised.
+_MOST_TOLD = 300
 # The number of dimensions of stacked experts.
 _STACK = 3
 
@@ -50,6 +52,14 @@ def model_of(
         which = "linear layers to adapt" if targets is None else f"layers named {', '.join(targets)}"
         raise Refused(f"--lora: the layers of a {type(model).__name__} have no {which}")
     return model.train()
+
+
+def check_positions(model: nn.Module, sequence: int) -> None:
+    """Raise `Refused` for a sequence of more tokens than the model has positions."""
+    most: Any = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
+    # Some configs have -1, or nothing, for any number.
+    if isinstance(most, int) and 0 < most < sequence:
+        raise Refused(f"--sequence must be at most {most}, the positions that the model has, but is {sequence}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,7 @@ def _config(path: Path, *, is_stored: bool) -> Any:  # Any: each model has its o
             del config.quantization_config
         return config
     except Exception as error:  # transformers checks configs in many ways
-        raise Refused(f"--model {path} cannot be used: {error}") from error
+        raise Refused(f"--model {path} cannot be used: {_brief(error)}") from error
 
 
 def _check_layers(path: Path, fields: dict[str, object]) -> None:
@@ -209,4 +219,10 @@ def _made(path: Path, config: Any, dtype: torch.dtype | None) -> nn.Module:  # A
         with torch.device("meta"):
             return cast(nn.Module, maker.from_config(config, dtype=dtype))
     except Exception as error:  # a model's constructor is foreign code
-        raise Refused(f"--model {path}: no language model can be created from it: {error}") from error
+        raise Refused(f"--model {path}: no language model can be created from it: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    """Return the beginning of an error's message: transformers' lists all models that there are."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD].rpartition(' ')[0]} ..."

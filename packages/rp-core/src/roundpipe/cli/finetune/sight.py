@@ -1,0 +1,87 @@
+"""Tests on the model itself, before it trains, that its tokens see what they should and nothing else."""
+# Torch leaves norms, medians and its random state untyped:
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.cli.errors import Refused
+from roundpipe.cli.finetune.finite import check_logits
+
+# Two documents, whose lengths differ so that positions differ, too.
+_FIRST, _SECOND = 7, 9
+# The most change of a document's logits by packing, as a part of the change by joining; rounding may be more.
+_OF_JOINED = 0.1
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def check_sight(model: RoundPipe, vocabulary: int, *, is_packed: bool) -> None:
+    """Raise `Refused` unless logits are the same whatever comes later, and for weights that are not finite.
+
+    If documents are packed, a document's logits must also be the same after another document as alone. One call
+    compares the sequences: one text with two ends; and a document after another with restarted positions, and at
+    the beginning. Models of transformers derive a mask from the positions, unless their code lacks that; models
+    that carry a state along, such as Mamba, have no mask.
+    """
+    logits = _logits(model, vocabulary, is_packed=is_packed)
+    rounding = _ROUNDING.get(next(model.named_model.parameters()).dtype, max(_ROUNDING.values()))
+    name = type(model.named_model).__name__
+    later = _change(logits[1, :_FIRST], logits[0, :_FIRST])
+    if later > rounding:
+        raise Refused(
+            f"--model must be a language model, in which no token sees later ones, but a {name} shows them "
+            f"(tested: logits change by {later:.1%} with later tokens), so it would learn to copy what it is to "
+            "predict; name another model, or set is_decoder in its config.json if it has that"
+        )
+    if not is_packed:
+        return
+    alone = logits[3, :_SECOND]
+    joined, packed = (_change(logits[row, _FIRST:], alone) for row in (0, 2))
+    if packed > max(_OF_JOINED * joined, rounding):
+        raise Refused(
+            f"--no-packing must be given: a {name} does not keep packed documents apart (tested: the logits of a "
+            f"document change by {packed:.0%} after another one)"
+        )
+
+
+def _logits(model: RoundPipe, vocabulary: int, *, is_packed: bool) -> Tensor:
+    """Return the logits of each of the sequences."""
+    inputs = _sequences(vocabulary, is_packed=is_packed)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            found: Any = model(**inputs, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+    except TypeError as error:
+        if not is_packed:
+            raise
+        raise Refused(f"--no-packing must be given: the model takes no position_ids ({error})") from error
+    finally:
+        model.train(was_training)
+    check_logits(model, found.logits)
+    return found.logits.float()
+
+
+def _sequences(vocabulary: int, *, is_packed: bool) -> dict[str, Tensor]:
+    """Return one text with two ends; if documents are packed, also a document after another, and before it."""
+    numbers = torch.Generator().manual_seed(0)
+    first, second, third, other_end = (
+        torch.randint(vocabulary, (length,), generator=numbers) for length in (_FIRST, _SECOND, _FIRST, _SECOND)
+    )
+    texts = [torch.cat([first, second]), torch.cat([first, other_end])]
+    if not is_packed:
+        return {"input_ids": torch.stack(texts)}
+    whole, one, other = torch.arange(_FIRST + _SECOND), torch.arange(_FIRST), torch.arange(_SECOND)
+    documents = [torch.cat([first, second]), torch.cat([second, third])]
+    positions = [whole, whole, torch.cat([one, other]), torch.cat([other, one])]
+    return {"input_ids": torch.stack([*texts, *documents]), "position_ids": torch.stack(positions)}
+
+
+def _change(found: Tensor, alone: Tensor) -> float:
+    """Return the median change over tokens: if rounding sends a token to another expert, a few change a lot."""
+    return float(((found - alone).norm(dim=-1) / alone.norm(dim=-1)).median())
