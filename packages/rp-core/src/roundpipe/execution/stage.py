@@ -405,6 +405,7 @@ class Stage:
         with self._part("loss function"):
             found = self._seeded(Drawer("loss"), microbatch, lambda: loss_fn(output, label), again=False)
         losses, treedef = check_losses(found)
+        self._call.losses_seen.check(len(losses))
         packet = self._courier.send(treedef, losses, [False] * len(losses), Origins())
         self._exchange.put(Slot("loss", self._call.num_layers, microbatch), packet)
         self._place = ("in the loss function, backward, microbatch {1}", -1, microbatch)
