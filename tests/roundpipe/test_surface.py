@@ -246,7 +246,7 @@ def test_microbatches_with_more_losses_than_others_are_refused(two: Runtime) -> 
     def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> list[torch.Tensor]:
         return [outputs.sum()] * int(label[0])
 
-    with pytest.raises(TypeError, match="as many losses .* returned 2 for one and 1 for another") as refused:
+    with pytest.raises(TypeError, match=r"as many losses .* returned 2 for one and 1 for another") as refused:
         model.forward_backward((torch.ones(4, 2),), label=torch.tensor([1, 1, 2, 2]), loss_fn=loss_fn)
     # As any error of a loss function, behind which gradients may be incomplete.
     assert "in the loss function" in refused.value.__notes__[0]
