@@ -15,9 +15,15 @@ from rp_sched import Plan
 
 from roundpipe.checkpoints.layout import Layout, layout_of
 from roundpipe.checkpoints.random_state import restore_random_states
-from roundpipe.checkpoints.reading.differences import Notes, refuse_other_counts, refuse_other_model
+from roundpipe.checkpoints.reading.differences import (
+    Notes,
+    note_left_out,
+    refuse_other_counts,
+    refuse_other_model,
+)
 from roundpipe.checkpoints.reading.opened import Opened
 from roundpipe.checkpoints.reading.optimizer_state import Matched
+from roundpipe.checkpoints.snapshot import Training
 from roundpipe.checkpoints.tensor_file import sample
 from roundpipe.engine.capture import Held
 from roundpipe.models.base import RoundPipeBase
@@ -61,7 +67,7 @@ def load_checkpoint(
         path: a checkpoint.
         model: the same model, wrapped in any way, on any number and kind of devices. Its weights are overwritten.
         optimizer, scaler, schedulers: as many, and of the same parameters, as were saved; or none, and they are
-            not loaded.
+            not loaded, which a `CheckpointWarning` tells of the scaler and schedulers of an optimizer that is.
         random: whether the process's random number generators get their states, too.
 
     All files are read and compared with their checksums before anything is changed. Tensors then are read straight
@@ -90,12 +96,11 @@ def load_checkpoint(
         raise TypeError(
             f"model must be a RoundPipe or AutoRoundPipe, but is a {type(model).__name__}; wrap it first"
         )
-    optimizers, several = _several(optimizer), _several(schedulers)
+    training = Training.checked(optimizer, scaler, schedulers)
+    optimizers = training.optimizers
     notes = Notes()
     layout = layout_of(model)
-    opened = _opened_by_all(
-        Path(os.path.abspath(path)), model.runtime, _Wanted(layout, optimizers, several, scaler)
-    )
+    opened = _opened_by_all(Path(os.path.abspath(path)), model.runtime, _Wanted(layout, training))
     with model.runtime.launching(), lasting(), torch.no_grad():
         is_behind = bool(opened.description["is_behind"])
         held = {id(one.tensor): one for one in model.joint.begin_restoring(is_behind=is_behind)}
@@ -108,7 +113,9 @@ def load_checkpoint(
             matched.load(notes)
         model.joint.restored(is_behind=is_behind)
     _load_computed(opened, layout)
-    _load_rest(opened, scaler, several)
+    _load_rest(opened, scaler, training.schedulers)
+    if optimizers:
+        note_left_out(opened, training.schedulers, scaler, notes)
     if random:
         restore_random_states(opened.value("random"))
     return _loaded(opened, notes)
@@ -119,15 +126,14 @@ class _Wanted:
     """What a checkpoint is loaded into."""
 
     layout: Layout
-    optimizers: tuple[Any, ...]
-    schedulers: tuple[Any, ...]
-    scaler: Any
+    training: Training
 
     def open(self, path: Path) -> Opened:
         """A checkpoint that fits."""
         opened = Opened(path)
         refuse_other_model(opened, self.layout)
-        refuse_other_counts(opened, self.optimizers, self.schedulers, self.scaler)
+        training = self.training
+        refuse_other_counts(opened, training.optimizers, training.schedulers, training.scaler)
         return opened
 
 
@@ -266,9 +272,3 @@ def _ranges(name: str, value: Any) -> Any:
     if name in ("in_turn", "devices") or value is None:
         return value
     return range(*value) if name == "fused" else tuple(range(*one) for one in value)
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
-    return tuple(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else (given,)
