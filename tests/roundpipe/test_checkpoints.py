@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -535,3 +536,30 @@ def test_a_damaged_one_is_told_and_the_one_before_it_is_loaded(tmp_path: Path, t
         found = manager.load_latest(own.model, own.optimizer)
     assert found is not None
     assert found.step == 0
+
+
+def test_one_that_another_process_removes_for_a_newer_one_is_passed_by_for_that(
+    tmp_path: Path, two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, reader = job(two), job(two)
+    writing = CheckpointManager(tmp_path, keep_last=1)
+    writing.save(own.model, own.optimizer, step=1, wait=True)
+    own.train(0, 1)
+    real = roundpipe.checkpoints.manager.load_checkpoint
+    to_do: list[Any] = [lambda: writing.save(own.model, own.optimizer, step=2, wait=True)]
+
+    def meanwhile(path: Path, *args: Any, **kwargs: Any) -> Any:
+        while to_do:
+            to_do.pop()()
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(roundpipe.checkpoints.manager, "load_checkpoint", meanwhile)
+    found = CheckpointManager(tmp_path).load_latest(reader.model, reader.optimizer)
+    assert found is not None
+    assert found.step == 2
+    assert equal(reader.weights(), own.weights())
+
+    # With no newer one, a training does not begin anew in silence.
+    to_do.append(lambda: shutil.rmtree(found.path))
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        writing.load_latest(reader.model, reader.optimizer)
