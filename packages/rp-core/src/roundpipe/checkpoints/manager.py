@@ -205,8 +205,8 @@ class CheckpointManager:
     ) -> LoadedCheckpoint | None:
         """Load the newest whole checkpoint; None if there is none. `options` are those of `load_checkpoint`.
 
-        One that is damaged is told by a `CheckpointWarning` that names the file, and the one before it is tried. One
-        that another process removes meanwhile, since it has saved a newer one, is passed by for that.
+        One that is damaged is told by a `CheckpointWarning` that names the file, and the one before it is tried.
+        One that another process removes meanwhile, since it has saved a newer one, is passed by for that.
 
         Raises what `load_checkpoint` raises, and `CheckpointDamaged` if there are only damaged ones.
         """
