@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -319,13 +321,49 @@ def test_arguments_are_checked_at_the_call(tmp_path: Path, two: Runtime) -> None
         CheckpointError, match=r"^data\.f must be made of numbers, .* but its type is function; omit"
     ):
         save_checkpoint(tmp_path / "c", own.model, data={"f": print and (lambda: 1)})
+    with pytest.raises(CheckpointError, match=r"^data\.rows must be .* type is ndarray; .*torch\.from_numpy"):
+        save_checkpoint(tmp_path / "c", own.model, data={"rows": torch.arange(3).numpy()})
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"parameter 0 of optimizer 0.* is not one of the model's"):
-        save_checkpoint(tmp_path / "c", own.model, stranger)
-    assert list(tmp_path.iterdir()) == []
+    for wait in (True, False):
+        with pytest.raises(CheckpointError, match=r"parameter 0 of optimizer 0.* is not one of the model's"):
+            save_checkpoint(tmp_path / "c", own.model, stranger, wait=wait)
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="is not one of the model's"):
+        manager.save(own.model, stranger, step=1)
+    manager.wait()
+    assert [list(path.iterdir()) for path in tmp_path.iterdir()] == [[]]
     path = saved(own, tmp_path / "c")
+    for wrong, told in (
+        ({"optimizer": "Adam"}, "optimizer must be a torch.optim.Optimizer or several, but is a str"),
+        ({"schedulers": own.optimizer}, "schedulers must be a learning-rate scheduler or several, but one is a"),
+        ({"scaler": 2.0**16}, "scaler must be a GradScaler or None, but is a float"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            load_checkpoint(path, own.model, **wrong)
+        with pytest.raises(TypeError, match=told):
+            save_checkpoint(tmp_path / "d", own.model, **wrong)
     with pytest.raises(CheckpointError, match="exists already and is not replaced"):
         saved(own, path)
+
+
+def test_schedulers_and_a_scaler_that_are_left_out_beside_their_optimizer_are_told(
+    tmp_path: Path, two: Runtime
+) -> None:
+    own = job(two)
+    schedule = torch.optim.lr_scheduler.StepLR(own.optimizer, 1)
+    scaler = roundpipe.GradScaler(runtime=two)
+    own.train(0, 1)
+    path = save_checkpoint(tmp_path / "c", own.model, own.optimizer, schedulers=schedule, scaler=scaler).path
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_checkpoint(path, own.model)
+        load_checkpoint(path, own.model, own.optimizer, schedulers=schedule, scaler=scaler)
+    with pytest.warns(CheckpointWarning) as told:
+        loaded = load_checkpoint(path, own.model, own.optimizer)
+    assert ["schedulers=... to go on" in note or "scaler=... to go on" in note for note in loaded.notes] == [
+        True
+    ] * 2
+    assert [str(one.message) for one in told] == list(loaded.notes)
 
 
 def test_gradients_that_are_not_saved_are_told(tmp_path: Path, two: Runtime) -> None:
@@ -498,3 +536,30 @@ def test_a_damaged_one_is_told_and_the_one_before_it_is_loaded(tmp_path: Path, t
         found = manager.load_latest(own.model, own.optimizer)
     assert found is not None
     assert found.step == 0
+
+
+def test_one_that_another_process_removes_for_a_newer_one_is_passed_by_for_that(
+    tmp_path: Path, two: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, reader = job(two), job(two)
+    writing = CheckpointManager(tmp_path, keep_last=1)
+    writing.save(own.model, own.optimizer, step=1, wait=True)
+    own.train(0, 1)
+    real = roundpipe.checkpoints.manager.load_checkpoint
+    to_do: list[Any] = [lambda: writing.save(own.model, own.optimizer, step=2, wait=True)]
+
+    def meanwhile(path: Path, *args: Any, **kwargs: Any) -> Any:
+        while to_do:
+            to_do.pop()()
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(roundpipe.checkpoints.manager, "load_checkpoint", meanwhile)
+    found = CheckpointManager(tmp_path).load_latest(reader.model, reader.optimizer)
+    assert found is not None
+    assert found.step == 2
+    assert equal(reader.weights(), own.weights())
+
+    # With no newer one, a training does not begin anew in silence.
+    to_do.append(lambda: shutil.rmtree(found.path))
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        writing.load_latest(reader.model, reader.optimizer)

@@ -240,6 +240,20 @@ def test_a_loss_function_that_returns_a_sequence_gives_a_list_of_sums(
     assert_near(gradients(layers), gradients(truth), 1e-4)
 
 
+def test_microbatches_with_more_losses_than_others_are_refused(two: Runtime) -> None:
+    model = RoundPipe(nn.Linear(2, 2), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+
+    def loss_fn(outputs: torch.Tensor, label: torch.Tensor) -> list[torch.Tensor]:
+        return [outputs.sum()] * int(label[0])
+
+    with pytest.raises(TypeError, match=r"as many losses .* returned 2 for one and 1 for another") as refused:
+        model.forward_backward((torch.ones(4, 2),), label=torch.tensor([1, 1, 2, 2]), loss_fn=loss_fn)
+    # As any error of a loss function, behind which gradients may be incomplete.
+    assert "in the loss function" in refused.value.__notes__[0]
+    model.zero_grad()
+    assert len(model.forward_backward((torch.ones(4, 2),), label=torch.full((4,), 2), loss_fn=loss_fn)) == 2
+
+
 def test_without_arguments_the_output_is_the_loss(two: Runtime) -> None:
     class Loss(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

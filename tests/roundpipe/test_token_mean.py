@@ -227,5 +227,22 @@ def test_the_loss_may_use_logits_that_were_not_computed(runtime):
     assert_near(gradients(model), gradients(truth), tolerance=1e-5)
 
 
+def test_within_another_loss_function_it_is_refused_where_that_has_a_part_of_the_labels(runtime: Runtime):
+    model, ids, labels = language_model(), torch.arange(40).view(5, 8) % 11, ragged(5, 8, 3)
+    mean = token_mean(aligned_sum, shift=False)
+
+    def doubled(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return 2 * mean(logits, label)
+
+    wanted = 2 * whole(language_model(), ids, labels, shift=False)
+    assert_near(split(model, ids, labels, doubled, 1, runtime), wanted, 1e-6)
+    with pytest.raises(TypeError, match=r"labels of one of 3 microbatches.*move what is around it inside"):
+        split(language_model(), ids, labels, doubled, 3, runtime)
+    # The threads that ran it have not kept that.
+    inside = token_mean(lambda logits, label: 2 * aligned_sum(logits, label), shift=False)
+    assert_near(split(language_model(), ids, labels, inside, 3, runtime), wanted, 1e-6)
+    assert_near(split(language_model(), ids, labels, doubled, 1, runtime), wanted, 1e-6)
+
+
 def test_it_is_exported():
     assert roundpipe.token_mean is token_mean

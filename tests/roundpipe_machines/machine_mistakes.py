@@ -541,6 +541,20 @@ def written_buffers(runtime: Runtime) -> Found:
     return found
 
 
+def other_losses(runtime: Runtime) -> Found:
+    """Machine 1's loss function returns two losses, of the same batch; then all train on."""
+    model = wrapped(runtime, row())
+    x, y = batch(0)
+
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        return [square_error(outputs, labels)] * (1 + _rank(runtime))
+
+    found = [_error(lambda: model.forward_backward((x,), label=y, loss_fn=loss_fn))]
+    model.zero_grad()
+    _call(model)
+    return found
+
+
 def too_few_microbatches(runtime: Runtime) -> Found:
     """Fewer microbatches than machines."""
     model = wrapped(runtime, row())
@@ -584,6 +598,7 @@ MISTAKES: dict[str, Callable[[Runtime], Found]] = {
         outputs,
         inputs_with_gradients,
         written_buffers,
+        other_losses,
         too_few_microbatches,
     )
 }

@@ -75,6 +75,7 @@ SAID = {
     "outputs": [("AloneOnly", "return_outputs=True", None)],
     "inputs_with_gradients": [("AloneOnly", "an input requires grad", None)],
     "written_buffers": [("AloneOnly", "layer 1 (BatchNorm1d) writes a buffer", None)] * 2,
+    "other_losses": [("TypeError: loss_fn must return as many", "returned 2 for one and 1 for another", None)],
     "too_few_microbatches": [("ValueError", "num_microbatch=2", None)],
 }
 

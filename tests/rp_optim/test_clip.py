@@ -117,7 +117,11 @@ def test_what_is_not_finite_is_as_in_torch(value: float) -> None:
 
 def test_nothing_to_clip() -> None:
     assert clip_grad_norm_([], 1.0).item() == 0.0
-    assert clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    assert clip_grad_norm_([frozen], 1.0).item() == 0.0
+    with pytest.warns(UserWarning, match=r"no parameter that was given has a gradient.*optim_parameters") as told:
+        assert clip_grad_norm_([frozen, torch.nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+    assert told[0].filename == __file__
     with pytest.warns(UserWarning, match="generator of parameters is empty"):
         clip_grad_norm_((parameter for parameter in ()), 1.0)
 

@@ -1,4 +1,4 @@
-"""Per-thread state: whether a step function, a layer's first forward or its recomputation is running."""
+"""Per-thread state: whether a step or loss function, a layer's first forward or its recomputation is running."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _Data: TypeAlias = tuple[Any, ...]
 class _Flags(threading.local):
     optimizer_depth = 0
     is_stepping_in_backward = False
+    loss_microbatches = 1
     layer: LayerCtx | None = None
 
 
@@ -66,6 +67,27 @@ def stepping_in_backward() -> Generator[None]:
 def is_stepping_in_backward() -> bool:
     """Return whether the calling thread is inside `stepping_in_backward`."""
     return _FLAGS.is_stepping_in_backward
+
+
+@contextmanager
+def computing_loss(microbatches: int) -> Generator[None]:
+    """Marks the calling thread as running the loss function of one of so many microbatches.
+
+    >>> with computing_loss(4):
+    ...     loss_microbatches()
+    4
+    """
+    outer = _FLAGS.loss_microbatches
+    _FLAGS.loss_microbatches = microbatches
+    try:
+        yield
+    finally:
+        _FLAGS.loss_microbatches = outer
+
+
+def loss_microbatches() -> int:
+    """How many microbatches the batch has whose loss function the calling thread runs; 1 outside of those."""
+    return _FLAGS.loss_microbatches
 
 
 class LayerCtx:

@@ -39,6 +39,7 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([weight], max_norm=1.0)
     tensor(5.)
 
+    Warns if no parameter has a gradient, as those have not whose masters an optimizer steps.
     Returns the norm: 0-dim, fp32, or fp64 if a parameter is fp64 or complex128.
     Raises `NonFiniteGradients` if the norm is not finite and `error_if_nonfinite` is set.
     """
@@ -79,6 +80,12 @@ def _norm(members: list[torch.Tensor], norm_type: float, purpose: str) -> float:
         local.update(zip((index for index, _ in arrived), parts, strict=True))
     shared = known_to_all(members, purpose, [local[index] for index in range(len(members))])
     parts = [part for part in shared if part is not None]
+    if not parts and any(parameter.requires_grad for parameter in members):
+        warnings.warn(
+            "no parameter that was given has a gradient, so nothing is clipped; where an optimizer has parameters "
+            "of its own, as masters are, give these: clip_grad_norm_(model.optim_parameters(), max_norm)",
+            stacklevel=4,
+        )
     return math.sqrt(sum(parts)) if norm_type == 2 else _join(parts, norm_type)
 
 

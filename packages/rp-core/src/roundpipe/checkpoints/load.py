@@ -15,9 +15,15 @@ from rp_sched import Plan
 
 from roundpipe.checkpoints.layout import Layout, layout_of
 from roundpipe.checkpoints.random_state import restore_random_states
-from roundpipe.checkpoints.reading.differences import Notes, refuse_other_counts, refuse_other_model
+from roundpipe.checkpoints.reading.differences import (
+    Notes,
+    note_left_out,
+    refuse_other_counts,
+    refuse_other_model,
+)
 from roundpipe.checkpoints.reading.opened import Opened
 from roundpipe.checkpoints.reading.optimizer_state import Matched
+from roundpipe.checkpoints.snapshot import Training
 from roundpipe.checkpoints.tensor_file import sample
 from roundpipe.engine.capture import Held
 from roundpipe.models.base import RoundPipeBase
@@ -62,7 +68,8 @@ def load_checkpoint(
         path: a checkpoint.
         model: the same model, wrapped in any way, on any number and kind of devices. Its weights are overwritten.
         optimizer, scaler, schedulers: as many, and of the same parameters, as were saved; those that are None or
-            empty are not loaded.
+            empty are not loaded. A `CheckpointWarning` says so if the optimizer is loaded without its schedulers
+            or scaler.
         random: whether to restore the states of the process's random number generators, too.
 
     All files are read and compared with their checksums before anything is changed. Then tensors are read directly
@@ -91,12 +98,11 @@ def load_checkpoint(
         raise TypeError(
             f"model must be a RoundPipe or AutoRoundPipe, but is a {type(model).__name__}; wrap it first"
         )
-    optimizers, several = _several(optimizer), _several(schedulers)
+    training = Training.checked(optimizer, scaler, schedulers)
+    optimizers = training.optimizers
     notes = Notes()
     layout = layout_of(model)
-    opened = _opened_by_all(
-        Path(os.path.abspath(path)), model.runtime, _Wanted(layout, optimizers, several, scaler)
-    )
+    opened = _opened_by_all(Path(os.path.abspath(path)), model.runtime, _Wanted(layout, training))
     with model.runtime.launching(), lasting(), torch.no_grad():
         restoring, is_behind = model.joint.restoring, bool(opened.description["is_behind"])
         held = {id(one.tensor): one for one in restoring.begin(is_behind=is_behind)}
@@ -109,7 +115,9 @@ def load_checkpoint(
             matched.load(notes)
         restoring.end(is_behind=is_behind)
     _load_computed(opened, layout)
-    _load_rest(opened, scaler, several)
+    _load_rest(opened, scaler, training.schedulers)
+    if optimizers:
+        note_left_out(opened, training.schedulers, scaler, notes)
     if random:
         restore_random_states(opened.value("random"))
     return _loaded(opened, notes)
@@ -120,15 +128,14 @@ class _Wanted:
     """The objects that a checkpoint is loaded into."""
 
     layout: Layout
-    optimizers: tuple[Any, ...]
-    schedulers: tuple[Any, ...]
-    scaler: Any
+    training: Training
 
     def open(self, path: Path) -> Opened:
         """Open a checkpoint; raise if it does not fit."""
         opened = Opened(path)
         refuse_other_model(opened, self.layout)
-        refuse_other_counts(opened, self.optimizers, self.schedulers, self.scaler)
+        training = self.training
+        refuse_other_counts(opened, training.optimizers, training.schedulers, training.scaler)
         return opened
 
 
@@ -267,9 +274,3 @@ def _ranges(name: str, value: Any) -> Any:
     if name in ("in_turn", "devices") or value is None:
         return value
     return range(*value) if name == "fused" else tuple(range(*one) for one in value)
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
-    return tuple(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else (given,)

@@ -205,20 +205,33 @@ class CheckpointManager:
     ) -> LoadedCheckpoint | None:
         """Load the newest intact checkpoint; None if there is none. `options` are those of `load_checkpoint`.
 
-        For a damaged one a `CheckpointWarning` names the file, and the previous one is tried.
+        For a damaged one a `CheckpointWarning` names the file, and the previous one is tried. If another process
+        removes one meanwhile, since it has saved a newer one, the newer one is loaded.
 
         Raises what `load_checkpoint` raises, and `CheckpointDamaged` if there are only damaged ones.
         """
         self.wait()
         last: CheckpointError | MachineFailed | None = None
-        for kept in reversed(self._finished()):
+        tried: set[Path] = set()
+        # Listed anew each time: a process that saves may have removed one for a newer one.
+        while left := [kept.path for kept in self._finished() if kept.path not in tried]:
+            tried.add(left[-1])
             try:
-                return load_checkpoint(kept.path, model, optimizer, **options)
-            except (CheckpointDamaged, MachineFailed) as error:
-                if isinstance(error, MachineFailed) and CheckpointDamaged.__name__ not in str(error):
-                    raise
-                warnings.warn(f"not loaded, the previous one is tried: {error}", CheckpointWarning, stacklevel=2)
+                return load_checkpoint(left[-1], model, optimizer, **options)
+            except (CheckpointError, MachineFailed) as error:
                 last = error
+                if is_finished(left[-1]):
+                    if not _is_damage(error):
+                        raise
+                    words = f"not loaded, the previous one is tried: {error}"
+                    warnings.warn(words, CheckpointWarning, stacklevel=2)
         if last is not None:
             raise last
         return None
+
+
+def _is_damage(error: CheckpointError | MachineFailed) -> bool:
+    """Whether a checkpoint is damaged, as this machine or another one has found."""
+    return isinstance(error, CheckpointDamaged) or (
+        isinstance(error, MachineFailed) and CheckpointDamaged.__name__ in str(error)
+    )

@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -87,18 +87,15 @@ def save_checkpoint(
     ['model.safetensors', 'roundpipe']
 
     Raises `CheckpointError` if the folder cannot be written (a full disk, a read-only folder): training can
-    continue, and no other checkpoint is touched. Raises `ValueError` or `TypeError` for invalid arguments,
-    `StepFailed` after a failed step, and errors of earlier calls and steps that were not raised yet. Warns with
-    `CheckpointWarning` if there are gradients.
+    continue, and no other checkpoint is touched. Raises it, whether it waits or not, for an optimizer of other
+    parameters and for `data` that a checkpoint cannot hold. Raises `ValueError` or `TypeError` for invalid
+    arguments, `StepFailed` after a failed step, and errors of earlier calls and steps that were not raised yet.
+    Warns with `CheckpointWarning` if there are gradients.
     """
     target = _checked(path, model, step, buffer_bytes, shard_bytes)
     number = None if metric is None else _number(metric)
-    training = Training(
-        _optimizers(optimizer),
-        scaler,
-        _several(schedulers),
-        {"step": step, "data": data, "metric": number, "model": _facts(model)},
-    )
+    facts = {"step": step, "data": data, "metric": number, "model": _facts(model)}
+    training = replace(Training.checked(optimizer, scaler, schedulers), facts=facts)
     saving = SavingCheckpoint(target, step)
     saving.begin(model, training, buffer_bytes, shard_bytes)
     if wait:
@@ -119,11 +116,13 @@ class SavingCheckpoint:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         self.step = step
+        # All that is small was read, or could not be, when `_is_refused` tells.
         self._small: Outcome[None] = Outcome(_nothing)
         self._together: Together | None = None
         self._snapshot: Snapshot | None = None
         self._writer: Writer | None = None
         self._error: BaseException | None = None
+        self._is_refused = False
         self._outcome: Outcome[None] | None = None
         self._finisher = Worker("roundpipe-checkpoint")
         self._waited_s = 0.0
@@ -160,7 +159,9 @@ class SavingCheckpoint:
 
         def read(capture: Callable[[], Captured]) -> None:
             try:
+                self._is_refused = True
                 snapshot.note_small(capture())
+                self._is_refused = False
                 self._small.carry_out()
                 snapshot.write_large(writer, shard_bytes)
             except BaseException as error:
@@ -177,6 +178,9 @@ class SavingCheckpoint:
             raise
         self._outcome = self._finisher.submit(self._finish, captured, layout, folder)
         self._await_small(captured)
+        if self._is_refused:
+            # What it was given, not the disk.
+            self._outcome.result()
 
     def _await_small(self, captured: Outcome[None]) -> None:
         while not self._small.wait(0.1):
@@ -320,20 +324,6 @@ def _refuse_taken(target: Path) -> None:
         raise CheckpointError(
             f"{target} exists already and is not replaced; choose another folder, or remove it first"
         )
-
-
-def _optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    optimizers = _several(optimizer)
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or several, but is a {type(one).__name__}")
-    return optimizers
-
-
-def _several(given: Any) -> tuple[Any, ...]:
-    if given is None:
-        return ()
-    return tuple(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else (given,)
 
 
 def _facts(model: RoundPipeBase) -> dict[str, Any]:

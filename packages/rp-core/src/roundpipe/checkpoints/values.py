@@ -34,12 +34,17 @@ def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> 
         return _mapping(cast("Mapping[Any, Any]", value), path, keep)
     if isinstance(value, list | tuple | deque | set | frozenset):
         return _sequence(cast("Any", value), path, keep)
-    if callable(item := getattr(value, "item", None)) and type(value).__module__ == "numpy":
-        return item()
+    if _is_number_of_numpy(value):
+        return value.item()
     raise CheckpointError(
         f"{_shown(path)} must be made of numbers, text, lists, dicts and tensors, which a checkpoint holds, but "
-        f"its type is {type(value).__name__}; omit it, or save what its state_dict() returns"
+        f"its type is {type(value).__name__}; omit it, or save what its state_dict() returns, or of an array "
+        "torch.from_numpy(...)"
     )
+
+
+def _is_number_of_numpy(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and callable(getattr(value, "item", None)) and value.ndim == 0
 
 
 def _shown(path: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import rp_batch
@@ -13,6 +13,7 @@ from rp_sched import Mode
 
 from roundpipe.context import stepping_in_backward
 from roundpipe.device.randomness import Randomness
+from roundpipe.execution.losses import LossesSeen
 from roundpipe.settings.run_config import Grain
 from roundpipe.state.model_state import ModelState
 
@@ -88,6 +89,7 @@ class Call:
     keep_outputs: bool = False
     waits: bool = True
     first_microbatch: int = 0
+    losses_seen: LossesSeen = field(default_factory=LossesSeen)
 
     @property
     def num_layers(self) -> int:

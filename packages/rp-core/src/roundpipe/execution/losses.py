@@ -41,6 +41,28 @@ def _check_graphs(losses: Sequence[torch.Tensor]) -> None:
             )
 
 
+class LossesSeen:
+    """How many losses the microbatches of a call have."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+
+    def check(self, count: int) -> None:
+        """Raise `TypeError` if a microbatch has more or fewer than one before."""
+        self._counts.append(count)
+        check_counts([self._counts[0], count])
+
+
+def check_counts(counts: Sequence[int]) -> None:
+    """Raise `TypeError` unless microbatches have as many losses as each other."""
+    if len(set(counts)) > 1:
+        raise TypeError(
+            f"loss_fn must return as many losses for every microbatch, but returned {max(counts)} for one and "
+            f"{min(counts)} for another; return zeros for those that a microbatch has nothing of, such as "
+            "0 * outputs.sum()"
+        )
+
+
 def _described(found: Any) -> str:
     if isinstance(found, torch.Tensor):
         return f"a tensor of shape {tuple(found.shape)}"

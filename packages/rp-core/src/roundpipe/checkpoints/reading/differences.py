@@ -71,19 +71,27 @@ def refuse_other_counts(
         raise CheckpointMismatch(f"{opened.path} has no scaler, but one was given; load it without")
 
 
+def note_left_out(opened: Opened, schedulers: tuple[Any, ...], scaler: Any, notes: Notes) -> None:
+    """Note a scaler and schedulers that were saved, and are not loaded since none were given."""
+    if opened.description["schedulers"] and not schedulers:
+        notes.add("the schedulers that were saved are not loaded; give schedulers=... to go on with their rates")
+    if opened.description["scaler"] is not None and scaler is None:
+        notes.add("the scaler that was saved is not loaded; give scaler=... to go on with its scale")
+
+
 class Notes:
     """Notes of what was changed to fit: each kind of change once, with the first tensor's name."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
-    def add(self, what: str, name: str) -> None:
-        """Note a change of a tensor."""
+    def add(self, what: str, name: str = "") -> None:
+        """Note a change of a tensor, or of all if `name` is empty."""
         self._first.setdefault(what, name)
 
     def tell(self) -> tuple[str, ...]:
         """Issue a warning for each note, and return the notes."""
-        notes = tuple(f"{what} (first: {name})" for what, name in self._first.items())
+        notes = tuple(f"{what} (first: {name})" if name else what for what, name in self._first.items())
         for note in notes:
             warnings.warn(note, CheckpointWarning, stacklevel=4)
         return notes

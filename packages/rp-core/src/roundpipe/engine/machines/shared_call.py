@@ -13,7 +13,7 @@ import torch
 from roundpipe.device.packet import Packet
 from roundpipe.engine.machines.facts import checksum
 from roundpipe.execution.call import Autocast
-from roundpipe.execution.losses import Losses, sum_columns
+from roundpipe.execution.losses import Losses, check_counts, sum_columns
 from roundpipe.runtime.machines import MachineGroup, check_same
 from roundpipe.runtime.passing import rows_of_all
 
@@ -84,12 +84,13 @@ class SharedCall:
             facts: what must be the same on all machines.
 
         Raises `MachineFailed` if the call has failed on another machine, `rp_dist.Disagreement` and
-        `rp_dist.MachineLost`.
+        `rp_dist.MachineLost`; `TypeError` if microbatches have more losses than others.
         """
         values = [[leaf.item() for leaf in packet.leaves] for packet in losses]
         told = self.group.calls.say(self.kind, {"losses": values, "facts": {**facts, **self._facts()}})
         check_same(self.kind, [each["facts"] for each in told])
         rows = [row for each in told for row in each["losses"]]
+        check_counts([len(row) for row in rows])
         like = losses[0]
         columns = [
             [torch.full_like(leaf, value) for value in column]

@@ -189,6 +189,7 @@ class Stage:
         with self._place.span("loss function"):
             found = self._layers.seeded(Drawer("loss"), microbatch, lambda: loss_fn(output, label), again=False)
         losses, treedef = check_losses(found)
+        self._call.losses_seen.check(len(losses))
         self._packets.put_losses(microbatch, treedef, losses)
         self._activity.current = ("in the loss function, backward, microbatch {1}", -1, microbatch)
         return losses

@@ -11,6 +11,7 @@ import rp_batch
 import torch
 from torch import nn
 
+from roundpipe.context import computing_loss
 from roundpipe.execution.call import LossFn
 from roundpipe.models.calls.token_mean import TokenMean
 
@@ -72,8 +73,12 @@ def call_loss(
     Raises `ValueError` if labels are given in two places, or a `label` that nothing reads.
     """
     if loss_fn is not outputs_are_loss:
-        over = loss_fn.for_batch(label) if isinstance(loss_fn, TokenMean) else loss_fn
-        return CallLoss(dict(kwargs), lambda parts: (_split(label, parts, split_label), over))
+        over = loss_fn.for_batch(label) if isinstance(loss_fn, TokenMean) else None
+
+        def in_parts(parts: rp_batch.Parts[Any]) -> tuple[Sequence[Any], LossFn]:
+            return _split(label, parts, split_label), over or partial(_of_part, len(parts), loss_fn)
+
+        return CallLoss(dict(kwargs), in_parts)
     _refuse_label(label, kwargs)
     own = getattr(model, "own_loss", None)
     if not isinstance(own, OwnLoss | Exception | None):
@@ -86,6 +91,11 @@ def call_loss(
             # How it divides is unknown, which does not matter for one microbatch.
             reason = error
     return CallLoss(dict(kwargs), lambda parts: ([None] * len(parts), partial(_of_outputs, len(parts), reason)))
+
+
+def _of_part(microbatches: int, loss_fn: LossFn, outputs: Any, label: Any) -> Any:
+    with computing_loss(microbatches):
+        return loss_fn(outputs, label)
 
 
 def _own(own: OwnLoss, kwargs: Mapping[str, Any]) -> CallLoss:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import rp_batch
 import torch
 
+from roundpipe.context import loss_microbatches
 from roundpipe.execution.call import LossFn
 
 # How many labels a label tree has, or how many for each of several losses.
@@ -28,7 +29,17 @@ class TokenMean:
     count: Count
 
     def __call__(self, outputs: Any, label: Any) -> torch.Tensor | Sequence[torch.Tensor]:
-        """The mean over the labels given."""
+        """The mean over the labels given.
+
+        Raises `TypeError` in another loss function, which has the labels of one of several microbatches.
+        """
+        parts = loss_microbatches()
+        if parts > 1:
+            raise TypeError(
+                f"token_mean was called in a loss_fn, which has the labels of one of {parts} microbatches, so it "
+                "would divide by these alone; move what is around it inside: "
+                "loss_fn=token_mean(lambda outputs, label: scaler.scale(sum_loss(outputs, label)), ...)"
+            )
         return self.for_batch(label)(outputs, label)
 
     def for_batch(self, label: Any) -> LossFn:
