@@ -369,7 +369,8 @@ class Stage:
                 continue
             if is_lazy(leaf):
                 leaf.on_backward(enter_layer)
-            else:
+            elif not leaf.is_leaf:
+                # A layer's own parameter would keep the hook, and with it this task.
                 leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
 
     def _send_complete(self, layer: int) -> None:
