@@ -88,6 +88,7 @@ class Run:
         self._times: list[LayerTimes] = []
         self._tracer = tracing.SILENT
         self._adds_gradients = False
+        self._drops_gradients = False
         # Whether part of this run's gradients may have been added on the host.
         self._has_delivered = False
         self._exchange = Exchange()
@@ -184,6 +185,10 @@ class Run:
             self._put_grads(outputs, iter(grads))
         self._launch(self.later_tasks, times)
 
+    def drop_gradients(self) -> None:
+        """Let the later tasks compute the gradients of inputs alone, and drop those of weights."""
+        self._drops_gradients = True
+
     def _put_grads(self, outputs: Sequence[Packet], grads: Iterator[torch.Tensor | None]) -> None:
         for m, packet in enumerate(outputs):
             found = [next(grads) if requires_grad else None for requires_grad in packet.grads]
@@ -264,7 +269,7 @@ class Run:
 
     def _gradient_turns(self, task: Task, blocks: Sequence[Block], take: Take) -> dict[Block, Ticket]:
         turns: dict[Block, Ticket] = {}
-        for block in in_turn(blocks) if task.adds_gradients else ():
+        for block in in_turn(blocks) if task.adds_gradients and not self._drops_gradients else ():
             if block.gradient is not None:
                 turns[block] = take(block.gradient.turns, write=True)
                 if block.passes_gradients_on:
