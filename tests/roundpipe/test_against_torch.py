@@ -167,6 +167,27 @@ def test_gradients_add_up_over_calls_of_both_kinds(runtime: Runtime) -> None:
     assert_near(gradients(layers), gradients(truth), NEAR)
 
 
+@pytest.mark.parametrize("how", ["grad", "inputs"])
+def test_gradients_of_inputs_alone_add_nothing_to_those_of_weights(runtime: Runtime, how: str) -> None:
+    layers = mlp()
+    truth = twin(layers)
+    model = RoundPipe(layers, runtime=runtime, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    x, y = batch(6)
+    found: list[torch.Tensor | None] = []
+    for module in (model, truth):
+        own = x.clone().requires_grad_()
+        square_error(module(x), y).backward()
+        if how == "grad":
+            found.extend(torch.autograd.grad(square_error(module(own), y), own))
+        else:
+            square_error(module(own), y).backward(inputs=[own])
+            found.append(own.grad)
+        square_error(module(x), y).backward()
+    model.synchronize()
+    assert_near(found[:1], found[1:], 1e-5)
+    assert_near(gradients(layers), gradients(truth), 1e-5)
+
+
 def test_two_forwards_may_wait_for_one_backward(runtime: Runtime) -> None:
     layers = mlp()
     truth = twin(layers)

@@ -28,6 +28,7 @@ from roundpipe.packing.weight import PackedWeight, packed_weights
 from roundpipe.state.block import Block
 from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.layers import LayerState
+from roundpipe.state.signature import has_hooks as is_hooked
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -150,13 +151,18 @@ class Twins:
     def check(self, index: int) -> None:
         """Refuse a layer whose forward wrote a parameter or added, replaced or removed a tensor or module.
 
-        Only the twin would change, not the host layer. Raises `TypeError` that names the layer and the change. The
-        twin is rebuilt for the next call.
+        Nor may it give a parameter a gradient or a hook. Only the twin would change, not the host layer. Raises
+        `TypeError` that names the layer and the change. The twin is rebuilt for the next call.
         """
         for name, parameter, version in self._versions[index]:
             if parameter._version != version:
                 self._spoilt.add(index)
                 raise TypeError(_WRITTEN.format(index, name))
+            if parameter.grad is not None:
+                raise TypeError(_GOT_GRADIENT.format(f"layer {index}", repr(name)))
+            if is_hooked(parameter):
+                self._drop_hooks(index)
+                raise TypeError(_HOOKED.format(index, name))
         content = _content(self._owners[index])
         if content == self._content[index]:
             return
@@ -174,15 +180,31 @@ class Twins:
         kind, name, _ = changed[0]
         raise TypeError(_refusal(index, kind, name, was_there=name in [part[1] for part in before]))
 
+    def _drop_hooks(self, index: int) -> None:
+        for _, parameter, _ in self._versions[index]:
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                table: dict[int, object] | None = getattr(parameter, name, None)
+                if table:
+                    table.clear()
+
     def bind(self, block: Block, memory: torch.Tensor) -> None:
         """Point the twins' tensors of this block at device memory: (numel,)."""
         for tensor, view in zip(block.tensors, block.layout.views(memory), strict=True):
             self._tensors[id(tensor)].data = view
 
     def attach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
-        """Set ``.grad`` of the block's device tensors to their sums; autograd adds there until `detach`."""
+        """Set ``.grad`` of the block's device tensors to their sums; autograd adds there until `detach`.
+
+        Raises `TypeError` if one has a gradient already: a layer's forward made it, and nobody would add it.
+        """
+        if found := self.with_gradient(block):
+            raise TypeError(_GOT_GRADIENT.format(block, f"of shape {tuple(found[0].shape)}"))
         for twin, gradient in zip(self.tensors(block), sums, strict=True):
             twin.grad = gradient
+
+    def with_gradient(self, block: Block) -> list[torch.Tensor]:
+        """The block's device tensors that have a ``.grad``."""
+        return [twin for twin in self.tensors(block) if twin.grad is not None]
 
     def detach(self, block: Block, sums: Sequence[torch.Tensor]) -> None:
         """Remove ``.grad`` again; copy a gradient that autograd put elsewhere into its sum.
@@ -205,6 +227,8 @@ class Twins:
             self._nothing[dtype] = _nothing(dtype, self._device)
         for twin in self.tensors(block):
             twin.data = self._nothing[dtype]
+            # After a failure it may have one.
+            twin.grad = None
         # Expanded weights may belong to this block.
         self.expansions.forget()
 
@@ -227,13 +251,16 @@ class Twins:
             for name in _HOOK_TABLES:
                 table: object = getattr(module, name)
                 memo[id(table)] = table if entrance_of(module) is None else OrderedDict[int, object]()
+        known = set(memo)
         try:
-            return copy.deepcopy(layer.module, memo)
+            found = copy.deepcopy(layer.module, memo)
         except Exception as error:
             raise TypeError(
                 f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied to a device: copy.deepcopy "
                 f"raised {in_words(error)}; keep locks, files and streams out of layers"
             ) from error
+        _refuse_hidden(layer, memo, known)
+        return found
 
     def _packed_twin(self, weight: PackedWeight) -> PackedTwin:
         if id(weight) not in self._packed:
@@ -255,6 +282,27 @@ _WRITTEN = (
     "layer {0} wrote its parameter {1!r} in forward, which changes only the device's copy; write it between "
     "calls, or make it a buffer (an nn.Embedding writes its weight if it has max_norm: create it without)"
 )
+_GOT_GRADIENT = (
+    "{0} gave its parameter {1} a gradient in forward, as backward() does there; compute gradients inside a layer "
+    "by torch.autograd.grad, which adds them to no parameter"
+)
+_HOOKED = (
+    "layer {0} registered a hook on its parameter {1!r} in forward, which stays on the device's copy; register it "
+    "on a module, or change gradients in the step function"
+)
+_HIDDEN = (
+    "{0} holds a {1} of shape {2} that requires grad and is none of its parameters, as in a list or as a plain "
+    "tensor; its device would train a copy that nobody reads. Make it an nn.Parameter of the layer, which may be "
+    "another layer's, too, and put modules that the layer uses into an nn.ModuleList"
+)
+
+
+def _refuse_hidden(layer: LayerState, memo: Mapping[int, object], known: set[int]) -> None:
+    # Deepcopy keeps a list of what it has copied, in its memo.
+    copied = cast("list[object]", memo.get(id(memo), []))
+    for one in copied:
+        if isinstance(one, torch.Tensor) and one.requires_grad and id(one) not in known:
+            raise TypeError(_HIDDEN.format(layer, type(one).__name__, tuple(one.shape)))
 
 
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:

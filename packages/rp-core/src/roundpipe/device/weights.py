@@ -18,6 +18,13 @@ from roundpipe.state.layers import LayerState
 from roundpipe.telemetry.layer_times import LayerTimes
 from roundpipe.telemetry.tracing import Tracer
 
+_LATE = (
+    "{} got a gradient after the backward pass had left it, when its gradients were on their way to the host: it "
+    "came in other parts than in the microbatch before. From now on they wait for the end of the backward pass; "
+    "drop those of this call (zero_grad) and make the call again. Layers must compute on their own device: keep "
+    "one that uses another device out of the model"
+)
+
 
 class Weights:
     """The blocks of one task, or of a part of it, on its device.
@@ -144,12 +151,11 @@ class Weights:
         self._refuse_late()
 
     def _refuse_late(self) -> None:
-        for block in self._delivered:
-            if any(twin.grad is not None for twin in self._twins.tensors(block)):
-                raise RuntimeError(
-                    f"{block} got a gradient after the backward pass had left it; layers must compute on their "
-                    "own device, so keep one that uses another device out of the model"
-                )
+        late = [block for block in self._delivered if self._twins.with_gradient(block)]
+        for block in late:
+            block.leaves_early = False
+        if late:
+            raise RuntimeError(_LATE.format(late[0]))
 
     def all_sums(self) -> list[Block]:
         """The blocks whose gradient sums are still on the device and are to be delivered."""
@@ -235,7 +241,7 @@ class Weights:
 
     def _has_all(self, block: Block) -> bool:
         each = block.additions
-        if not all(each):
+        if not block.leaves_early or not all(each):
             return False
         now, before = self._counts(block)
         return now == [a + b for a, b in zip(before, each, strict=True)]

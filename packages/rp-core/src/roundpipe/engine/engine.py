@@ -113,7 +113,9 @@ class Engine:
         if not run.call.with_grad:
             return self._returned([packet.tree() for packet in outputs], outputs, batch, config)
 
-        def run_backward(grads: Gradients) -> Gradients:
+        def run_backward(grads: Gradients, for_weights: bool) -> Gradients:
+            if not for_weights:
+                run.drop_gradients()
             streams = Streams.current(grads)
             launch = partial(self._backward, run, own, config, outputs, grads, streams, version, shared)
             if shared is not None:

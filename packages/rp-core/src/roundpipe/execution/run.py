@@ -149,6 +149,10 @@ class Run:
         self._caller.put_grads(outputs, iter(grads), streams)
         self._launch(self.later_tasks, times)
 
+    def drop_gradients(self) -> None:
+        """Have the later tasks compute only the gradients of inputs; those of weights are dropped."""
+        self._turns.drops_gradients = True
+
     def _begin_adding(self) -> None:
         # Once a run: backward tasks consume what forward saved. If they fail before any gradient leaves its
         # device, the gradients on the host are unchanged.

@@ -16,10 +16,12 @@ class CallTurns:
     """Takes the turns of tasks and, where an optimizer steps during backward, of its step.
 
     `of_step`: the step's turn on each block's gradients, in the order in which these are complete.
+    `drops_gradients`: tasks take no turns on gradients, so theirs are dropped.
     """
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
+        self.drops_gradients = False
         self.of_step: dict[Block, Ticket] = {}
 
     def of_task(self, task: Task, take: Take) -> tuple[dict[Block, Ticket], dict[Block, Ticket]]:
@@ -30,7 +32,7 @@ class CallTurns:
 
     def _of_gradients(self, task: Task, blocks: Sequence[Block], take: Take) -> dict[Block, Ticket]:
         turns: dict[Block, Ticket] = {}
-        for block in in_turn(blocks) if task.adds_gradients else ():
+        for block in in_turn(blocks) if task.adds_gradients and not self.drops_gradients else ():
             if block.gradient is not None:
                 turns[block] = take(block.gradient.turns, write=True)
                 if block.passes_gradients_on:

@@ -24,7 +24,7 @@ class Block:
     `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
     `segments`: which machine owns which part. `additions`: how often the last microbatch of any task added to each
-    gradient; 0 if there was none.
+    gradient; 0 if there was none. `leaves_early`: whether its gradients may leave before a task's end.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Block:
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
         self.additions = [0] * len(group.tensors)
+        self.leaves_early = True
         # Of trained weights, on several machines.
         self.segments: tuple[Segment, ...] = ()
         self.rank: int | None = None

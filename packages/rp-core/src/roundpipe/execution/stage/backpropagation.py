@@ -87,7 +87,8 @@ class Backpropagation:
                 continue
             if is_lazy(leaf):
                 leaf.on_backward(enter_layer)
-            else:
+            elif not leaf.is_leaf:
+                # A layer's own parameter would keep the hook, and with it this task.
                 leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
