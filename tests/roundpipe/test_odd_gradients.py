@@ -11,7 +11,7 @@ import rp_batch
 import torch
 from plain import Tensors, assert_near, gradients, plans, square_error, train_call, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
-from roundpipe.execution.stage import Stage
+from roundpipe.execution.stage.stage import Stage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

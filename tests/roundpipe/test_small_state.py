@@ -83,7 +83,7 @@ def test_state_in_8_bits_is_refused_by_torchs_optimizer(tmp_path: Path) -> None:
         other = job(runtime, optimizer=torch.optim.AdamW)
         before = {name: value.clone() for name, value in other.weights().items()}
         with pytest.raises(
-            CheckpointMismatch, match=r"state in 8 bits, which the torch\.optim\.adamw\.AdamW given"
+            CheckpointMismatch, match=r"state in 8 bits, which torch\.optim\.adamw\.AdamW does not support"
         ):
             load_checkpoint(tmp_path / "c", other.model, other.optimizer, **other.parts)
         assert equal(other.weights(), before)

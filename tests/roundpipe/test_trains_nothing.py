@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import warnings
@@ -253,7 +254,9 @@ class Held(nn.Linear):
         self.may_go = may_go
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Held:
-        return Held(self.may_go)
+        copied = Held(self.may_go)
+        copied.weight, copied.bias = (copy.deepcopy(one, memo) for one in (self.weight, self.bias))
+        return copied
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Held.apply(super().forward(x), self.may_go)

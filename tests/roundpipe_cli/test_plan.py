@@ -537,7 +537,11 @@ REFUSED_WITH = {
         ["--utilization", "0.4"],
         "unknown argument '--utilization'; the nearest option is --utilisation",
     ),
-    "no language model": ({"model_type": "t5"}, [], "no language model can be made of it: Unrecognized config"),
+    "no language model": (
+        {"model_type": "t5"},
+        [],
+        "no language model can be created from it: Unrecognized config",
+    ),
 }
 
 

@@ -79,5 +79,5 @@ def test_bytes_of_another_protocol_are_refused(ends: tuple[Link, Link], rank: in
 
     there.socket.send(struct.pack("!I", length))
 
-    with pytest.raises(ConnectionResetError, match="not of this protocol"):
+    with pytest.raises(ConnectionResetError, match="does not follow this protocol"):
         here.read()

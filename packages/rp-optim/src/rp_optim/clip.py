@@ -12,7 +12,7 @@ import torch
 
 from rp_optim.errors import NonFiniteGradients
 from rp_optim.gradients import gradient_of, scale, squares_of
-from rp_optim.masters import by_arrival, known_to_all
+from rp_optim.masters import Master, by_arrival, known_to_all
 
 # Elements per piece for norms other than the 2-norm. Torch sums so few on one thread, so the order of summation
 # does not depend on the number of threads.
@@ -80,7 +80,8 @@ def _norm(members: list[torch.Tensor], norm_type: float, purpose: str) -> float:
         local.update(zip((index for index, _ in arrived), parts, strict=True))
     shared = known_to_all(members, purpose, [local[index] for index in range(len(members))])
     parts = [part for part in shared if part is not None]
-    if not parts and any(parameter.requires_grad for parameter in members):
+    # Whoever made masters tells of those whose gradients are elsewhere.
+    if not parts and any(one.requires_grad and not isinstance(one, Master) for one in members):
         warnings.warn(
             "no parameter that was given has a gradient, so nothing is clipped; where an optimizer has parameters "
             "of its own, as masters are, give these: clip_grad_norm_(model.optim_parameters(), max_norm)",

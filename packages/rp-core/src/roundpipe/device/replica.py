@@ -89,6 +89,8 @@ class Twins:
         # Parameters with their version counters, which binding leaves as they are.
         self._versions: dict[int, list[tuple[str, torch.Tensor, int]]] = {}
         self._prepares: dict[int, bool] = {}
+        # Copies of tensors that require grad and that a layer holds without registering them.
+        self._hidden: dict[int, list[torch.Tensor]] = {}
         # Twins whose layer changed them in forward.
         self._spoilt: set[int] = set()
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
@@ -151,9 +153,14 @@ class Twins:
     def check(self, index: int) -> None:
         """Refuse a layer whose forward wrote a parameter or added, replaced or removed a tensor or module.
 
-        Nor may it give a parameter a gradient or a hook. Only the twin would change, not the host layer. Raises
-        `TypeError` that names the layer and the change. The twin is rebuilt for the next call.
+        Nor may it give a parameter a gradient or a hook, or use an unregistered tensor that requires grad. Only
+        the twin would change, not the host layer. Raises `TypeError` that names the layer and the change. The twin
+        is rebuilt for the next call.
         """
+        for copied in self._hidden[index]:
+            if copied.grad is not None:
+                self._spoilt.add(index)
+                raise TypeError(_HIDDEN.format(self._layers[index], type(copied).__name__, tuple(copied.shape)))
         for name, parameter, version in self._versions[index]:
             if parameter._version != version:
                 self._spoilt.add(index)
@@ -259,7 +266,7 @@ class Twins:
                 f"layer {layer.index} ({type(layer.module).__name__}) cannot be copied to a device: copy.deepcopy "
                 f"raised {in_words(error)}; keep locks, files and streams out of layers"
             ) from error
-        _refuse_hidden(layer, memo, known)
+        self._hidden[layer.index] = _hidden(memo, known)
         return found
 
     def _packed_twin(self, weight: PackedWeight) -> PackedTwin:
@@ -292,17 +299,17 @@ _HOOKED = (
 )
 _HIDDEN = (
     "{0} holds a {1} of shape {2} that requires grad and is none of its parameters, as in a list or as a plain "
-    "tensor; its device would train a copy that nobody reads. Make it an nn.Parameter of the layer, which may be "
-    "another layer's, too, and put modules that the layer uses into an nn.ModuleList"
+    "tensor; backward trained a copy on the device that nobody reads. Make it an nn.Parameter of the layer, which "
+    "may be another layer's, too, and put modules that the layer uses into an nn.ModuleList"
 )
 
 
-def _refuse_hidden(layer: LayerState, memo: Mapping[int, object], known: set[int]) -> None:
+def _hidden(memo: Mapping[int, object], known: set[int]) -> list[torch.Tensor]:
+    """Return the copies of tensors that require grad and that are none of the layer's parameters."""
     # Deepcopy keeps a list of what it has copied, in its memo.
-    copied = cast("list[object]", memo.get(id(memo), []))
-    for one in copied:
-        if isinstance(one, torch.Tensor) and one.requires_grad and id(one) not in known:
-            raise TypeError(_HIDDEN.format(layer, type(one).__name__, tuple(one.shape)))
+    originals = cast("list[object]", memo.get(id(memo), []))
+    copies = (memo[id(one)] for one in originals if isinstance(one, torch.Tensor) and id(one) not in known)
+    return [one for one in copies if isinstance(one, torch.Tensor) and one.requires_grad]
 
 
 def _parts(module: torch.nn.Module) -> Iterator[_Part]:
