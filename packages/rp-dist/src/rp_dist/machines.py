@@ -169,8 +169,8 @@ class Machines:
         """Add all machines' blocks at the owner, in fp32 (fp64 for fp64) in the order of ranks.
 
         Args:
-            block: (numel,) on the host, contiguous, floating-point, of the same size and dtype on all machines; sent
-                in that dtype.
+            block: (numel,) on the host, contiguous, floating-point, of the same size and dtype on all machines;
+                sent in that dtype.
             out: (numel,) on the owner: the sum, rounded if its dtype is smaller; by default `block`.
 
         A machine that has nothing to add passes zeros. The bits of the sum depend neither on the order of arrival
