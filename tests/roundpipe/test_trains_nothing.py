@@ -7,6 +7,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -424,3 +425,42 @@ def test_a_loss_without_a_graph_is_refused_in_words(two: Runtime, several: bool)
         RuntimeError, match="loss 1 of loss_fn has no graph" if several else "the loss of loss_fn has"
     ):
         model.forward_backward((x,), None, y, loss_fn)
+
+
+MEANS = {
+    "module": nn.MSELoss(),
+    "function": nn.functional.mse_loss,
+    "partial": partial(nn.functional.huber_loss, delta=2.0),
+}
+SUMS = {
+    "module": nn.MSELoss(reduction="sum"),
+    "partial": partial(nn.functional.mse_loss, reduction="sum"),
+    "own": square_error,
+}
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_over_each_of_several_microbatches_is_told(two: Runtime, kind: str):
+    model = RoundPipe(mlp(), runtime=two)
+    x, y = batch(6)
+    with pytest.warns(TrainingWarning, match="3 times as large as its mean's.*token_mean") as told:
+        model.forward_backward((x,), None, y, MEANS[kind], run_config=RoundPipeRunConfig(num_microbatch=3))
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "microbatches"), [*((loss_fn, 3) for loss_fn in SUMS.values()), (MEANS["module"], 1)]
+)
+def test_a_sum_and_a_mean_over_the_whole_batch_say_nothing(two: Runtime, loss_fn: Any, microbatches: int):
+    model = RoundPipe(mlp(), runtime=two)
+    x, y = batch(6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = RoundPipeRunConfig(num_microbatch=microbatches)
+        model.forward_backward((x,), None, y, loss_fn, run_config=config)
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_is_refused_where_the_batch_s_labels_divide(kind: str):
+    with pytest.raises(ValueError, match=r"sum_loss must be a sum.*reduction='sum'"):
+        roundpipe.token_mean(MEANS[kind], shift=False)

@@ -13,6 +13,7 @@ from torch import nn
 
 from roundpipe.context import computing_loss
 from roundpipe.execution.call import LossFn
+from roundpipe.models.calls.mean_loss import tell_mean
 from roundpipe.models.calls.token_mean import TokenMean
 
 _WHAT_TO_DO = (
@@ -76,6 +77,7 @@ def call_loss(
         over = loss_fn.for_batch(label) if isinstance(loss_fn, TokenMean) else None
 
         def in_parts(parts: rp_batch.Parts[Any]) -> tuple[Sequence[Any], LossFn]:
+            tell_mean(loss_fn, len(parts))
             return _split(label, parts, split_label), over or partial(_of_part, len(parts), loss_fn)
 
         return CallLoss(dict(kwargs), in_parts)

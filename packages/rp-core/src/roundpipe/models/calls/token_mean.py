@@ -12,6 +12,7 @@ import torch
 
 from roundpipe.context import loss_microbatches
 from roundpipe.execution.call import LossFn
+from roundpipe.models.calls.mean_loss import takes_mean
 
 # How many labels a label tree has, or how many for each of several losses.
 Counts = float | Sequence[float]
@@ -84,10 +85,16 @@ def token_mean(
 
     If no label counts, the loss is NaN and its gradients are zero, as with torch's cross entropy.
 
-    Raises `TypeError` unless one of `shift` and `count` is given, and at the call if the labels cannot be counted.
+    Raises `TypeError` unless one of `shift` and `count` is given, and at the call if the labels cannot be counted;
+    `ValueError` for a loss function of torch that takes a mean.
     """
     if not callable(sum_loss):
         raise TypeError(f"sum_loss must be callable, but is a {type(sum_loss).__name__} instead")
+    if takes_mean(sum_loss):
+        raise ValueError(
+            "token_mean divides by the labels of the batch, so sum_loss must be a sum, but it takes a mean; give "
+            "it reduction='sum'"
+        )
     if (shift is None) == (count is None):
         raise TypeError(
             "token_mean takes either shift or count: shift=True if sum_loss scores each position against the next "
