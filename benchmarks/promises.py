@@ -64,7 +64,8 @@ def rows(args: argparse.Namespace, devices: str) -> Iterator[Sequence[str]]:
         for microbatches in args.microbatches:
             # The first calls are measured; then the search for a plan goes on while calls run.
             yield _row(devices, microbatches, "found", train(microbatches, None, args.warmup + args.calls))
-            for name, plan in _plans(model, microbatches, count).items():
+            plans = {} if args.found else _plans(model, microbatches, count)
+            for name, plan in plans.items():
                 yield _row(devices, microbatches, name, train(microbatches, plan, args.calls))
 
 
@@ -107,6 +108,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--found", action="store_true", help="only the plan that the engine finds")
     parser.add_argument("--chunked-head", action="store_true", help="the last layer computes the loss, in chunks")
     parser.add_argument("--warmup", type=int, default=15, help="calls of each kind before those that count")
     parser.add_argument("--calls", type=int, default=12, help="calls under each plan, at least 9")
