@@ -160,6 +160,12 @@ WAITS = [
         "self._changed.wait_for(lambda: not self._alone)",
         "a layer that does not is looked at while nobody draws",
     ),
+    Wait(
+        "execution/stage/backpropagation.py",
+        "            self._generator_lock(microbatch),\n",
+        "a backward that may set the generator's state waits for layers that draw",
+        "",
+    ),
     Wait("engine/group.py", "wait_until(outcome.wait)", "a synchronous step waits for its end"),
     Wait(
         "engine/host_parameters.py",

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from plain import PLAN_NAMES, assert_near, batch, gradients, plans, square_error, twin
+from forking import DELAY_S, state_after_a_call, trained
+from plain import PATIENCE_S, PLAN_NAMES, assert_near, batch, gradients, plans, square_error, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe.device.randomness import Drawer, Randomness
 from torch import nn
+
+CPU = torch.default_generator
 
 
 class Noise(nn.Module):
@@ -171,3 +179,108 @@ def test_changing_between_training_and_evaluation_is_seen(runtime: Runtime) -> N
         assert_near(model.eval()(x), wanted, 1e-5)
     layers[1].train()
     assert not torch.allclose(model(x).detach(), wanted)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_a_layer_leaves_the_numbers_of_other_layers_alone(
+    reentrant: bool, dropout: float
+) -> None:
+    wanted = trained("cpu:1", reentrant=reentrant, dropout=dropout, meet=False)
+    found = trained("cpu:3", reentrant=reentrant, dropout=dropout, meet=True)
+    assert_near(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_a_layer_leaves_the_callers_generator_alone(devices: str, reentrant: bool) -> None:
+    found = state_after_a_call(devices, reentrant=reentrant)
+    torch.manual_seed(7)
+    torch.randint(1 << 62, ())
+    torch.rand(3)
+    assert torch.equal(found, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("drawer", [Drawer("layer", 1), Drawer("loss")])
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_reads_the_generators_state_has_its_backward_beside_others_unless_it_drew(
+    draws: bool, drawer: Drawer
+) -> None:
+    randomness = Randomness(7, 2, quiet=set())
+
+    def reads() -> None:
+        torch.get_rng_state()
+        if draws:
+            torch.rand(1)
+
+    for microbatch in (0, 1):
+        randomness.run(CPU, drawer, microbatch, reads, again=False)
+    entered = threading.Event()
+
+    def enter() -> None:
+        with randomness.backward([1], 1, with_loss=True):
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    with randomness.backward([0, 1], 0, with_loss=True):
+        thread.start()
+        assert entered.wait(DELAY_S if draws else PATIENCE_S) is not draws
+    thread.join()
+    assert entered.is_set()
+
+
+def test_a_backward_through_what_does_not_read_the_generators_state_takes_no_lock() -> None:
+    randomness, draws, reads = Randomness(7, 3, quiet=set()), Drawer("layer", 0), Drawer("layer", 1)
+    randomness.run(CPU, draws, 0, lambda: torch.rand(1), again=False)
+    randomness.run(CPU, reads, 0, torch.get_rng_state, again=False)
+    for layers, microbatch in (([0, 2], 0), ([0, 1], 1)):
+        assert isinstance(randomness.backward(layers, microbatch, with_loss=True), nullcontext)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_layers_that_fork_the_generator_in_forward_do_so_one_at_a_time(again: bool) -> None:
+    randomness = Randomness(7, 2, quiet=set())
+    forked, both, drawn = (threading.Event() for _ in range(3))
+
+    def fork(seed: int, then: Callable[[], object]) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            then()
+            return torch.rand(2)
+
+    def first() -> torch.Tensor:
+        found = fork(3, lambda: (forked.set(), both.wait(DELAY_S)))
+        drawn.set()
+        return found
+
+    def second() -> torch.Tensor:
+        return fork(5, lambda: (both.set(), drawn.wait(PATIENCE_S)))
+
+    both.set()
+    wanted = randomness.run(CPU, Drawer("layer", 0), 0, first, again=False)
+    randomness.run(CPU, Drawer("layer", 1), 0, second, again=False)
+    for event in (forked, both, drawn):
+        event.clear()
+    with ThreadPoolExecutor() as other:
+        found = other.submit(randomness.run, CPU, Drawer("layer", 0), 0, first, again=again)
+        assert forked.wait(PATIENCE_S)
+        randomness.run(CPU, Drawer("layer", 1), 0, second, again=again)
+        assert torch.equal(found.result(), wanted)
+
+
+def test_a_recomputation_reads_the_callers_state_though_another_layer_draws() -> None:
+    randomness, draws, reads = Randomness(7, 2, quiet=set()), Drawer("layer", 0), Drawer("layer", 1)
+    under_way, read = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        torch.rand(1)
+        under_way.set()
+        read.wait(DELAY_S)
+
+    randomness.run(CPU, reads, 0, torch.get_rng_state, again=False)
+    callers = CPU.get_state()
+    with ThreadPoolExecutor() as other:
+        other.submit(randomness.run, CPU, draws, 0, draw, again=False)
+        assert under_way.wait(PATIENCE_S)
+        found = randomness.run(CPU, reads, 0, torch.get_rng_state, again=True)
+        read.set()
+    assert torch.equal(found, callers)

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forking import state_after_a_call, trained
 from paired import on_both
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.device import transfers
@@ -656,6 +657,19 @@ def a_layer_runs_once_beside_one_that_draws() -> None:
     assert len(runs) == 1
 
 
+def checkpoints_leave_numbers_alone() -> None:
+    """A checkpoint sets the generator's state in backward, while a layer on another device draws."""
+    for reentrant in (True, False):
+        wanted = trained("cpu:1", reentrant=reentrant, dropout=0.5, meet=False)
+        found = trained("cpu:3", reentrant=reentrant, dropout=0.5, meet=True)
+        same(found, wanted)
+        state = state_after_a_call("cpu:1", reentrant=reentrant)
+        torch.manual_seed(7)
+        torch.randint(1 << 62, ())
+        torch.rand(3)
+        assert torch.equal(state, torch.get_rng_state())
+
+
 def what_users_write_comes_after_the_step() -> None:
     """Weights that the user writes, or loads, are not overwritten by a step from before."""
     ours = layers()
@@ -1118,6 +1132,7 @@ SCENARIOS: list[Callable[[], None]] = [
     a_step_over_nothing,
     layers_that_draw_run_alone,
     a_layer_runs_once_beside_one_that_draws,
+    checkpoints_leave_numbers_alone,
     what_users_write_comes_after_the_step,
     changes_wait_for_the_call,
     pace,

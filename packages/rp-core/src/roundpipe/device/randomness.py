@@ -2,20 +2,23 @@
 
 The device's generator is seeded before each layer. The CPU generator is shared by the whole process, so a layer
 that draws from it runs under an exclusive lock. Comparing the generator's state before and after a layer shows
-whether it draws.
+whether it draws. A layer that reads the state, as torch's checkpoint does, may set it again in backward, which
+therefore holds the lock, too.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
 from typing import Literal, NamedTuple, TypeVar, assert_never
 
 import torch
 
 _Result = TypeVar("_Result")
 _MASK = (1 << 64) - 1
+_FREE = nullcontext()
 
 
 def draw_seed() -> int:
@@ -83,6 +86,16 @@ class _Gate:
             self._changed.notify_all()
 
     @contextmanager
+    def shared(self) -> Generator[None]:
+        """Hold the shared lock; if the generator's state has changed on exit, it is restored."""
+        callers, drawn = self.share(), True
+        try:
+            yield
+            drawn = _drawn_since(callers)
+        finally:
+            self.leave(drawn=drawn)
+
+    @contextmanager
     def alone(self) -> Generator[None]:
         """Hold the exclusive lock; restore the generator's state on exit."""
         with self._changed:
@@ -115,11 +128,44 @@ def _drawn_since(state: torch.Tensor) -> bool:
 _GATE = _Gate()
 
 
+class _Uses(threading.local):
+    """How often a thread has read and set the CPU generator's state with torch's functions."""
+
+    reads = 0
+    sets = 0
+
+
+_USES = _Uses()
+
+
+@cache
+def _count_uses() -> None:
+    """Make torch's functions for the CPU generator's state count their calls in each thread.
+
+    Torch's checkpoint and `fork_rng` leave the state as they found it, so comparing states does not show them.
+    """
+    read, write = torch.get_rng_state, torch.set_rng_state
+
+    @wraps(read)
+    def get_rng_state() -> torch.Tensor:
+        _USES.reads += 1
+        return read()
+
+    @wraps(write)
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        _USES.sets += 1
+        write(new_state)
+
+    for module in (torch, torch.random):
+        vars(module).update(get_rng_state=get_rng_state, set_rng_state=set_rng_state)
+
+
 class Randomness:
     """The random numbers of one call, for the microbatches from `first` on. `seed`: the call's, from `draw_seed`.
 
     `quiet`: the drawers last seen not to draw from the CPU generator, shared by all calls of the model. `drew` and
     `drew_on_device`: the drawers and microbatches that drew from the CPU generator, or the device's, in this call.
+    `read`: those that read the CPU generator's state, to which their backward may set it.
     """
 
     def __init__(self, seed: int, num_layers: int, quiet: set[tuple[str, int]], first: int = 0) -> None:
@@ -129,6 +175,24 @@ class Randomness:
         self._quiet = quiet
         self.drew: set[tuple[Drawer, int]] = set()
         self.drew_on_device: set[tuple[Drawer, int]] = set()
+        self.read: set[tuple[Drawer, int]] = set()
+        _count_uses()
+
+    def run(
+        self,
+        generator: torch.Generator,
+        drawer: Drawer,
+        microbatch: int,
+        body: Callable[[], _Result],
+        *,
+        again: bool,
+    ) -> _Result:
+        """Run a layer's first forward or, with `again`, recompute it; note whether it reads the CPU state."""
+        reads = _USES.reads
+        result = (self.again if again else self.forward)(generator, drawer, microbatch, body)
+        if _USES.reads != reads:
+            self.read.add((drawer, microbatch))
+        return result
 
     def forward(
         self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
@@ -158,28 +222,41 @@ class Randomness:
         self, generator: torch.Generator, drawer: Drawer, microbatch: int, body: Callable[[], _Result]
     ) -> _Result:
         """Recompute a layer with the random numbers of its first forward."""
-        seed = self._mixed(drawer, microbatch)
-        if (drawer, microbatch) in self.drew:
+        seed, place = self._mixed(drawer, microbatch), (drawer, microbatch)
+        if place in self.drew:
             return self._alone(generator, seed, body)[0]
-        if (drawer, microbatch) in self.drew_on_device:
-            return _seeded(generator, seed, body)[0]
-        return body()
+        with _GATE.shared() if place in self.read else _FREE:
+            return _seeded(generator, seed, body)[0] if place in self.drew_on_device else body()
+
+    def backward(self, layers: Iterable[int], microbatch: int, *, with_loss: bool) -> AbstractContextManager[None]:
+        """Return the lock to hold during backward through these layers, `with_loss` also the loss function.
+
+        Those that read the generator's state may set it to what they read. If they did not draw, that is the
+        caller's state: it disturbs only those that draw. If they did, their backward draws the same numbers again.
+        """
+        if not self.read:
+            return _FREE
+        drawers = [*(Drawer("layer", layer) for layer in layers), *[Drawer("loss")] * with_loss]
+        places = [(drawer, microbatch) for drawer in drawers if (drawer, microbatch) in self.read]
+        if not places:
+            return _FREE
+        return _GATE.shared() if self.drew.isdisjoint(places) else _GATE.alone()
 
     def _mixed(self, drawer: Drawer, microbatch: int) -> int:
         return mix(self.seed, drawer.place(self._num_layers), self._first + microbatch)
 
-    def drew_any(self) -> bool:
-        """Return whether any layer drew, so that its recomputation will seed a generator again."""
-        return bool(self.drew or self.drew_on_device)
+    def uses_generators(self) -> bool:
+        """Return whether any layer drew, or read the state, so that it will use a generator again in backward."""
+        return bool(self.drew or self.drew_on_device or self.read)
 
     @staticmethod
     def _beside_others(
         device: torch.Generator, seed: int, body: Callable[[], _Result]
     ) -> tuple[_Result, bool, bool]:
-        callers, drew = _GATE.share(), True
+        callers, sets, drew = _GATE.share(), _USES.sets, True
         try:
             result, on_device = _seeded(device, seed, body)
-            drew = _drawn_since(callers)
+            drew = _USES.sets != sets or _drawn_since(callers)
             return result, on_device, drew
         finally:
             _GATE.leave(drawn=drew)
@@ -188,9 +265,9 @@ class Randomness:
     def _alone(device: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool, bool]:
         with _GATE.alone():
             torch.default_generator.manual_seed(seed)
-            before = _state()
+            before, sets = _state(), _USES.sets
             result, on_device = _seeded(device, seed, body)
-            return result, on_device, _drawn_since(before)
+            return result, on_device, _USES.sets != sets or _drawn_since(before)
 
 
 def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) -> tuple[_Result, bool]:

@@ -300,7 +300,7 @@ class Run:
                     for event in packet.events:
                         event.synchronize()
                     self._runtime.backend.host_touch(read=packet.tensors(), what="results")
-            if self.call.randomness is not None and self.call.randomness.drew_any():
+            if self.call.randomness is not None and self.call.randomness.uses_generators():
                 # The caller uses the same generators: no task may use them after the call has returned.
                 self._await_all()
             return packets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import rp_batch
@@ -16,6 +17,7 @@ from roundpipe.execution.stage.layer_runs import LayerRuns
 from roundpipe.execution.stage.workplace import Workplace
 from roundpipe.state.block import Block
 from roundpipe.telemetry.layer_times import LayerTimes
+from roundpipe.telemetry.tracing import NOTHING
 
 # Gradients leave during backward in groups of so many bytes of weights: each departure takes the GIL from the
 # thread that launches backward.
@@ -91,13 +93,27 @@ class Backpropagation:
                 # A layer's own parameter would keep the hook, and with it this task.
                 leaf.register_hook(enter_layer)  # pyright: ignore[reportUnknownMemberType]
 
-    def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
+    def backward(
+        self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, microbatch: int
+    ) -> None:
         """Run the backward pass from these tensors; gradients of weights are added to the task's sums."""
-        with self._call.without_autocast(), self._place.span("backward"), self._weights.adding():
+        # The lock comes last: `adding` may wait for other tasks, which may wait for the lock.
+        with (
+            self._call.without_autocast(),
+            self._place.span("backward"),
+            self._weights.adding(),
+            self._generator_lock(microbatch),
+        ):
             torch.autograd.backward(tensors, grads)
         self._twins.expansions.forget()
         if self._times is not None:
             self._times.leave_backward(self._device.compute)
+
+    def _generator_lock(self, microbatch: int) -> AbstractContextManager[None]:
+        randomness, task = self._call.randomness, self._task
+        if randomness is None:
+            return NOTHING
+        return randomness.backward(task.layers, microbatch, with_loss=task.computes_loss)
 
     # Gradients on their way to the host
 

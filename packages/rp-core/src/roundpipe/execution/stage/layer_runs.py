@@ -89,8 +89,7 @@ class LayerRuns:
         randomness = self._call.randomness
         if randomness is None:
             return body()
-        run = randomness.again if again else randomness.forward
-        return run(self._device.generator(), drawer, microbatch, body)
+        return randomness.run(self._device.generator(), drawer, microbatch, body, again=again)
 
     def _is_for_loss(self, layer: int) -> bool:
         """Whether the loss function is what reads a layer's output."""

@@ -177,7 +177,7 @@ class Stage:
             self._times.enter_backward(layers[-1], self._device.compute)
         losses = self._loss(output, microbatch)
         del output
-        self._graph.backward(losses, None)
+        self._graph.backward(losses, None, microbatch)
         grads = [None if door is None else door.grad for door in arrived.doors]
         self._packets.put_grads(layers.start, microbatch, grads)
 
@@ -221,7 +221,7 @@ class Stage:
             read=[grad for _, grad in pairs if is_dense(grad)], what="gradients of activations"
         )
         if pairs:
-            self._graph.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs])
+            self._graph.backward([leaf for leaf, _ in pairs], [grad for _, grad in pairs], microbatch)
         return [None if door is None else door.grad for door in arrived.doors]
 
 
