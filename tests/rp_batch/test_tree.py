@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import optree
 import pytest
 import rp_batch
 import torch
+from torch import nn
 from torch.utils import _pytree as torch_pytree
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -20,6 +22,29 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 def rebuilt(tree: Any) -> Any:
     leaves, treedef = rp_batch.flatten(tree)
     return rp_batch.unflatten(treedef, leaves)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_a_tuple_of_tensors_has_the_treedef_of_any_tuple(length: int):
+    tensors = tuple(map(torch.full, [(2,)] * length, range(length)))
+    leaves, treedef = rp_batch.flatten(tensors)
+    assert all(map(operator.is_, leaves, tensors))
+    assert treedef == rp_batch.flatten(("a leaf of another kind",) * length)[1]
+    assert rp_batch.paths(tensors) == [f"[{place}]" for place in range(length)]
+    assert rp_batch.unflatten(treedef, leaves) == tensors
+
+
+def test_a_tensor_has_the_treedef_of_any_leaf():
+    tensor = torch.zeros(2)
+    leaves, treedef = rp_batch.flatten(tensor)
+    assert leaves[0] is tensor
+    assert (treedef, hash(treedef)) == (rp_batch.flatten(1)[1], hash(rp_batch.flatten(1)[1]))
+
+
+@pytest.mark.parametrize("values", [[torch.zeros(1)], (torch.zeros(1), None), nn.Parameter(torch.zeros(1))])
+def test_trees_of_other_kinds_come_back_as_they_are(values: Any):
+    leaves, treedef = rp_batch.flatten(values)
+    assert type(rp_batch.unflatten(treedef, leaves)) is type(values)
 
 
 def test_dicts_keep_their_order_whatever_order_that_is():

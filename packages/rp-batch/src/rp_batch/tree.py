@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
@@ -62,6 +62,8 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
 
 def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
     """Like `flatten`, with a name for the tree in errors, or with one name per item of a tuple."""
+    if (found := _plain(tree)) is not None:
+        return found
     try:
         leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
     except RecursionError as error:
@@ -70,6 +72,26 @@ def flatten_named(tree: Tree, *roots: str) -> tuple[list[Any], TreeDef]:
     if _register_nodes(leaves):
         return flatten_named(tree, *roots)
     return leaves, treedef
+
+
+def _plain(tree: Tree) -> tuple[list[Any], TreeDef] | None:
+    """Flatten a tensor or a tuple of tensors; None for any other tree.
+
+    They are what most layers take and return. For each tensor that optree looks up, it lets go of the GIL twice.
+    """
+    if type(tree) is torch.Tensor:
+        return [tree], _plain_treedef(None)
+    if type(tree) is tuple and all(type(one) is torch.Tensor for one in cast("tuple[Any, ...]", tree)):
+        leaves = list(cast("tuple[Any, ...]", tree))
+        return leaves, _plain_treedef(len(leaves))
+    return None
+
+
+@cache
+def _plain_treedef(length: int | None) -> TreeDef:
+    """Return the treedef of a tuple of so many leaves, or of a leaf."""
+    tree: Tree = 0 if length is None else (0,) * length
+    return optree.tree_structure(tree, none_is_leaf=True, namespace=_NAMESPACE)
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
