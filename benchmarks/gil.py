@@ -1,4 +1,4 @@
-"""For how long a process holds the GIL: a thread in C looks at it, some million times a second.
+"""How long a process holds the GIL, and how often it changes hands: a thread in C looks, a million times a second.
 
 While it looks, the thread neither takes the GIL nor asks for it, so what is measured runs as it would alone. It
 reads CPython's own structures: a C compiler and Python's headers are needed, and a Python that has a GIL.
@@ -30,6 +30,8 @@ static struct _gil_runtime_state *lock(void) {
 #endif
 }
 
+unsigned long switches(void) { return lock()->switch_number; }
+
 void look(volatile int *over, double *found) {
     volatile int *locked = (volatile int *)&lock()->locked;
     long held = 0, looks = 0;
@@ -52,7 +54,14 @@ def _library() -> ctypes.CDLL:
         options = ["-O1", "-shared", "-fPIC", f"-I{include}", f"-I{include}/internal"]
         command = ["cc", *options, "-o", library, source]
         subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
+        loaded.switches.restype = ctypes.c_ulong
+        return loaded
+
+
+def switches() -> int:
+    """How often the GIL has gone from one thread to another since the process began."""
+    return int(_library().switches())
 
 
 def held(call: Callable[[], object]) -> tuple[float, float]:
