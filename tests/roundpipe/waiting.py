@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from paired import on_both
+from paired import Meeting, on_both
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.device import transfers
 from roundpipe.device.randomness import Drawer, Randomness
@@ -977,16 +977,34 @@ def what_is_passed_on_is_waited_for() -> None:
             same(one, other)
 
 
-def fail_and_go_on(runtime: Runtime) -> list[torch.Tensor]:
+# A model of three blocks has the gradients of its first step in these transfers, those of its second in the next.
+FIRST_SUMS, SECOND_SUMS = (1, 2, 3), (4, 5, 6)
+
+
+def fail_and_go_on(runtime: Runtime, meeting: Meeting | None = None) -> list[torch.Tensor]:
     row, model, optimizer = divided(runtime, double_buffer=False)
+
+    def fail() -> None:
+        if meeting is not None:
+            meeting.wait_for_posts("reduce", FIRST_SUMS)
+        raise ZeroDivisionError
+
+    def step() -> None:
+        if meeting is not None:
+            for work in meeting.wait_for_posts("reduce", SECOND_SUMS):
+                work.wait()
+            # Where the step that failed has waited for them, they have come long ago.
+            for tag in FIRST_SUMS:
+                meeting.let_go("reduce", tag)
+        optimizer.step()
+        optimizer.zero_grad()
+
     call(model, 0)
     with pytest.raises(ZeroDivisionError):
-        model.step(lambda: 1 / 0, is_async=False)
+        model.step(fail, is_async=False)
     model.reset()
     call(model, 1)
-    model.step(
-        lambda: (threading.Event().wait(3 * DELAY_S), optimizer.step(), optimizer.zero_grad()), is_async=False
-    )
+    model.step(step, is_async=False)
     return [parameter.detach().clone() for parameter in row.parameters()]
 
 
@@ -994,8 +1012,8 @@ def a_failed_step_waits_for_its_transfers() -> None:
     """What is left of a failed step does not come into the next one's gradients."""
     with Runtime("cpu:1") as alone:
         truth = fail_and_go_on(alone)
-    # A model of three blocks: those of the first step are slow.
-    for found in on_both(fail_and_go_on, lambda kind, tag: 2 * DELAY_S * (kind == "reduce" and tag <= 3)):
+    meeting = Meeting(is_held=lambda kind, tag: kind == "reduce" and tag in FIRST_SUMS)
+    for found in on_both(partial(fail_and_go_on, meeting=meeting), meeting=meeting):
         for one, other in zip(found, truth, strict=True):
             same(one, other)
 
