@@ -977,8 +977,9 @@ def what_is_passed_on_is_waited_for() -> None:
             same(one, other)
 
 
-# A model of three blocks has the gradients of its first step in these transfers, those of its second in the next.
-FIRST_SUMS, SECOND_SUMS = (1, 2, 3), (4, 5, 6)
+# A step of that model has six transfers of gradients: of three layers, each in two segments. Their numbers in the
+# first step and in the second.
+FIRST_SUMS, SECOND_SUMS = range(1, 7), range(7, 13)
 
 
 def fail_and_go_on(runtime: Runtime, meeting: Meeting | None = None) -> list[torch.Tensor]:
