@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lull import later
 from roundpipe import Runtime
 from rp_dist import Work
 
@@ -37,16 +38,16 @@ class _Held(Work):
 class Meeting:
     """What both machines have said and posted.
 
-    `delay_s`: how long a transfer takes, by its kind and tag. `is_held`: whether it moves only when a machine
-    waits for it, or `let_go` says so: as late as possible.
+    `delay`: by how many turns of `lull` a transfer is put off, by its kind and tag. `is_held`: whether it moves
+    only when a machine waits for it, or `let_go` says so.
     """
 
     def __init__(
         self,
-        delay_s: Callable[[str, int], float] = lambda *_: 0.0,
+        delay: Callable[[str, int], float] = lambda *_: 0.0,
         is_held: Callable[[str, int], bool] = lambda *_: False,
     ) -> None:
-        self.delay_s = delay_s
+        self.delay = delay
         self.is_held = is_held
         self.changed = threading.Condition()
         # Held, posted by both, and not moved yet.
@@ -89,8 +90,10 @@ class Meeting:
     def _begin(self, key: tuple[str, int], move: Callable[[], None]) -> None:
         if self.is_held(*key) and key not in self.let_gone:
             self.held[key] = move
+        elif turns := self.delay(*key):
+            later(move, turns)
         else:
-            threading.Timer(self.delay_s(*key), move).start()
+            threading.Thread(target=move).start()
 
     def let_go(self, kind: str, tag: int) -> None:
         """A transfer that is held moves now, or as soon as both have posted it."""
@@ -154,12 +157,12 @@ class Paired:
 
 def on_both(
     body: Callable[[Runtime], Any],
-    delay_s: Callable[[str, int], float] = lambda *_: 0.0,
+    delay: Callable[[str, int], float] = lambda *_: 0.0,
     *,
     meeting: Meeting | None = None,
 ) -> list[Any]:
     """Run on both machines; what each returned."""
-    meeting = meeting or Meeting(delay_s)
+    meeting = meeting or Meeting(delay)
 
     def run(rank: int) -> Any:
         # A stand-in, not a subclass: it opens no connection.
