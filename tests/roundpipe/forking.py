@@ -9,14 +9,13 @@ from itertools import count
 from typing import Any
 
 import torch
+from lull import pause
 from plain import PATIENCE_S, gradients, square_error
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from rp_sched import Plan
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# Long enough for a thread that does not wait to get past, short enough to run often.
-DELAY_S = 0.4
 # On three devices: the recomputation of layers 1 and 2 for microbatch 1 runs beside the backward of layer 0 for
 # microbatch 0.
 PLAN = Plan([range(3)], range(3, 4), [range(1, 3), range(1)], backward_groups=(range(1), range(1, 2)))
@@ -118,7 +117,7 @@ def meeting() -> dict[str, Callable[[bool], None]]:
 
     If one of them waits until the other one is over, `Checkpointed` is the first.
     """
-    in_backward, drawing, forked, drawn = (threading.Event() for _ in range(4))
+    in_backward, drawing, come, forked, drawn = (threading.Event() for _ in range(5))
     runs = count(1)
 
     def before(is_second: bool) -> None:
@@ -128,7 +127,8 @@ def meeting() -> dict[str, Callable[[bool], None]]:
     def backward(is_second: bool) -> None:
         if not is_second:
             in_backward.set()
-            drawing.wait(DELAY_S)
+            # The other one comes, or waits for the lock, as all do then.
+            pause(until=come)
 
     def inside(is_second: bool) -> None:
         if in_backward.is_set() and not is_second:
@@ -138,6 +138,7 @@ def meeting() -> dict[str, Callable[[bool], None]]:
     def between(is_second: bool) -> None:
         if in_backward.is_set() and is_second:
             drawing.set()
+            come.set()
             assert forked.wait(PATIENCE_S)
 
     def after(is_second: bool) -> None:
@@ -157,7 +158,7 @@ def state_after_a_call(devices: str, *, reentrant: bool) -> torch.Tensor:
     def inside(_: bool) -> None:
         if next(runs) == 2:
             under_way.set()
-            drawn.wait(DELAY_S)
+            pause(until=drawn)
 
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=Plan(fused=range(3)))
     x, y = data()

@@ -6,11 +6,13 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
+from lull import later
 from roundpipe import Runtime
 from rp_dist import Work
 
@@ -21,12 +23,36 @@ def _nothing() -> None:
     pass
 
 
-class Meeting:
-    """What both machines have said and posted. `delay_s`: how long a transfer takes, by its kind and tag."""
+class _Held(Work):
+    """A transfer that moves when somebody waits for it."""
 
-    def __init__(self, delay_s: Callable[[str, int], float]) -> None:
-        self.delay_s = delay_s
+    def __init__(self, let_go: Callable[[], None]) -> None:
+        super().__init__(_nothing)
+        self._let_go = let_go
+
+    def wait(self) -> None:
+        self._let_go()
+        super().wait()
+
+
+class Meeting:
+    """What both machines have said and posted.
+
+    `delay`: by how many turns of `lull` a transfer is put off, by its kind and tag. `is_held`: whether it moves
+    only when a machine waits for it, or `let_go` says so.
+    """
+
+    def __init__(
+        self,
+        delay: Callable[[str, int], float] = lambda *_: 0.0,
+        is_held: Callable[[str, int], bool] = lambda *_: False,
+    ) -> None:
+        self.delay = delay
+        self.is_held = is_held
         self.changed = threading.Condition()
+        # Held, posted by both, and not moved yet.
+        self.held: dict[tuple[str, int], Callable[[], None]] = {}
+        self.let_gone: set[tuple[str, int]] = set()
         self.said: dict[tuple[int, int], dict[int, Any]] = {}
         self.posted: dict[tuple[str, int], dict[int, tuple[torch.Tensor, torch.Tensor, Work]]] = {}
         self.failed = ""
@@ -50,14 +76,40 @@ class Meeting:
 
     def post(self, kind: str, tag: int, rank: int, owner: int, block: torch.Tensor, out: Any) -> Work:
         """Begin a transfer once both have posted it."""
-        work = Work(_nothing)
+        key = kind, tag
+        work = _Held(partial(self.let_go, *key)) if self.is_held(*key) else Work(_nothing)
         with self.changed:
-            found = self.posted.setdefault((kind, tag), {})
+            found = self.posted.setdefault(key, {})
             # As if it left at once, and arrived late.
             found[rank] = block.clone(), block if out is None else out, work
             if len(found) == 2:
-                threading.Timer(self.delay_s(kind, tag), self._move, (kind, owner, found)).start()
+                self._begin(key, partial(self._move, kind, owner, found))
+            self.changed.notify_all()
         return work
+
+    def _begin(self, key: tuple[str, int], move: Callable[[], None]) -> None:
+        if self.is_held(*key) and key not in self.let_gone:
+            self.held[key] = move
+        elif turns := self.delay(*key):
+            later(move, turns)
+        else:
+            threading.Thread(target=move).start()
+
+    def let_go(self, kind: str, tag: int) -> None:
+        """A transfer that is held moves now, or as soon as both have posted it."""
+        with self.changed:
+            self.let_gone.add((kind, tag))
+            move = self.held.pop((kind, tag), _nothing)
+        move()
+
+    def wait_for_posts(self, kind: str, tags: Iterable[int]) -> list[Work]:
+        """Wait until both have posted these transfers, which may be held; return those of one machine."""
+        keys = [(kind, tag) for tag in tags]
+        with self.changed:
+            self.changed.wait_for(
+                lambda: all(len(self.posted.get(key, ())) == 2 for key in keys) or self.failed, LIMIT_S
+            )
+            return [self.posted[key][0][2] for key in keys]
 
     def _move(self, kind: str, owner: int, found: dict[int, tuple[torch.Tensor, torch.Tensor, Work]]) -> None:
         if kind == "reduce":
@@ -105,12 +157,12 @@ class Paired:
 
 def on_both(
     body: Callable[[Runtime], Any],
-    delay_s: Callable[[str, int], float] = lambda *_: 0.0,
+    delay: Callable[[str, int], float] = lambda *_: 0.0,
     *,
     meeting: Meeting | None = None,
 ) -> list[Any]:
     """Run on both machines; what each returned."""
-    meeting = meeting or Meeting(delay_s)
+    meeting = meeting or Meeting(delay)
 
     def run(rank: int) -> Any:
         # A stand-in, not a subclass: it opens no connection.

@@ -76,7 +76,7 @@ class Fault:
         with self._lock:
             now, self._backward = self._backward, self._backward + 1
         if now == self.backward_at and self.before_backward is not None:
-            assert self.before_backward.wait(10)
+            assert self.before_backward.wait(30)
         self._raise_if(now == self.backward_at)
 
     def _raise_if(self, failing: bool) -> None:
@@ -247,6 +247,19 @@ def test_separate_calls_raise_a_layers_error_where_it_belongs(runtime: Runtime, 
     assert_trains(model)
 
 
+def gradients_come(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that is set once gradients have come to the host."""
+    receive, received = roundpipe.state.gradient.Gradient.receive, threading.Event()
+
+    def receive_and_tell(*arguments: Any) -> bool:
+        is_added = receive(*arguments)
+        received.set()
+        return is_added
+
+    monkeypatch.setattr(roundpipe.state.gradient.Gradient, "receive", receive_and_tell)
+    return received
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward", "a later backward"])
 def test_gradients_are_incomplete_only_once_one_was_touched(
     two: Runtime, monkeypatch: pytest.MonkeyPatch, phase: str
@@ -255,20 +268,13 @@ def test_gradients_are_incomplete_only_once_one_was_touched(
     model = wrap(layers, two, ROW_PLANS["one layer a stage"])
     truth = twin(layers)
     x, y = batch(6)
-    receive, received = roundpipe.state.gradient.Gradient.receive, threading.Event()
-
-    def receive_and_tell(*arguments: Any) -> None:
-        receive(*arguments)
-        received.set()
-
     fused_call(model)
     before = gradients(layers)
     # The lowest layer's backward is the last one: it fails when others' gradients have come.
     layer = layers[0 if phase == "a later backward" else 3]
     layer.fault.arm("forward" if phase == "forward" else "backward", 2)
     if phase == "a later backward":
-        layer.fault.before_backward = received
-        monkeypatch.setattr(roundpipe.state.gradient.Gradient, "receive", receive_and_tell)
+        layer.fault.before_backward = gradients_come(monkeypatch)
     with within(), pytest.raises(Boom):
         fused_call(model)
     layer.fault.disarm()
@@ -381,10 +387,14 @@ def test_many_failures_in_a_row_leave_nothing_behind(runtime: Runtime) -> None:
     assert_trains(model)
 
 
-def test_an_error_after_the_call_returned_is_raised_by_the_next_one(runtime: Runtime) -> None:
+def test_an_error_after_the_call_returned_is_raised_by_the_next_one(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = faulty_row()
     model = wrap(layers, runtime, ROW_PLANS["one layer a stage"])
     layers[0].fault.arm("backward", 2)
+    # Had none come, the step would use those of before: there are none.
+    layers[0].fault.before_backward = gradients_come(monkeypatch)
     x, y = batch(6)
     raised: list[BaseException] = []
     updates: list[int] = []

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from forking import DELAY_S, state_after_a_call, trained
+from forking import state_after_a_call, trained
+from lull import pause
 from plain import PATIENCE_S, PLAN_NAMES, assert_near, batch, gradients, plans, square_error, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.device.randomness import Drawer, Randomness
@@ -223,7 +224,11 @@ def test_what_reads_the_generators_state_has_its_backward_beside_others_unless_i
     thread = threading.Thread(target=enter)
     with randomness.backward([0, 1], 0, with_loss=True):
         thread.start()
-        assert entered.wait(DELAY_S if draws else PATIENCE_S) is not draws
+        if draws:
+            pause()
+            assert not entered.is_set()
+        else:
+            assert entered.wait(PATIENCE_S)
     thread.join()
     assert entered.is_set()
 
@@ -248,7 +253,7 @@ def test_layers_that_fork_the_generator_in_forward_do_so_one_at_a_time(again: bo
             return torch.rand(2)
 
     def first() -> torch.Tensor:
-        found = fork(3, lambda: (forked.set(), both.wait(DELAY_S)))
+        found = fork(3, lambda: (forked.set(), pause(until=both)))
         drawn.set()
         return found
 
@@ -274,7 +279,7 @@ def test_a_recomputation_reads_the_callers_state_though_another_layer_draws() ->
     def draw() -> None:
         torch.rand(1)
         under_way.set()
-        read.wait(DELAY_S)
+        pause(until=read)
 
     randomness.run(CPU, reads, 0, torch.get_rng_state, again=False)
     callers = CPU.get_state()

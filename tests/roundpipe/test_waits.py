@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from lull import later, pause
 from mutants import started
 from paired import on_both
 from remove_waits import ENGINE, WAITS, Wait
@@ -28,6 +30,27 @@ def test_the_engine_has_each_of_them(wait: Wait) -> None:
 def test_two_machines_in_one_process_meet() -> None:
     # The scenarios of several machines go by these.
     assert on_both(lambda runtime: None if runtime.group is None else runtime.group.size) == [2, 2]
+
+
+def test_what_is_put_off_comes_after_all_that_other_threads_can_do() -> None:
+    order: list[str] = []
+
+    def work() -> None:
+        while not order:
+            pass
+        order.append("begun")
+        sum(range(1_000_000))
+        order.append("ended")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    later(lambda: order.append("second"), 2)
+    later(lambda: order.append("first"), 1)
+    order.append("put off")
+    pause(3)
+
+    assert order == ["put off", "begun", "ended", "first", "second"]
+    thread.join()
 
 
 @pytest.mark.mutation

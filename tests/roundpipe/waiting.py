@@ -20,7 +20,8 @@ from unittest import mock
 import pytest
 import torch
 from forking import state_after_a_call, trained
-from paired import on_both
+from lull import LIMIT_S, later, pause
+from paired import Meeting, on_both
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime, save_checkpoint
 from roundpipe.device import transfers
 from roundpipe.device.randomness import Drawer, Randomness
@@ -39,8 +40,6 @@ DIVIDED = Plan(fused=range(0, 5), groups=[range(0, 2), range(2, 4)])
 DELAYS: list[threading.Event] = []
 FAILS: list[int] = []
 LATE_CALLS: list[int] = []
-# Long enough for a thread that forgot to wait to get past, short enough to run often.
-DELAY_S = 0.4
 
 
 class Widen(nn.Module):
@@ -183,7 +182,7 @@ def two_tasks_in_16_bits() -> None:
         released = threading.Event()
 
         def late() -> None:
-            released.wait(30)
+            assert released.wait(LIMIT_S)
             found.append([master.grad.clone() for master in model.parameters()])
             for master in model.parameters():
                 master.grad = None
@@ -194,7 +193,7 @@ def two_tasks_in_16_bits() -> None:
             model.step(late)
             if call_number == 0:
                 # The second call's gradients are ready before the first step has read those of the first.
-                threading.Timer(DELAY_S, released.set).start()
+                later(released.set)
             theirs.zero_grad()
             theirs(x).sum().backward()
             wanted.append([parameter.grad.clone() for parameter in theirs.parameters()])
@@ -234,7 +233,7 @@ def publication_waits_for_the_step_before() -> None:
         released = threading.Event()
 
         def late() -> None:
-            released.wait(30)
+            released.wait(LIMIT_S)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -242,7 +241,7 @@ def publication_waits_for_the_step_before() -> None:
         model.step(late)
         model.step(lambda: None)
         reference.step()
-        threading.Timer(DELAY_S, released.set).start()
+        later(released.set)
         same(call(model, 1), plain(theirs, 1))
         model.synchronize()
 
@@ -255,7 +254,7 @@ class Late(nn.Module):
         x = x * 1.0
         LATE_CALLS.append(1)
         if x.requires_grad and DELAYS and len(LATE_CALLS) % 4 == 0:
-            x.register_hook(lambda grad, event=DELAYS[0]: (event.wait(30), grad)[1])
+            x.register_hook(lambda grad, event=DELAYS[0]: (event.wait(LIMIT_S), grad)[1])
         return x, mask
 
 
@@ -280,7 +279,7 @@ def backward_reads_the_weights_of_its_forward() -> None:
         DELAYS[:] = [released]
         same(call(model, 1), plain(theirs, 1))
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-        threading.Timer(DELAY_S, released.set).start()
+        later(released.set)
         model.synchronize()
         DELAYS.clear()
         for master, weight in zip(masters.parameters(), theirs.parameters(), strict=True):
@@ -294,9 +293,9 @@ def hold_up(model: RoundPipe) -> None:
     """A call whose backward goes on for a while after it has returned."""
     released = threading.Event()
     DELAYS[:] = [released]
-    threading.Timer(DELAY_S, released.set).start()
     call(model, 3)
     DELAYS.clear()
+    later(released.set)
 
 
 def between_calls() -> None:
@@ -327,7 +326,7 @@ def between_calls() -> None:
         done: list[int] = []
 
         def slow() -> None:
-            threading.Event().wait(DELAY_S)
+            pause()
             done.append(1)
 
         model.step(slow)
@@ -343,7 +342,7 @@ class Fragile(nn.Module):
             FAILS[0] -= 1
             if FAILS[0] < 0:
                 for event in DELAYS:
-                    event.wait(30)
+                    event.wait(LIMIT_S)
                 raise ValueError("told to")
         return pair
 
@@ -407,7 +406,7 @@ def the_first_upload_takes_a_while() -> Iterator[threading.Event]:
     def slow(conveyor: Conveyor, destination: torch.Tensor, source: torch.Tensor) -> None:
         if not begun.is_set():
             begun.set()
-            threading.Event().wait(2 * DELAY_S)
+            pause(2)
         upload(conveyor, destination, source)
 
     with mock.patch.object(Conveyor, "upload", slow):
@@ -448,7 +447,7 @@ def a_second_run_waits_for_uploads_of_the_first() -> None:
     theirs = copy.deepcopy(ours)
     with Runtime("cpu:1", device_memory_bytes=1 << 30) as runtime, the_first_upload_takes_a_while() as begun:
         model = wrap(ours, runtime, Plan(fused=range(2)))
-        with memory_runs_out_once(lambda: begun.wait(30)):
+        with memory_runs_out_once(lambda: begun.wait(LIMIT_S)):
             same(call(model, 0), plain(theirs, 0))
             model.synchronize()
         same_gradients(ours, theirs)
@@ -473,7 +472,7 @@ def a_step_waits_for_the_gradients_of_a_second_run() -> None:
     found: list[torch.Tensor | None] = []
 
     def late(delivery: transfers.Delivery) -> None:
-        threading.Event().wait(DELAY_S)
+        pause()
         deliver(delivery)
 
     def step() -> None:
@@ -505,10 +504,10 @@ class Slow(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not bool((x == 1).all()):
-            DELAYS[0].wait(30)
+            DELAYS[0].wait(LIMIT_S)
             raise ValueError("told to")
         DELAYS[0].set()
-        threading.Event().wait(DELAY_S)
+        pause()
         FAILS.append(1)
         return x
 
@@ -549,7 +548,7 @@ class Drawing(nn.Module):
         if DELAYS and len(LATE_CALLS) == 8:
             under_way, drawn = DELAYS
             under_way.set()
-            drawn.wait(DELAY_S)
+            pause(until=drawn)
         return x + first + torch.rand(x.shape), mask
 
 
@@ -567,7 +566,7 @@ def the_callers_random_numbers() -> None:
         torch.manual_seed(7)
         call(model, 3)
         # Where the call does not wait for its layers, one of them is using the generator now.
-        assert under_way.wait(30)
+        assert under_way.wait(LIMIT_S)
         mine = torch.rand(1000)
         drawn.set()
         model.synchronize()
@@ -583,7 +582,7 @@ def a_step_over_nothing() -> None:
     done: list[int] = []
 
     def slow() -> None:
-        threading.Event().wait(DELAY_S)
+        pause()
         done.append(1)
 
     with Runtime("cpu:1") as runtime:
@@ -604,7 +603,7 @@ def beside(
     """Run `body` as a layer while another thread runs `draws` as one, which has set `under_way` by then."""
     thread = threading.Thread(target=lambda: randomness.forward(torch.default_generator, first, 0, draws))
     thread.start()
-    assert under_way.wait(30)
+    assert under_way.wait(LIMIT_S)
     randomness.forward(torch.default_generator, second, 0, body)
     thread.join()
 
@@ -619,14 +618,14 @@ def layers_that_draw_run_alone() -> None:
     def draws() -> None:
         numbers.append(torch.rand(4))
         under_way.set()
-        entered.wait(DELAY_S)
+        pause(until=entered)
         numbers.append(torch.rand(4))
         drawn.set()
 
     def draws_too() -> None:
         torch.rand(4)
         entered.set()
-        drawn.wait(30)
+        drawn.wait(LIMIT_S)
 
     beside(randomness, noisy, draws, under_way, other, draws_too)
     entered.set()
@@ -644,14 +643,14 @@ def a_layer_runs_once_beside_one_that_draws() -> None:
     def draws() -> None:
         torch.rand(1)
         under_way.set()
-        entered.wait(DELAY_S)
+        pause(until=entered)
         torch.rand(1)
         drawn.set()
 
     def draws_nothing() -> None:
         runs.append(1)
         entered.set()
-        drawn.wait(30)
+        drawn.wait(LIMIT_S)
 
     beside(randomness, noisy, draws, under_way, calm, draws_nothing)
     assert len(runs) == 1
@@ -678,10 +677,10 @@ def what_users_write_comes_after_the_step() -> None:
         optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.02)
         released = threading.Event()
         call(model, 0)
-        model.step(lambda: (released.wait(30), optimizer.step(), optimizer.zero_grad()))
+        model.step(lambda: (released.wait(LIMIT_S), optimizer.step(), optimizer.zero_grad()))
         with torch.no_grad():
             ours[4].linear.bias.fill_(0.25)
-        threading.Timer(DELAY_S, released.set).start()
+        later(released.set)
         call(model, 1)
         model.synchronize()
         assert bool((ours[4].linear.bias == 0.25).all())
@@ -689,8 +688,8 @@ def what_users_write_comes_after_the_step() -> None:
         model.step(lambda: optimizer.step())
         # The optimizer's thread has something else to do before it can publish.
         held = threading.Event()
-        runtime.optimizer.submit(held.wait, 30)
-        threading.Timer(DELAY_S, held.set).start()
+        runtime.optimizer.submit(held.wait, LIMIT_S)
+        later(held.set)
         model.load_state_dict(before)
         model.synchronize()
         for (name, weight), wanted in zip(model.state_dict().items(), before.values(), strict=True):
@@ -747,8 +746,8 @@ def gradients_do_not_pile_up() -> None:
             model.synchronize()
             runtime.lanes[0].device.reset_peak_memory()
             if late:
-                model.step(lambda: released.wait(30))
-                threading.Timer(DELAY_S, released.set).start()
+                model.step(lambda: released.wait(LIMIT_S))
+                later(released.set)
             model.forward_backward(input_args=(x,), loss_fn=lambda out, _: out.sum())
             model.synchronize()
             peaks.append(runtime.memory()[0].peak_bytes)
@@ -780,9 +779,9 @@ def an_error_waits_for_gradients_on_their_way() -> None:
         model = wrap(ours, runtime, STAGED)
         x, y = data(0)
         loss = loss_fn(model(x.requires_grad_()), y)
-        model.step(lambda: released.wait(30))
+        model.step(lambda: released.wait(LIMIT_S))
         FAILS[:] = [0]
-        threading.Timer(DELAY_S, released.set).start()
+        later(released.set)
         with a_delivery_begins() as begun:
             DELAYS[:] = [begun]
             with pytest.raises(ValueError, match="told to"):
@@ -859,13 +858,13 @@ def syncing_waits_for_steps() -> None:
         released = threading.Event()
 
         def fill() -> None:
-            released.wait(30)
+            released.wait(LIMIT_S)
             with torch.no_grad():
                 for master in model.parameters():
                     master.fill_(0.5)
 
         model.step(fill)
-        threading.Timer(DELAY_S, released.set).start()
+        later(released.set)
         model.sync_optim_param()
         assert all(bool((weight == 0.5).all()) for weight in ours.parameters())
 
@@ -926,7 +925,7 @@ def state_dicts_have_the_buffers_of_the_calls_before() -> None:
 
 
 def _dawdle(_: torch.Tensor) -> None:
-    threading.Event().wait(DELAY_S / 4)
+    pause(1 / 4)
 
 
 class Dawdles(nn.Module):
@@ -951,6 +950,9 @@ def divided(runtime: Runtime, *, double_buffer: bool) -> tuple[nn.Sequential, Ro
 
 # Both machines share the process's generator.
 MODELS = threading.Lock()
+# A step of that model has six transfers of gradients, and six of results: of three layers, each in two segments.
+# Their numbers in the first step and in the second.
+FIRST_SUMS, SECOND_SUMS, FIRST_RESULTS = range(1, 7), range(7, 13), range(6)
 
 
 def train_divided(runtime: Runtime, *, double_buffer: bool, is_async: bool) -> list[torch.Tensor]:
@@ -967,7 +969,7 @@ def machines_wait_for_each_other(*, double_buffer: bool, is_async: bool) -> None
     body = partial(train_divided, double_buffer=double_buffer, is_async=is_async)
     with Runtime("cpu:1") as alone:
         truth = body(alone)
-    for found in on_both(body, lambda *_: DELAY_S / 8):
+    for found in on_both(body, lambda *_: 1 / 8):
         for one, other in zip(found, truth, strict=True):
             same(one, other)
 
@@ -986,21 +988,35 @@ def what_is_passed_on_is_waited_for() -> None:
     """Outputs, and gradients of inputs, are those of all machines."""
     with Runtime("cpu:1") as alone:
         truth = train_by_backward(alone)
-    for found in on_both(train_by_backward, lambda *_: DELAY_S / 8):
+    for found in on_both(train_by_backward, lambda *_: 1 / 8):
         for one, other in zip(found, truth, strict=True):
             same(one, other)
 
 
-def fail_and_go_on(runtime: Runtime) -> list[torch.Tensor]:
+def fail_and_go_on(runtime: Runtime, meeting: Meeting | None = None) -> list[torch.Tensor]:
     row, model, optimizer = divided(runtime, double_buffer=False)
+
+    def fail() -> None:
+        if meeting is not None:
+            meeting.wait_for_posts("reduce", FIRST_SUMS)
+        raise ZeroDivisionError
+
+    def step() -> None:
+        if meeting is not None:
+            for work in meeting.wait_for_posts("reduce", SECOND_SUMS):
+                work.wait()
+            # Where the step that failed has waited for them, they have come long ago.
+            for tag in FIRST_SUMS:
+                meeting.let_go("reduce", tag)
+        optimizer.step()
+        optimizer.zero_grad()
+
     call(model, 0)
     with pytest.raises(ZeroDivisionError):
-        model.step(lambda: 1 / 0, is_async=False)
+        model.step(fail, is_async=False)
     model.reset()
     call(model, 1)
-    model.step(
-        lambda: (threading.Event().wait(3 * DELAY_S), optimizer.step(), optimizer.zero_grad()), is_async=False
-    )
+    model.step(step, is_async=False)
     return [parameter.detach().clone() for parameter in row.parameters()]
 
 
@@ -1008,8 +1024,8 @@ def a_failed_step_waits_for_its_transfers() -> None:
     """What is left of a failed step does not come into the next one's gradients."""
     with Runtime("cpu:1") as alone:
         truth = fail_and_go_on(alone)
-    # A model of three blocks: those of the first step are slow.
-    for found in on_both(fail_and_go_on, lambda kind, tag: 2 * DELAY_S * (kind == "reduce" and tag <= 3)):
+    meeting = Meeting(is_held=lambda kind, tag: kind == "reduce" and tag in FIRST_SUMS)
+    for found in on_both(partial(fail_and_go_on, meeting=meeting), meeting=meeting):
         for one, other in zip(found, truth, strict=True):
             same(one, other)
 
@@ -1022,7 +1038,7 @@ def fail_and_read_late(runtime: Runtime) -> list[torch.Tensor]:
     model.reset()
     call(model, 1)
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
-    threading.Event().wait(4 * DELAY_S)
+    pause(4)
     return [parameter.detach().clone() for parameter in row.parameters()]
 
 
@@ -1030,8 +1046,7 @@ def a_failed_step_waits_for_results_that_nobody_uses() -> None:
     """What machines expected of a failed step does not come into the next one's weights."""
     with Runtime("cpu:1") as alone:
         truth = fail_and_read_late(alone)
-    # Of the first step.
-    for found in on_both(fail_and_read_late, lambda kind, tag: 3 * DELAY_S * (kind == "gather" and tag < 3)):
+    for found in on_both(fail_and_read_late, lambda kind, tag: 3 * (kind == "gather" and tag in FIRST_RESULTS)):
         for one, other in zip(found, truth, strict=True):
             same(one, other)
 
@@ -1057,8 +1072,7 @@ def what_is_sent_again_comes_after_what_was_sent() -> None:
     """Results that a step function changes later replace those that were on their way."""
     with Runtime("cpu:1") as alone:
         truth = change_after_the_optimizer(alone)
-    # Of the first step.
-    slow = on_both(change_after_the_optimizer, lambda kind, tag: 2 * DELAY_S * (kind == "gather" and tag < 3))
+    slow = on_both(change_after_the_optimizer, lambda kind, tag: 2 * (kind == "gather" and tag in FIRST_RESULTS))
     for found in slow:
         for one, other in zip(found, truth, strict=True):
             same(one, other)
@@ -1083,7 +1097,7 @@ def what_users_write_comes_after_other_machines_results() -> None:
     """Weights that are written while a result is on its way from another machine stay written."""
     with Runtime("cpu:1") as alone:
         truth = write_between(alone)
-    for found in on_both(write_between, lambda kind, tag: DELAY_S * (kind == "gather" and tag <= 3)):
+    for found in on_both(write_between, lambda kind, tag: kind == "gather" and tag in FIRST_RESULTS):
         for one, other in zip(found, truth, strict=True):
             same(one, other)
 
@@ -1105,7 +1119,7 @@ def capture_behind(runtime: Runtime) -> None:
 
 def what_is_saved_has_other_machines_results() -> None:
     """A checkpoint has the last step's result, also what is on its way from another machine."""
-    on_both(capture_behind, lambda *_: DELAY_S / 2)
+    on_both(capture_behind, lambda *_: 1 / 2)
 
 
 SCENARIOS: list[Callable[[], None]] = [
