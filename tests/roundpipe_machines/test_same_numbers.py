@@ -1,4 +1,4 @@
-"""Losses and weights do not depend on the number of machines, whatever is trained, and runs repeat bit by bit."""
+"""Losses and weights do not depend on the number of machines, whatever is trained, and plans repeat them bit by bit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ GROUPS = [
 
 
 @cache
-def _found(machines: int, devices: str, run: int = 0) -> list[Any]:
+def _found(machines: int, devices: str) -> list[Any]:
     """What each machine finds, of all trainings: processes take longer to start than to train."""
-    del run
     return on_machines(machines, "machine_trainings", "run_all", devices)
 
 
@@ -58,6 +57,7 @@ def test_all_machines_have_the_same_bits(machines: int, devices: str) -> None:
 
 
 @pytest.mark.nightly
-def test_a_second_run_has_the_same_bits() -> None:
-    first, again = (_tensors(_found(2, TWO, run)[0]) for run in (0, 1))
+def test_a_second_run_under_the_same_plans_has_the_same_bits() -> None:
+    runs = [on_machines(2, "machine_trainings", "run_all_as_first_planned", TWO)[0] for _ in range(2)]
+    first, again = map(_tensors, runs)
     assert all(torch.equal(tensor, again[place]) for place, tensor in first.items())
