@@ -166,7 +166,7 @@ WAITS = [
         "a backward that may set the generator's state waits for layers that draw",
         "",
     ),
-    Wait("engine/group.py", "wait_until(outcome.wait)", "a synchronous step waits for its end"),
+    Wait("engine/whole_model.py", "wait_until(outcome.wait)", "a synchronous step waits for its end"),
     Wait(
         "engine/host_parameters.py",
         "            self._updates.wait()\n            self.set_masters(written)",

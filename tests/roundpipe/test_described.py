@@ -214,7 +214,7 @@ def test_several_late_errors_without_words_are_told_together(two: Runtime, kind:
 
     model = models[0]
     model.step(fail, True, errors[0])
-    model._joint.hosts[0].submit_step(lambda _: fail(errors[1]))
+    model._whole.hosts[0].submit_step(lambda _: fail(errors[1]))
     with pytest.raises(Exception, match=r".*") as caught:
         model.synchronize()
     arrived = seen(caught.value, errors[0])

@@ -314,7 +314,7 @@ def test_a_scheduler_that_steps_between_asynchronous_steps_is_told(two: Runtime)
     optimizer, scheduler = scheduled(model)
     call(model)
     model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    model._joint._step_outcome.result()
+    model._whole._step_outcome.result()
     scheduler.step()
     call(model)
     with pytest.warns(TrainingWarning, match=TOLD):

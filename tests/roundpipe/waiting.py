@@ -1111,7 +1111,7 @@ def capture_behind(runtime: Runtime) -> None:
     def read(capture: Callable[[], Captured]) -> None:
         found.update((id(held.tensor), held.result.clone()) for held in capture().held)
 
-    model.joint.capture(read).result()
+    model.whole.capture(read).result()
     model.synchronize()
     for parameter in row.parameters():
         same(found[id(parameter)], parameter.detach())

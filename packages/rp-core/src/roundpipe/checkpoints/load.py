@@ -104,7 +104,7 @@ def load_checkpoint(
     layout = layout_of(model)
     opened = _opened_by_all(Path(os.path.abspath(path)), model.runtime, _Wanted(layout, training))
     with model.runtime.launching(), lasting(), torch.no_grad():
-        restoring, is_behind = model.joint.restoring, bool(opened.description["is_behind"])
+        restoring, is_behind = model.whole.restoring, bool(opened.description["is_behind"])
         held = {id(one.tensor): one for one in restoring.begin(is_behind=is_behind)}
         masters = {name: _master(held.get(id(tensor))) for name, tensor in layout.tensors.items()}
         states = [Matched(opened, *both, masters) for both in zip(optimizers, _saved(opened), strict=False)]

@@ -172,7 +172,7 @@ class SavingCheckpoint:
                 self._small.carry_out()
 
         try:
-            captured = model.joint.capture(read)
+            captured = model.whole.capture(read)
         except BaseException as error:
             self._give_up(made, "the contents", error)
             raise

@@ -123,7 +123,7 @@ class HostParameters:
         """Return whether any parameter of the layers requires grad now."""
         return any(parameter.requires_grad for module in self._modules() for parameter in module.parameters())
 
-    # One model's share of the methods of `Joint`
+    # One model's share of the methods of `WholeModel`
 
     def begin_consuming(self) -> None:
         """Wait for all work, and drop what is left of earlier calls, before one in which the optimizer steps."""

@@ -8,7 +8,7 @@ from rp_optim.host import HostOptimizer
 from rp_optim.jobs import Outcome
 from rp_transfer import Ticket
 
-from roundpipe.engine.group import Joint
+from roundpipe.engine.whole_model import WholeModel
 from roundpipe.errors import add_note
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.state.block import Block
@@ -21,35 +21,35 @@ class StepDuring:
     Raises `TypeError` for an optimizer that cannot.
     """
 
-    def __init__(self, joint: Joint, optimizer: object) -> None:
+    def __init__(self, whole: WholeModel, optimizer: object) -> None:
         if not isinstance(optimizer, HostOptimizer):
             raise TypeError(
                 "an optimizer that steps during backward must be one of roundpipe.optim, which update parameters "
                 f"as gradients arrive, but is a {type(optimizer).__name__} instead"
             )
-        self._joint = joint
+        self._whole = whole
         self._optimizer = optimizer
         self._outcome: Outcome[None] | None = None
 
     def prepare(self) -> None:
         """Make all that the step takes, and refuse what it cannot do; calls then read the latest weights."""
-        joint = self._joint
-        for host in joint.hosts:
+        whole = self._whole
+        for host in whole.hosts:
             host.begin_consuming()
-        joint.prepare_step(is_async=False)
-        for host in joint.hosts:
+        whole.prepare_step(is_async=False)
+        for host in whole.hosts:
             # A step that published the last result would wait for tasks that wait for this step.
             if host.state.unpublished:
                 host.publish()
             host.state.make_masters()
             host.state.make_backs()
-        _refuse_left_out(joint.name, joint.states(), self._optimizer)
-        joint.foresight.check_step(joint.states(), self._optimizer)
+        _refuse_left_out(whole.name, whole.states(), self._optimizer)
+        whole.foresight.check_step(whole.states(), self._optimizer)
 
     def launch(self, turns: Mapping[Block, Ticket]) -> None:
         """Queue the step, right after the call's tasks. `turns`: see `Run.step_turns`."""
         try:
-            self._outcome = self._joint.submit_consuming(self._optimizer, turns)
+            self._outcome = self._whole.submit_consuming(self._optimizer, turns)
         except BaseException:
             for ticket in turns.values():
                 ticket.leave()
@@ -59,7 +59,7 @@ class StepDuring:
         """Wait for the step. Raises its error."""
         if self._outcome is not None:
             wait_until(self._outcome.wait)
-        self._joint.raise_late_errors()
+        self._whole.raise_late_errors()
 
     def explain(self, error: BaseException, *, is_over: bool) -> None:
         """Say on the call's error what has become of the weights. `is_over`: the step ends by itself."""
@@ -68,8 +68,8 @@ class StepDuring:
             self._explain_ended(error)
 
     def _explain_ended(self, error: BaseException) -> None:
-        self._joint.say_torn(error)
-        for host in self._joint.hosts:
+        self._whole.note_torn_weights(error)
+        for host in self._whole.hosts:
             if host.state.failed is not None and host.state.torn is None:
                 add_note(
                     error,

@@ -35,7 +35,7 @@ from roundpipe.execution.turns import CallTurns
 from roundpipe.runtime.lane import Lane
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
-from roundpipe.runtime.tickets import taking
+from roundpipe.runtime.tickets import taking_tickets
 from roundpipe.state.block import Block
 from roundpipe.telemetry import tracing
 from roundpipe.telemetry.call_span import CallSpan
@@ -199,7 +199,7 @@ class Run:
 
     def _prepare(self, task: Task, times: LayerTimes | None) -> tuple[Lane, TaskJob]:
         lane, twins = self._runtime.lanes[task.device], self._twins[task.device]
-        with taking() as take:
+        with taking_tickets() as take:
             turns, gradient_turns = self._turns.of_task(task, take)
             weights = Weights(
                 lane,

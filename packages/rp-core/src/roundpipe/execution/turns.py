@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rp_sched import Task
 from rp_transfer import Ticket
 
-from roundpipe.runtime.tickets import Take, taking
+from roundpipe.runtime.tickets import Take, taking_tickets
 from roundpipe.state.block import Block, in_turn
 from roundpipe.state.model_state import ModelState
 
@@ -49,7 +49,7 @@ class CallTurns:
                     order.pop(block, None)
                     order[block] = None
         order.update(dict.fromkeys(self._state.trainable))
-        with taking() as take:
+        with taking_tickets() as take:
             for block in order:
                 if block.gradient is not None and block not in self.of_step:
                     self.of_step[block] = take(block.gradient.turns, write=True)

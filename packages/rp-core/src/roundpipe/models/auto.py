@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from roundpipe.engine.group import Joint
 from roundpipe.engine.resident import Resident
+from roundpipe.engine.whole_model import WholeModel
 from roundpipe.errors import RoundPipeError
 from roundpipe.models.base import RoundPipeBase, wrappers
 from roundpipe.models.part import Part
@@ -83,7 +83,7 @@ class AutoRoundPipe(RoundPipeBase):
         self._own("_resident", resident)
         for host in hosts:
             host.share_steps(resident)
-        self._own("_joint", Joint(self.name, [resident, *hosts], self.runtime))
+        self._own("_whole", WholeModel(self.name, [resident, *hosts], self.runtime))
         self._keep_current(model)
 
     parts: Mapping[str, RoundPipe]

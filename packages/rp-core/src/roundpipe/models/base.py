@@ -13,9 +13,9 @@ from torch import nn
 
 from roundpipe.context import doing_optimizer
 from roundpipe.device.entrance import entrance_of
-from roundpipe.engine.group import Joint
 from roundpipe.engine.memory.forecast import MemoryForecast
 from roundpipe.engine.memory.report import MemoryReport
+from roundpipe.engine.whole_model import WholeModel
 from roundpipe.errors import TrainingWarning
 from roundpipe.models.current import publish_first
 from roundpipe.models.wrapped.call_site import caller
@@ -43,7 +43,7 @@ class RoundPipeBase(StandIn):
 
     runtime: Runtime
     optim_dtype: torch.dtype | None
-    _joint: Joint
+    _whole: WholeModel
     # Whether it was said that 16-bit masters are coarse.
     _is_told: bool
 
@@ -71,14 +71,14 @@ class RoundPipeBase(StandIn):
             raise TypeError(
                 f"is_async must be a bool, but is {is_async!r} instead; arguments of step_fn come after it"
             )
-        self._joint.step(lambda: step_fn(*args, **kwargs), is_async=is_async)
+        self._whole.step(lambda: step_fn(*args, **kwargs), is_async=is_async)
 
     def synchronize(self) -> None:
         """Wait for all calls and steps; then parameters are current and hold their gradients in ``.grad``.
 
         Raises errors of earlier calls and steps that were not raised yet.
         """
-        self._joint.synchronize()
+        self._whole.synchronize()
 
     def sync_optim_param(self) -> None:
         """Publish the results of all steps so far to the model's parameters; gradients stay in the engine.
@@ -90,19 +90,19 @@ class RoundPipeBase(StandIn):
 
         Raises errors of earlier calls and steps that were not raised yet.
         """
-        self._joint.sync_optim_param()
+        self._whole.sync_optim_param()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those of a failed call; `set_to_none` is ignored, as if always True."""
         del set_to_none
-        self._joint.zero_grad()
+        self._whole.zero_grad()
 
     def reset(self) -> None:
         """Return to the published weights: drop gradients and a failed step's partial update.
 
         The optimizer's own state, such as moments, is not restored; reload it if needed.
         """
-        self._joint.reset()
+        self._whole.reset()
 
     @property
     def weights_delay(self) -> int:
@@ -126,7 +126,7 @@ class RoundPipeBase(StandIn):
         A forward counts from its launch; its backward reads the same weights. Evaluation counts as a call, too, so
         read this after the call whose loss it belongs to.
         """
-        return self._joint.weights_delay()
+        return self._whole.weights_delay()
 
     def memory_report(self, *optimizers: torch.optim.Optimizer) -> MemoryReport:
         """Report the host memory of this model, by kind, and the device memory of its runtime, at this moment.
@@ -141,7 +141,7 @@ class RoundPipeBase(StandIn):
 
         Raises `TypeError` for an argument that is not an optimizer.
         """
-        return self._joint.memory_report(optimizers)
+        return self._whole.memory_report(optimizers)
 
     def memory_forecast(self, *optimizers: torch.optim.Optimizer, additions: int = 1) -> MemoryForecast:
         """Foresee the host memory that training this model takes, by kind, beside what is free.
@@ -163,7 +163,7 @@ class RoundPipeBase(StandIn):
         is_whole = isinstance(additions, int)  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
         if not is_whole or additions < 1:
             raise ValueError(f"additions must be a whole number and at least 1, but is {additions!r}")
-        return self._joint.memory_forecast(optimizers, additions)
+        return self._whole.memory_forecast(optimizers, additions)
 
     # Parameters
 
@@ -184,7 +184,7 @@ class RoundPipeBase(StandIn):
         Raises `RoundPipeError` if the user's model got parameters after it was wrapped that no layer uses.
         """
         self._refuse_added()
-        masters = self._joint.masters()
+        masters = self._whole.masters()
         self._warn_of_16_bits(masters.values())
         for name, parameter in self._named.named_parameters(prefix, remove_duplicate=remove_duplicate):
             # The module itself may hold parameters that no layer uses: these have no master.
@@ -238,12 +238,12 @@ class RoundPipeBase(StandIn):
         ...     RoundPipe(nn.Linear(4, 4), step_in_backward=True, runtime=runtime).steps_in_backward
         True
         """
-        return self._joint.steps_in_backward
+        return self._whole.steps_in_backward
 
     @property
-    def joint(self) -> Joint:
+    def whole(self) -> WholeModel:
         """The model on the host, between calls."""
-        return self._joint
+        return self._whole
 
     def settle(self) -> None:
         """Publish the results of all steps so far, and wait for all who write weights or buffers.
@@ -253,11 +253,11 @@ class RoundPipeBase(StandIn):
 
         Raises errors of earlier calls and steps that were not raised yet.
         """
-        self._joint.settle_weights()
+        self._whole.settle_weights()
 
     def results_apart(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """Return what the parameters still lack of the last step after `settle`, on several machines."""
-        return self._joint.results()
+        return self._whole.results()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the user's own model: weights and buffers of one step, with all results so far.
@@ -280,17 +280,17 @@ class RoundPipeBase(StandIn):
         tied. With ``pin_model="off"`` tensors of a memory-mapped file stay there.
         """
         with self.runtime.launching(), lasting():
-            self._joint.restoring.make_current()
+            self._whole.restoring.make_current()
             before = self._named_tensors()
             incompatible = self._named.load_state_dict(renamed(state_dict, self._named), strict, assign)
             if assign:
-                self._joint.restoring.replaced(self._keep_tied(before))
-            self._joint.restoring.take_over()
+                self._whole.restoring.replaced(self._keep_tied(before))
+            self._whole.restoring.take_over()
             return incompatible
 
     def is_behind(self) -> bool:
         """Return whether the parameters lack the result of a step; `synchronize` and `state_dict` publish it."""
-        return self._joint.is_behind()
+        return self._whole.is_behind()
 
     def _keep_current(self, module: nn.Module) -> None:
         """Let the module's own ``state_dict`` give the results of all steps so far."""

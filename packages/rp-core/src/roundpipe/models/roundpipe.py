@@ -13,8 +13,8 @@ from torch import nn
 
 from roundpipe.device.compiling import options_of
 from roundpipe.engine.engine import Engine
-from roundpipe.engine.group import Joint
 from roundpipe.engine.step_during import StepDuring
+from roundpipe.engine.whole_model import WholeModel
 from roundpipe.execution.call import LossFn
 from roundpipe.execution.packed_data import Arrivals
 from roundpipe.models.base import RoundPipeBase, wrappers
@@ -112,7 +112,7 @@ class RoundPipe(RoundPipeBase):
         self._own("runtime", runtime or default_runtime())
         engine = Engine(self.name, partial(row_of, model), self.runtime, options, compile_options)
         self._own("_engine", engine)
-        self._own("_joint", Joint(self.name, [engine.host], self.runtime))
+        self._own("_whole", WholeModel(self.name, [engine.host], self.runtime))
         self._keep_current(model)
 
     _refused: dict[str, str]
@@ -221,7 +221,7 @@ class RoundPipe(RoundPipeBase):
                 "arrive and cannot be accumulated: give forward_backward the optimizer that steps, as "
                 "forward_backward(..., optimizer=optimizer), or wrap the model without step_in_backward"
             )
-        return StepDuring(self._joint, optimizer)
+        return StepDuring(self._whole, optimizer)
 
     @property
     def engine(self) -> Engine:

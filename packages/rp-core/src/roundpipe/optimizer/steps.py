@@ -141,10 +141,10 @@ def _note_torn(parts: Sequence[Part], loans: Sequence[Loan], error: BaseExceptio
     for part in parts:
         if any(loan.is_torn() for loan in loans if loan.of(part.state)):
             part.state.torn = words
-            say_torn(part.name, error)
+            note_torn_weights(part.name, error)
 
 
-def say_torn(name: str, error: BaseException) -> None:
+def note_torn_weights(name: str, error: BaseException) -> None:
     """Say on an error, once, that it has left some of a model's weights updated and others not."""
     words = (
         f"RoundPipe: the step had begun to update weights of model {name!r} in place, as "

@@ -17,7 +17,7 @@ from roundpipe.optimizer.publication import Publication
 from roundpipe.optimizer.step_part import Part
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.runtime import Runtime
-from roundpipe.runtime.tickets import Take, taking
+from roundpipe.runtime.tickets import Take, taking_tickets
 from roundpipe.state.block import Block
 from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry import tracing
@@ -69,7 +69,7 @@ class Updates:
     def publish(self) -> None:
         """Queue the publication of the last result; calls launched from now on read it."""
         if self._state.unpublished:
-            with taking() as take:
+            with taking_tickets() as take:
                 self.submit(self._publication(take).run_alone)
             self._state.unpublished = False
 

@@ -20,11 +20,11 @@ class Take(Protocol):
 
 
 @contextmanager
-def taking() -> Generator[Take]:
+def taking_tickets() -> Generator[Take]:
     """Take tickets for work that will leave them later; leave them all if an exception ends the context.
 
     >>> line = Turns()
-    >>> with taking() as take:
+    >>> with taking_tickets() as take:
     ...     ticket = take(line, write=True)
     >>> ticket.open(), line.write().open()
     (True, False)

@@ -25,19 +25,19 @@ from roundpipe.engine.restoring import Restoring
 from roundpipe.errors import RoundPipeError
 from roundpipe.optimizer.shared_step import SharedStep
 from roundpipe.optimizer.step_part import Part
-from roundpipe.optimizer.steps import run_step, say_torn
+from roundpipe.optimizer.steps import note_torn_weights, run_step
 from roundpipe.optimizer.watched import Watched, described, tell_thawed, watch_optimizers
 from roundpipe.runtime.launcher import wait_until
 from roundpipe.runtime.machines import check_same
 from roundpipe.runtime.runtime import Runtime
-from roundpipe.runtime.tickets import taking
+from roundpipe.runtime.tickets import taking_tickets
 from roundpipe.state.block import Block
 from roundpipe.state.master import refuse_part
 from roundpipe.state.model_state import ModelState
 from roundpipe.telemetry.tracing import in_call
 
 
-class Joint:
+class WholeModel:
     """The host states of one model: a single one, or one for each part of a model wrapped in parts.
 
     Each method runs as one body on the runtime's launcher, for all of them. `restoring`: for values that the
@@ -88,7 +88,7 @@ class Joint:
         with in_call("step", self.name):
             self.prepare_step(is_async=is_async)
             tell_thawed(self.name, self.states())
-            with taking() as take:
+            with taking_tickets() as take:
                 parts = [host.prepare_step(take, is_async=is_async) for host in self.hosts]
                 is_idle = self._step_outcome is None or self._step_outcome.done()
                 watched = self._watched.launch(self._counting(step_fn), is_async=is_async, is_idle=is_idle)
@@ -104,7 +104,7 @@ class Joint:
     def submit_consuming(self, optimizer: HostOptimizer, turns: Mapping[Block, Ticket]) -> Outcome[None]:
         """Queue the step of a call that has taken these turns for it."""
         (host,) = self.hosts
-        with taking() as take:
+        with taking_tickets() as take:
             part = host.prepare_consuming(take, turns)
             watched = self._watched.launch(optimizer.step, is_async=False, is_idle=True)
             self._step_outcome = outcome = host.submit_step(partial(run_step, self.name, [part], watched))
@@ -230,7 +230,7 @@ class Joint:
         return self._runtime.visit(partial(self._capture, read))
 
     def _capture(self, read: Callable[[Callable[[], Captured]], None]) -> Outcome[None]:
-        with in_call("checkpoint", self.name), taking() as take:
+        with in_call("checkpoint", self.name), taking_tickets() as take:
             captures = [host.prepare_capture(take) for host in self.hosts]
             return self.hosts[0].submit_step(partial(run_capture, self.name, captures, read))
 
@@ -278,14 +278,14 @@ class Joint:
                 host.raise_late_errors()
         except BaseException as error:
             # That of a call may have ended a step which was under way.
-            self.say_torn(error)
+            self.note_torn_weights(error)
             raise
 
-    def say_torn(self, error: BaseException) -> None:
+    def note_torn_weights(self, error: BaseException) -> None:
         """Say on an error what a step has left of its update in weights that calls read."""
         for host in self.hosts:
             if host.state.torn is not None:
-                say_torn(host.name, error)
+                note_torn_weights(host.name, error)
 
 
 def _wait_for_steps(*_: object) -> None:
