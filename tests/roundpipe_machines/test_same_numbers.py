@@ -1,4 +1,4 @@
-"""Losses and weights do not depend on the number of machines, whatever is trained, and plans repeat them bit by bit."""
+"""Losses and weights do not depend on the number of machines, and under the same plans they repeat bit by bit."""
 
 from __future__ import annotations
 
