@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from forking import state_after_a_call, trained
+from forking import Checkpointed, state_after_a_call, trained
 from lull import pause
 from plain import PATIENCE_S, PLAN_NAMES, assert_near, batch, gradients, plans, square_error, twin
 from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
 from roundpipe.device.randomness import Drawer, Randomness
+from roundpipe.errors import Busy
 from torch import nn
 
 CPU = torch.default_generator
@@ -289,3 +290,75 @@ def test_a_recomputation_reads_the_callers_state_though_another_layer_draws() ->
         found = randomness.run(CPU, reads, 0, torch.get_rng_state, again=True)
         read.set()
     assert torch.equal(found, callers)
+
+
+def test_functions_of_the_generators_state_count_their_calls_in_compiled_code() -> None:
+    # Traced, they would count what was so when they were compiled.
+    randomness = Randomness(7, 2, quiet=set())
+
+    @torch.compile(backend="eager")
+    def fork(x: torch.Tensor) -> torch.Tensor:
+        torch.set_rng_state(torch.get_rng_state())
+        return x + 1
+
+    for microbatch in range(4):
+        randomness.run(CPU, Drawer("layer", 0), microbatch, lambda: fork(torch.zeros(2)), again=False)
+    assert {(Drawer("layer", 0), microbatch) for microbatch in range(4)} <= randomness.read & randomness.drew
+
+
+class _Forking(nn.Module):
+    """Draws from a generator of its own for a while."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seed = seed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            noise = torch.rand(64, 64)
+            for _ in range(20):
+                noise = noise + torch.rand(64, 64)
+        return self.linear(x) + noise[0, :4]
+
+
+def test_compiled_layers_that_fork_the_generator_draw_the_same_on_any_number_of_devices() -> None:
+    found: list[list[torch.Tensor]] = []
+    for devices in ("cpu:1", "cpu:3"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*map(_Forking, range(6)))
+        with Runtime(devices) as runtime:
+            model = RoundPipe(layers, runtime=runtime, compile_layers={"backend": "eager"})
+            config = RoundPipeRunConfig(num_microbatch=6)
+            x = torch.linspace(0, 1, 48).view(12, 4)
+            losses = [model.forward_backward((x,), None, None, lambda y, _: y.sum(), config) for _ in range(4)]
+        found.append(losses)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("where", ["loss function", "hook"])
+def test_a_model_that_trains_inside_another_ones_turn_with_the_generator_is_refused(where: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), Checkpointed(reentrant=False, dropout=0.5))
+    with Runtime("cpu:2") as students, Runtime("cpu:2") as teachers:
+        student = RoundPipe(layers, runtime=students, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+        teacher = RoundPipe(nn.Linear(4, 4), runtime=teachers)
+
+        def teach(*_: object) -> None:
+            with torch.no_grad():
+                teacher(torch.ones(3, 4))
+
+        def loss(output: torch.Tensor, _: object) -> torch.Tensor:
+            teach() if where == "loss function" else output.register_hook(teach)
+            return output.sum()
+
+        def train() -> None:
+            student.forward_backward((torch.ones(4, 4),), None, None, loss)
+            student.synchronize()
+
+        with pytest.raises(Busy, match=r"inside a layer, loss function or hook.*model\.eval\(\)"):
+            train()
+        student.zero_grad()
+        teacher.eval()
+        train()
+        assert None not in gradients(layers).values()

@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
@@ -87,7 +87,7 @@ def _plain(tree: Tree) -> tuple[list[Any], TreeDef] | None:
     return None
 
 
-@cache
+@lru_cache
 def _plain_treedef(length: int | None) -> TreeDef:
     """Return the treedef of a tuple of so many leaves, or of a leaf."""
     tree: Tree = 0 if length is None else (0,) * length

@@ -8,21 +8,35 @@ therefore holds the lock, too.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache, wraps
-from typing import Literal, NamedTuple, TypeVar, assert_never
+from typing import Any, Literal, NamedTuple, TypeVar, assert_never
 
 import torch
+
+from roundpipe.errors import Busy
 
 _Result = TypeVar("_Result")
 _MASK = (1 << 64) - 1
 _FREE = nullcontext()
+# Whether the lock on the CPU generator is held here, also for calls that are made from here.
+_HELD: ContextVar[bool] = ContextVar("roundpipe_generator_held", default=False)
 
 
 def draw_seed() -> int:
-    """Draw a call's seed from the caller's CPU generator."""
+    """Draw a call's seed from the caller's CPU generator.
+
+    Raises `Busy` where a layer or loss function of another model runs: the call would wait for it forever.
+    """
+    if _HELD.get():
+        raise Busy(
+            "a model that trains was called from inside a layer, loss function or hook of another one, which uses "
+            "the process's random generator meanwhile; call it before, or after model.eval() under torch.no_grad()"
+        )
     return int(torch.randint(1 << 62, (), device="cpu").item())
 
 
@@ -73,10 +87,12 @@ class _Gate:
             if not self._sharers:
                 self._callers = _state()
             self._sharers += 1
-            return self._callers
+        _HELD.set(True)
+        return self._callers
 
     def leave(self, *, drawn: bool) -> None:
         """Release the shared lock. `drawn`: the generator may have been drawn from since `share`."""
+        _HELD.set(False)
         with self._changed:
             self._sharers -= 1
             self._drawn |= drawn
@@ -101,10 +117,12 @@ class _Gate:
         with self._changed:
             self._changed.wait_for(lambda: not self._alone and not self._sharers)
             self._alone = True
+        _HELD.set(True)
         callers = _state()
         try:
             yield
         finally:
+            _HELD.set(False)
             _set_state(callers)
             with self._changed:
                 self._alone = False
@@ -146,18 +164,29 @@ def _count_uses() -> None:
     """
     read, write = torch.get_rng_state, torch.set_rng_state
 
-    @wraps(read)
-    def get_rng_state() -> torch.Tensor:
+    def count_read() -> torch.Tensor:
         _USES.reads += 1
         return read()
 
-    @wraps(write)
-    def set_rng_state(new_state: torch.Tensor) -> None:
+    def count_set(new_state: torch.Tensor) -> None:
         _USES.sets += 1
         write(new_state)
 
+    changed = {"get_rng_state": _untraced(count_read, read), "set_rng_state": _untraced(count_set, write)}
     for module in (torch, torch.random):
-        vars(module).update(get_rng_state=get_rng_state, set_rng_state=set_rng_state)
+        vars(module).update(changed)
+
+
+def _untraced(function: Callable[..., _Result], like: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Keep torch's compiler from tracing a function: it would count what was so when it was compiled."""
+    disabled: Callable[..., _Result] = torch._disable_dynamo(function)  # pyright: ignore
+
+    @wraps(like)
+    def call(*args: Any, **kwargs: Any) -> _Result:
+        # The first call of `disabled` would import the compiler, which takes seconds.
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return call
 
 
 class Randomness:
