@@ -89,12 +89,9 @@ def _workload(args: argparse.Namespace, microbatches: int) -> Workload:
         batch=args.batch,
         sequence=args.sequence,
         microbatches=microbatches,
-        checkpoint=False,
         compile=args.compile,
         chunked_head=args.chunked_head,
-        sync=False,
         devices=args.devices,
-        profile=None,
     )
 
 

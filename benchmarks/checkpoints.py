@@ -131,12 +131,8 @@ def _workload(args: argparse.Namespace) -> Workload:
         batch=args.batch,
         sequence=args.sequence,
         microbatches=args.microbatches,
-        checkpoint=False,
         compile=args.compile,
-        chunked_head=False,
-        sync=False,
         devices=args.devices,
-        profile=None,
     )
 
 

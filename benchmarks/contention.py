@@ -64,12 +64,7 @@ def training(options: argparse.Namespace, runtime: roundpipe.Runtime) -> Callabl
             batch=options.batch,
             sequence=options.sequence,
             microbatches=options.microbatches,
-            checkpoint=False,
             compile=options.compile,
-            chunked_head=False,
-            sync=False,
-            devices=None,
-            profile=None,
         )
     )
 

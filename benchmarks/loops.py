@@ -22,12 +22,12 @@ class Workload:
     batch: int
     sequence: int
     microbatches: int
-    checkpoint: bool
-    compile: bool
-    chunked_head: bool
-    sync: bool
-    devices: str | None
-    profile: str | None
+    checkpoint: bool = False
+    compile: bool = False
+    chunked_head: bool = False
+    sync: bool = False
+    devices: str | None = None
+    profile: str | None = None
     optimizer_state: str = "fp32"
     master: str = "whole"
     step_in_backward: bool = False

@@ -91,12 +91,8 @@ def _workload(args: argparse.Namespace) -> Workload:
         batch=args.batch,
         sequence=args.sequence,
         microbatches=0,
-        checkpoint=False,
         compile=args.compile,
         chunked_head=args.chunked_head,
-        sync=False,
-        devices=None,
-        profile=None,
     )
 
 
