@@ -209,7 +209,7 @@ def test_calls_that_are_shorter_than_their_launching_make_launching_cheaper(two:
     as_measured(two, model, {"gil_ms_per_gb": 0.0}, 30.0, 40.0)
     planner, (x, y) = model._engine._planner, batch(MICROBATCHES)
     parts = [((x,), {})] * MICROBATCHES
-    planner.log.measured_ms = lambda *_: 100.0
+    planner.log.measured = lambda *_: (planner._plan("fused", parts).course().plan, 100.0)
     for _ in range(2):
         planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
     model.forward_backward(input_args=(x,), label=y, loss_fn=square_error)
@@ -217,6 +217,21 @@ def test_calls_that_are_shorter_than_their_launching_make_launching_cheaper(two:
     course = planner._plan("fused", parts).course()
     assert course.loads_ms(2)["GIL"] == pytest.approx(100.0)
     assert course.work.launch_ms > 1000
+
+
+def test_a_plan_whose_calls_take_longer_than_those_of_another_one_is_left(two: Runtime):
+    model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
+    as_measured(two, model, {}, 30.0, 40.0)
+    planner, (x, _) = model._engine._planner, batch(MICROBATCHES)
+    parts = [((x,), {})] * MICROBATCHES
+    planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
+    in_use = planner._plan("fused", parts)
+    slow, whole = in_use.course().plan, Plan(fused=range(len(planner._state.layers)))
+    assert slow != whole
+    in_use.note(whole, 90.0)
+    planner.log.measured = lambda *_: (slow, 100.0)
+    planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
+    assert planner.log.plans() == {("fused", MICROBATCHES): whole}
 
 
 def test_a_promise_is_that_of_the_plan_in_use():

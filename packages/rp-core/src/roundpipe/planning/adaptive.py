@@ -79,7 +79,12 @@ class PlanInUse:
     def promised_ms(self, plan: Plan) -> float | None:
         """Return the predicted time of a call; None while costs are guessed, or if this plan is not in use."""
         replanner = self._replanner
-        return replanner.promised_ms if replanner is not None and replanner.best.plan == plan else None
+        return replanner.promised_ms if replanner is not None and replanner.in_use.plan == plan else None
+
+    def note(self, plan: Plan, call_ms: float) -> None:
+        """Note how long calls under a plan take; see `Replanner.note`."""
+        if self._replanner is not None:
+            self._replanner.note(plan, call_ms)
 
     def _from_measurements(self) -> Replanner:
         return Replanner(

@@ -177,10 +177,12 @@ class CallLog:
         if (under := self._plans.get((mode, microbatches))) is not None:
             under.note(call, self._network_ms(mode, under.plan))
 
-    def measured_ms(self, mode: Mode, microbatches: int, plan: Plan) -> float | None:
-        """Return the median time of calls under this plan; None until `CALLS` calls were measured."""
+    def measured(self, mode: Mode, microbatches: int) -> tuple[Plan, float] | None:
+        """Return the latest plan and the median time of its calls, in ms; None until `CALLS` were measured."""
         under = self._plans.get((mode, microbatches))
-        return None if under is None or under.plan != plan or under.calls < CALLS else under.measured_ms
+        if under is None or under.calls < CALLS or under.measured_ms is None:
+            return None
+        return under.plan, under.measured_ms
 
     def plans(self) -> dict[tuple[Mode, int], Plan]:
         """Return the latest plan of each kind of call and number of microbatches."""

@@ -184,9 +184,12 @@ class Planner:
             self.log.follow(timer, mode, len(parts), plan, guesses)
             return self._turns(plan, mode, len(parts))
         in_use = self._plan(mode, parts)
+        measured = self.log.measured(mode, len(parts))
+        if measured is not None:
+            in_use.note(*measured)
         course = in_use.course()
-        if (call_ms := self.log.measured_ms(mode, len(parts), course.plan)) is not None:
-            self._pricing.note_call(timer, course, call_ms)
+        if measured is not None and measured[0] == course.plan:
+            self._pricing.note_call(timer, course, measured[1])
         self.log.follow(timer, mode, len(parts), course.plan, guesses, in_use.promised_ms)
         if course.plan.in_turn:
             return self._turns(course.plan, mode, len(parts))
