@@ -219,19 +219,18 @@ def test_calls_that_are_shorter_than_their_launching_make_launching_cheaper(two:
     assert course.work.launch_ms > 1000
 
 
-def test_a_plan_whose_calls_take_longer_than_those_of_another_one_is_left(two: Runtime):
+def test_what_calls_of_the_plan_in_use_take_is_noted(two: Runtime):
     model = RoundPipe(mlp(), runtime=two, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
     as_measured(two, model, {}, 30.0, 40.0)
     planner, (x, _) = model._engine._planner, batch(MICROBATCHES)
     parts = [((x,), {})] * MICROBATCHES
     planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
-    in_use = planner._plan("fused", parts)
-    slow, whole = in_use.course().plan, Plan(fused=range(len(planner._state.layers)))
-    assert slow != whole
-    in_use.note(whole, 90.0)
-    planner.log.measured = lambda *_: (slow, 100.0)
-    planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
-    assert planner.log.plans() == {("fused", MICROBATCHES): whole}
+    replanner = planner._plan("fused", parts)._replanner
+    assert replanner is not None
+    for plan, expected in ((Plan(fused=range(1)), replanner.promised_ms), (replanner.in_use.plan, 77.0)):
+        planner.log.measured = lambda *_, plan=plan: (plan, 77.0)
+        planner.tasks(RoundPipeRunConfig(), "fused", parts, input_grads=False)
+        assert replanner.expected_ms == pytest.approx(expected)
 
 
 def test_a_promise_is_that_of_the_plan_in_use():

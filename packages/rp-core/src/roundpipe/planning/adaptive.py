@@ -82,9 +82,9 @@ class PlanInUse:
         return replanner.promised_ms if replanner is not None and replanner.in_use.plan == plan else None
 
     def note(self, plan: Plan, call_ms: float) -> None:
-        """Note how long calls under a plan take; see `Replanner.note`."""
-        if self._replanner is not None:
-            self._replanner.note(plan, call_ms)
+        """Note how long calls under a plan take, if it is the one in use; see `Replanner.note`."""
+        if self._replanner is not None and self._replanner.in_use.plan == plan:
+            self._replanner.note(call_ms)
 
     def _from_measurements(self) -> Replanner:
         return Replanner(

@@ -73,6 +73,8 @@ class Search:
         self.is_done = False
         self.steps = 0
         self._simulated_ms: float | None = None
+        # The plans that were simulated in the end, with their times per call.
+        self.simulated_ms: dict[Plan, float] = {}
         self._settling: Iterator[None] = self._settle()
         for plan in first:
             plan.check(len(costs), mode)
@@ -158,12 +160,13 @@ class Search:
         if left < 0:
             return
         fastest, fastest_ms = self.best, (yield from simulating(self.best, self._devices))
+        self.simulated_ms[fastest.plan] = fastest_ms
         for rival in rivals:
             steps = STEADY_CALLS * rival.steps
             if steps > left or rival.bound_ms(self._devices) >= fastest_ms:
                 continue
             left -= steps
-            rival_ms = yield from simulating(rival, self._devices)
+            self.simulated_ms[rival.plan] = rival_ms = yield from simulating(rival, self._devices)
             if rival_ms < fastest_ms * (1 - EQUAL):
                 fastest, fastest_ms = rival, rival_ms
         if fastest is not self.best:

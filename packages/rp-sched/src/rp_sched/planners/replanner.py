@@ -1,9 +1,9 @@
 """Keep a plan up to date with measured times, searching only in the time the caller gives."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rp_sched.planners.adaptive import QUICK_PLANS, Search
+from rp_sched.planners.adaptive import Search
 from rp_sched.planners.estimator import Estimator
 from rp_sched.problem.checks import milliseconds, non_negative
 from rp_sched.problem.costs import LayerCost
@@ -11,13 +11,21 @@ from rp_sched.problem.limits import NO_LIMITS, Limits
 from rp_sched.problem.modes import Mode
 from rp_sched.problem.plan import Plan
 from rp_sched.simulation.makespan import Course
-from rp_sched.simulation.simulate import simulating
-from rp_sched.simulation.stage_costs import Loads
 
-# A plan replaces the one in use if it is expected to be faster by this fraction: what is measured varies as much.
+# A plan replaces a measured one if it is expected to be faster by this fraction: what is measured varies as much.
 _GAIN = 0.02
-# The number of measured plans to remember, since each is simulated anew when times or limits change.
-_KNOWN = 8
+# What was measured of a plan that is not in use counts for so many calls: then it may be tried again.
+_CALLS = 400
+
+
+@dataclass(slots=True)
+class _Measured:
+    """How long a plan's calls took, `error` times as long as promised, and the number of the call after them."""
+
+    course: Course
+    call_ms: float
+    error: float
+    at: int
 
 
 class Replanner:
@@ -31,12 +39,12 @@ class Replanner:
 
     Call `course()` before every call of the model: it returns the plan in use at once. If times have changed by
     more than a fraction `threshold` (see `Estimator.moved`), it first simulates that plan with the new times and
-    restarts the search. The search runs only in `improve`: call it while the devices are busy and the caller is
-    idle, until it returns True.
+    restarts the search, which replaces the plan when it finds a better one. The search runs only in `improve`:
+    call it while the devices are busy and the caller is idle, until it returns True.
 
-    A plan replaces the one in use if it is expected to be faster by 2 %. It is expected to take as long as its
-    calls took, if you tell that with `note`; otherwise as long as it promises, times the largest error of the
-    promises of measured plans that have no more tasks than it.
+    Tell it what calls took with `note`. A measured plan is expected to take that long, and is replaced only by one
+    that is expected to be 2 % faster. Other plans are expected to take as long as they promise, times the largest
+    error of a measured plan that has no more tasks.
 
     `layers`: the costs; the estimator replaces their times. Raises what `Search` raises.
     """
@@ -59,134 +67,114 @@ class Replanner:
         self._mode: Mode = mode
         self._limits = limits
         self._threshold = non_negative("threshold", threshold)
-        # By plan: how long its calls took.
-        self._measured: dict[Plan, float] = {}
-        self._begin(self._new_search((), QUICK_PLANS))
+        self._search = Search(
+            self.estimator.costs(self._layers),
+            devices=devices,
+            microbatches=microbatches,
+            mode=mode,
+            limits=limits,
+        )
         self._in_use = self._search.best
+        self._measured: dict[Plan, _Measured] = {}
+        self._calls = 0
 
     def course(self, limits: Limits | None = None) -> Course:
         """Return the course of the plan in use; restart the search if times or the given `limits` have changed."""
-        changed = limits is not None and limits != self._limits
-        self._limits = self._limits if limits is None else limits
+        before, self._limits = self._limits, self._limits if limits is None else limits
         moved = self.estimator.moved(self._threshold)
-        if moved:
+        if moved or _room(before) != _room(self._limits):
             self._measured.clear()
-        if changed or moved:
-            self._restart()
-        chosen = self._chosen()
-        if chosen is not self._in_use:
-            self._in_use, self._simulated_ms, self._simulation = chosen, None, self._simulate()
-        return chosen
+        if moved or before != self._limits:
+            self._search = Search(
+                self.estimator.costs(self._layers),
+                devices=self._devices,
+                microbatches=self._microbatches,
+                mode=self._mode,
+                limits=self._limits,
+                first=(self._search.best.plan,),
+                quick_plans=0,
+            )
+        self._calls += 1
+        self._in_use = self._chosen()
+        return self._in_use
 
-    def note(self, plan: Plan, call_ms: float) -> None:
-        """Note how long calls under a plan take now, in ms, from launch to launch. It holds until times change.
+    def note(self, call_ms: float) -> None:
+        """Note how long calls under the plan in use take now, in ms, from launch to launch.
 
-        Raises `InvalidPlan` for a plan that does not suit the layers, and `ValueError` for what is no time.
+        It holds until times or the room for plans change, and for 400 calls once another plan is in use. Raises
+        `ValueError` for what is no time.
 
-        >>> how = {"devices": 1, "microbatches": 1, "mode": "fused"}
-        >>> replanner = Replanner([LayerCost(1.0, weight_bytes=10)] * 2, **how)
-        >>> replanner.note(replanner.course().plan, call_ms=5.0)
+        >>> replanner = Replanner([LayerCost(1.0, weight_bytes=10)] * 2, devices=1, microbatches=1, mode="fused")
+        >>> replanner.note(5.0)
         >>> replanner.expected_ms
         5.0
         """
-        plan.check(len(self._layers), self._mode)
-        plan.check_microbatches(self._microbatches)
-        took_ms = milliseconds("call_ms", call_ms)
-        # Last, since the plans noted longest ago are dropped first.
-        self._measured.pop(plan, None)
-        self._measured[plan] = took_ms
-        for oldest in list(self._measured)[:-_KNOWN]:
-            del self._measured[oldest]
+        took_ms, promised_ms = milliseconds("call_ms", call_ms), self.promised_ms
+        error = took_ms / promised_ms if promised_ms else 1.0
+        self._measured[self._in_use.plan] = _Measured(self._in_use, took_ms, error, self._calls)
 
     @property
     def in_use(self) -> Course:
-        """The course that `course` returned last."""
+        """The course of the plan in use: what `course` returned last."""
         return self._in_use
 
     @property
     def promised_ms(self) -> float:
-        """The predicted time per call of the plan in use: its price, and simulated once `improve` is over."""
-        if self._in_use is self._search.best:
+        """The predicted time per call of the plan in use; see `Search.promised_ms`."""
+        if self._in_use.plan == self._search.best.plan:
             return self._search.promised_ms
-        return self._price_ms(self._in_use) if self._simulated_ms is None else self._simulated_ms
+        simulated_ms = self._search.simulated_ms.get(self._in_use.plan)
+        return self._in_use.steady_ms(self._devices) if simulated_ms is None else simulated_ms
 
     @property
     def expected_ms(self) -> float:
-        """The time per call that counts when the plan in use is compared with others."""
-        return self._expected_ms(self._in_use)
+        """The time per call of the plan in use, as it is compared with other plans."""
+        measured = self._measured.get(self._in_use.plan)
+        return self.promised_ms * self._error(self._in_use) if measured is None else measured.call_ms
 
     def improve(self, *, budget_ms: float) -> bool:
         """Search for about `budget_ms` and settle last (see `Search.settle`); return whether that is done."""
-        until = time.perf_counter() + non_negative("budget_ms", budget_ms) / 1e3
-        if not self._search.advance_settling(budget_ms=budget_ms):
-            return False
-        while next(self._simulation, self) is None:
-            if time.perf_counter() >= until:
-                return False
-        return True
-
-    def _restart(self) -> None:
-        loads = Loads(self.estimator.costs(self._layers), self._limits)
-        known = dict.fromkeys([self._in_use.plan, self._search.best.plan])
-        self._begin(self._new_search([plan for plan in known if self._fits(plan, loads)], quick_plans=0))
-
-    def _new_search(self, first: Sequence[Plan], quick_plans: int) -> Search:
-        return Search(
-            self.estimator.costs(self._layers),
-            devices=self._devices,
-            microbatches=self._microbatches,
-            mode=self._mode,
-            limits=self._limits,
-            first=first,
-            quick_plans=quick_plans,
-        )
-
-    def _begin(self, search: Search) -> None:
-        self._search = search
-        self._courses: dict[Plan, Course] = {}
-        self._prices: dict[Plan, float] = {}
-        self._simulated_ms: float | None = None
-        self._simulation: Iterator[None] = self._simulate()
-
-    def _simulate(self) -> Iterator[None]:
-        course = self._in_use
-        if course is not self._search.best and not course.loads.shares_nothing:
-            self._simulated_ms = yield from simulating(course, self._devices)
+        return self._search.advance_settling(budget_ms=budget_ms)
 
     def _chosen(self) -> Course:
-        """Return the course of the plan in use, unless another one is expected to be faster."""
+        """Return the best plan of the search, unless a measured one is about as fast or faster."""
         best = self._search.best
-        known = [self._course(plan) for plan in self._measured if self._fits(plan, best.loads)]
-        fastest = min([best, *known], key=self._expected_ms)
-        if not self._fits(self._in_use.plan, best.loads):
-            return fastest
-        current = self._course(self._in_use.plan)
-        return fastest if self._expected_ms(fastest) < self._expected_ms(current) * (1 - _GAIN) else current
-
-    def _course(self, plan: Plan) -> Course:
-        best = self._search.best
-        if plan == best.plan:
+        old = [
+            plan
+            for plan, one in self._measured.items()
+            if plan != self._in_use.plan and one.at < self._calls - _CALLS
+        ]
+        for plan in old:
+            del self._measured[plan]
+        fastest = min(self._measured.values(), key=lambda one: one.call_ms, default=None)
+        if fastest is None or fastest.course.plan == best.plan:
             return best
-        if plan not in self._courses:
-            self._courses[plan] = Course.unchecked(plan, best.loads, self._mode, self._microbatches)
-        return self._courses[plan]
+        current = self._measured.get(self._in_use.plan)
+        if current is not None and current.call_ms * (1 - _GAIN) <= fastest.call_ms:
+            fastest = current
+        known = self._measured.get(best.plan)
+        best_ms = self._search.promised_ms * self._error(best) if known is None else known.call_ms
+        if best_ms < fastest.call_ms * (1 - _GAIN):
+            return best
+        return self._renewed(fastest)
 
-    def _expected_ms(self, course: Course) -> float:
-        measured = self._measured.get(course.plan)
-        return self._price_ms(course) * self._error(course) if measured is None else measured
+    def _renewed(self, measured: _Measured) -> Course:
+        """Return a measured plan's course with the present costs."""
+        loads, course = self._search.best.loads, measured.course
+        if course.plan == self._search.best.plan:
+            return self._search.best
+        if course.loads is not loads:
+            measured.course = Course.unchecked(course.plan, loads, self._mode, self._microbatches)
+        return measured.course
 
     def _error(self, course: Course) -> float:
         """How many times as long as promised the calls of a plan may take that was not measured."""
-        known = [self._course(plan) for plan in self._measured]
-        alike = [one for one in known if len(one.jobs) <= len(course.jobs)] or known
-        prices = {one.plan: self._price_ms(one) for one in alike}
-        return max((self._measured[plan] / price for plan, price in prices.items() if price), default=1.0)
+        known = list(self._measured.values())
+        alike = [one for one in known if len(one.course.jobs) <= len(course.jobs)] or known
+        return max((one.error for one in alike), default=1.0)
 
-    def _price_ms(self, course: Course) -> float:
-        if course.plan not in self._prices:
-            self._prices[course.plan] = course.steady_ms(self._devices)
-        return self._prices[course.plan]
 
-    def _fits(self, plan: Plan, loads: Loads) -> bool:
-        each = ((kind, layers) for kind, stages, _ in plan.phases() for layers in stages)
-        return loads.fits_host(plan, self._microbatches) and all(loads.fits(*one) for one in each)
+def _room(limits: Limits) -> object:
+    """Return the limits that decide whether a plan fits."""
+    memory = tuple(device.memory_bytes for device in limits.devices)
+    return limits.device_memory_bytes, limits.stage_bytes, limits.ahead_bytes, limits.host_memory_bytes, memory
