@@ -198,6 +198,16 @@ def test_a_measured_plan_gives_way_only_to_one_that_is_faster_by_more_than_measu
     assert replanner.course().plan.fused == WHOLE
 
 
+def test_two_measured_plans_that_are_about_as_fast_do_not_take_turns():
+    replanner = tried()
+    replanner.note(2760.0)
+    assert replanner.course().plan.fused == WHOLE
+    replanner.note(2790.0)
+    assert replanner.course().plan.fused == WHOLE
+    replanner.note(2830.0)
+    assert len(replanner.course().jobs) > 1
+
+
 def test_an_untried_plan_is_expected_to_be_as_far_off_as_what_was_measured():
     replanner = bound()
     replanner.note(2 * 2700.0)

@@ -95,6 +95,7 @@ class Replanner:
                 quick_plans=0,
             )
         self._calls += 1
+        self._forget_old()
         self._in_use = self._chosen()
         return self._in_use
 
@@ -136,18 +137,15 @@ class Replanner:
         """Search for about `budget_ms` and settle last (see `Search.settle`); return whether that is done."""
         return self._search.advance_settling(budget_ms=budget_ms)
 
+    def _forget_old(self) -> None:
+        in_use, least = self._in_use.plan, self._calls - _CALLS
+        self._measured = {plan: one for plan, one in self._measured.items() if plan == in_use or one.at >= least}
+
     def _chosen(self) -> Course:
         """Return the best plan of the search, unless a measured one is about as fast or faster."""
         best = self._search.best
-        old = [
-            plan
-            for plan, one in self._measured.items()
-            if plan != self._in_use.plan and one.at < self._calls - _CALLS
-        ]
-        for plan in old:
-            del self._measured[plan]
         fastest = min(self._measured.values(), key=lambda one: one.call_ms, default=None)
-        if fastest is None or fastest.course.plan == best.plan:
+        if fastest is None:
             return best
         current = self._measured.get(self._in_use.plan)
         if current is not None and current.call_ms * (1 - _GAIN) <= fastest.call_ms:
