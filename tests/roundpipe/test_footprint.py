@@ -214,12 +214,12 @@ def test_what_layers_work_in_is_what_a_peak_has_beside_what_is_known(two: Runtim
     found = footprint(two, layers)
     costs = [LayerCost(1, weight_bytes=100, kept_bytes=50)] * 3
     tasks = [Task("FB", range(0, 3), range(2), 0)]
-    # Weights of this call and of the next, gradients in 32 bits, what is kept.
-    assert resident_bytes(tasks, costs) == 300 + 600 + 150 + 300
-    found.note_peak(2000, tasks, costs)
+    # Weights, gradients in 32 bits, and the next call's weights, which come when nothing is kept any more.
+    assert resident_bytes(tasks, costs) == 300 + 600 + 300
+    found.note_peak(1850, tasks, costs)
     assert found.working_at(1) == 650
     version = found.version
-    found.note_peak(1900, tasks, costs)
+    found.note_peak(1800, tasks, costs)
     assert (found.version, found.working_at(1)) == (version, 650)
 
 
@@ -234,6 +234,23 @@ def test_a_device_has_a_task_and_the_weights_of_its_next_one() -> None:
     assert resident_bytes([], costs) == 0
 
 
+def test_weights_that_are_fetched_ahead_lie_beside_what_later_microbatches_keep() -> None:
+    costs = [LayerCost(1, weight_bytes=100, kept_bytes=1000)] * 2
+    fused, backward = range(1, 2), range(0, 1)
+
+    def resident(microbatches: range) -> int:
+        tasks = [Task("FB", fused, microbatches, 0), Task("B", backward, microbatches, 0)]
+        return resident_bytes(tasks, costs)
+
+    # In either task, with the weights of the next one.
+    assert resident(range(2)) == 100 + 200 + 1000 + 100
+    # A task of one microbatch keeps nothing any more when they come.
+    assert resident(range(1)) == 100 + 200 + 1000
+    # Two devices: neither has a task of this call after its own, and the next call begins after all losses.
+    apart = [Task("FB", range(2), range(2), 0), Task("FB", range(2), range(2, 4), 1)]
+    assert resident_bytes(apart, costs) == 200 + 400 + 2000
+
+
 def test_fewer_rows_work_in_what_they_were_seen_to_after_more_rows_were_measured(
     two: Runtime, layers: nn.Sequential
 ) -> None:
@@ -243,13 +260,24 @@ def test_fewer_rows_work_in_what_they_were_seen_to_after_more_rows_were_measured
     assert found.working_at(10) == 0
     for rows, nbytes in ((10, 50), (40, 110)):
         found.note_peak(600 + nbytes, tasks, costs, rows)
-    assert [found.working_at(rows) for rows in (5, 10, 20, 40, 80)] == [50, 50, 110, 110, 220]
+    assert [found.working_at(rows) for rows in (5, 10, 20, 40, 80)] == [50, 50, 70, 110, 220]
     # More than was thought: for more rows, too.
     found.note_peak(600 + 120, tasks, costs, 20)
     assert [found.working_at(rows) for rows in (10, 20, 40)] == [50, 120, 120]
     # More rows have worked in less than fewer did.
     found.note_peak(600 + 100, tasks, costs, 50)
     assert [found.working_at(rows) for rows in (10, 20, 40, 50, 100)] == [50, 120, 120, 120, 240]
+
+
+def test_fewer_rows_than_were_measured_work_in_less_but_not_less_than_weights_need(
+    two: Runtime, layers: nn.Sequential
+) -> None:
+    found = footprint(two, layers)
+    costs = [LayerCost(1, weight_bytes=100)] * 3
+    found.note_peak(600 + 1000, [Task("F", range(0, 3), range(2), 0)], costs, 40)
+    # The largest layer's 40 numbers, once more and as gradients.
+    constant = 40 * 4 * 2
+    assert [found.working_at(rows) for rows in (1, 20, 40)] == [constant + 680 // 40, constant + 340, 1000]
 
 
 def test_however_many_rows_are_measured_none_is_foreseen_to_work_in_less(

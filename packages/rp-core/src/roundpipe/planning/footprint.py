@@ -8,7 +8,10 @@ tokens, samples or pixels); a part of them, such as autocast's casts of weights,
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import rp_batch
@@ -16,6 +19,7 @@ import torch
 from rp_sched import LayerCost, Task
 
 from roundpipe.packing.weight import expansion_bytes
+from roundpipe.state.gradient import sum_dtype
 from roundpipe.state.layers import LayerState
 
 # For backward a matrix product keeps its input and the next operation its output; layers keep more than these.
@@ -64,6 +68,7 @@ class Footprint:
         self._too_much: dict[int, int] = {}
         # Only one layer's packed weights are expanded at a time.
         self._expanding = max((expansion_bytes(layer.module) for layer in layers), default=0)
+        self._least = self._expanding + max(map(_bytes_without_rows, layers), default=0)
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
         # For each layer, kept bytes by rows, for the fewest and the most rows measured.
         self._measured: dict[int, dict[int, int]] = {}
@@ -81,16 +86,19 @@ class Footprint:
         return 0 if self.is_measured else self._guessed[layer] * rows
 
     def working_at(self, rows: int) -> int:
-        """Return the workspace for `rows`: measured for the next larger number; beyond the largest, in proportion.
+        """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.
 
-        Before any measurement, that of expanding weights.
+        Below the smallest, on a line to what a layer may take for its weights alone. Before any measurement, that
+        of expanding weights.
         """
         if not self._working:
             return self._expanding
         most = self._most_working_rows
         if rows > most:
             return self._working[most] * rows // most
-        return self._working[min(measured for measured in self._working if measured >= rows)]
+        points = [(0, min(self._least, *self._working.values())), *self._working.items()]
+        after = max(bisect_left(points, rows, key=itemgetter(0)), 1)
+        return _on_line(dict(points[after - 1 : after + 1]), rows)
 
     def note_kept(self, kept: Mapping[int, int], rows: int, *, is_whole: bool = True) -> None:
         """Record measured bytes by layer; smaller values count only for more rows than were measured before.
@@ -134,8 +142,7 @@ class Footprint:
             each: max(nbytes for fewer, nbytes in known.items() if fewer <= each) for each in sorted(known)
         }
         if len(self._working) > _MOST_POINTS:
-            # Its number of rows then uses the next point, of more rows.
-            del self._working[list(self._working)[len(self._working) // 2]]
+            del self._working[_best_foretold(self._working)]
 
     def note_shortage(self, task: Task, costs: Sequence[LayerCost], rows: int) -> None:
         """Note that a task of several layers ran out of memory: later ones must be predicted to take less."""
@@ -154,12 +161,15 @@ class Footprint:
 def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
     """Return a device's most bytes of weights, gradients, kept activations and weights fetched ahead.
 
-    While a task runs, its device fetches the weights of its next task. After the last task that is the next call's
-    first one, on whichever device it will be.
+    A task's first microbatch over, its device fetches the weights of its next task beside what the others keep.
+    After the last task that is the next call's first one, on whichever device it will be; a call that computes
+    losses is over for its caller, who makes the next one, only when no forward pass is left.
 
-    >>> layers = [LayerCost(1, weight_bytes=10, kept_bytes=5), LayerCost(1, weight_bytes=10, kept_bytes=7)]
+    >>> layers = [LayerCost(1, weight_bytes=10, kept_bytes=5), LayerCost(1, weight_bytes=10, kept_bytes=17)]
     >>> resident_bytes([Task("F", range(0, 1), range(2), 0), Task("FB", range(1, 2), range(2), 0)], layers)
     47
+    >>> resident_bytes([Task("FB", range(1, 2), range(2), 0), Task("B", range(0, 1), range(2), 0)], layers)
+    57
     """
     queues: dict[int, list[Task]] = {}
     for task in tasks:
@@ -169,14 +179,26 @@ def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
 
 
 def _queue_bytes(queue: Sequence[Task], costs: Sequence[LayerCost], first: int) -> int:
-    ahead = [*(_weight_bytes(task, costs) for task in queue[1:]), first]
-    return max(_task_bytes(task, costs) + fetched for task, fetched in zip(queue, ahead, strict=True))
+    *others, last = queue
+    ahead = map(partial(_weight_bytes, costs=costs), queue[1:])
+    each = [_beside(task, costs, fetched) for task, fetched in zip(others, ahead, strict=True)]
+    return max(*each, _beside(last, costs, first, is_over=last.computes_loss), 0)
+
+
+def _beside(task: Task, costs: Sequence[LayerCost], fetched: int, *, is_over: bool = False) -> int:
+    """Bytes of a task and weights fetched meanwhile. `is_over`: they come when nothing is kept any more."""
+    kept = _kept_bytes(task, costs)
+    is_apart = is_over or len(task.microbatches) == 1
+    return _task_bytes(task, costs) + (max(fetched - kept, 0) if is_apart else fetched)
 
 
 def _task_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
     gradients = sum(costs[layer].gradient_bytes for layer in task.layers if task.adds_gradients)
-    kept = sum(costs[layer].kept_bytes for layer in task.layers if task.keeps_activations)
-    return _weight_bytes(task, costs) + gradients + kept
+    return _weight_bytes(task, costs) + gradients + _kept_bytes(task, costs)
+
+
+def _kept_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
+    return sum(costs[layer].kept_bytes for layer in task.layers if task.keeps_activations)
 
 
 def _weight_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
@@ -187,6 +209,16 @@ def _on_line(ends: Mapping[int, int], rows: int) -> int:
     (few, least), (many, most) = min(ends.items()), max(ends.items())
     slope = most / many if few == many else max((most - least) / (many - few), 0.0)
     return max(int(most + slope * (rows - many)), 0)
+
+
+def _best_foretold(points: Mapping[int, int]) -> int:
+    """Return the number of rows, but not the fewest or the most, that a line between its neighbours tells best."""
+    rows = list(points)
+    excess = {
+        rows[i]: points[rows[i]] - _on_line({end: points[end] for end in (rows[i - 1], rows[i + 1])}, rows[i])
+        for i in range(1, len(rows) - 1)
+    }
+    return min(excess, key=lambda one: excess[one])
 
 
 def _is_news(ends: Mapping[int, int], rows: int, nbytes: int) -> bool:
@@ -201,6 +233,16 @@ def _joined(ends: Mapping[int, int], rows: int, nbytes: int) -> dict[int, int]:
         return {end: max(known, nbytes) for end, known in ends.items()}
     points = {**ends, rows: nbytes}
     return {end: points[end] for end in (min(points), max(points))}
+
+
+def _bytes_without_rows(layer: LayerState) -> int:
+    """Return the most that a layer works in for its weights alone: a copy of them, and gradients in 32 bits."""
+    gradients = sum(
+        block.layout.numel * sum_dtype(block.layout.dtype).itemsize
+        for block in layer.blocks
+        if block.kind == "trainable"
+    )
+    return sum(block.nbytes for block in layer.blocks) + gradients
 
 
 def _guessed_bytes_per_row(layer: LayerState) -> int:
