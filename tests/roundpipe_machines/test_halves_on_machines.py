@@ -12,7 +12,11 @@ from machine_halves import KINDS
 from on_machines import on_machines
 from safetensors.torch import load_file
 
-MACHINES = [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(1, marks=pytest.mark.nightly)]
+MACHINES = [
+    pytest.param(2, marks=pytest.mark.slow),
+    pytest.param(3, marks=pytest.mark.nightly),
+    pytest.param(1, marks=pytest.mark.nightly),
+]
 
 
 @cache

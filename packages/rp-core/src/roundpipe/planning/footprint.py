@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -88,7 +87,7 @@ class Footprint:
     def working_at(self, rows: int) -> int:
         """Return the workspace for `rows`: on a line between measured ones; beyond the largest, in proportion.
 
-        Below the smallest, on a line to what a layer may take for its weights alone. Before any measurement, that
+        Below the smallest, on a line to what a layer may need for its weights alone. Before any measurement, that
         of expanding weights.
         """
         if not self._working:
@@ -142,7 +141,7 @@ class Footprint:
             each: max(nbytes for fewer, nbytes in known.items() if fewer <= each) for each in sorted(known)
         }
         if len(self._working) > _MOST_POINTS:
-            del self._working[_best_foretold(self._working)]
+            del self._working[_least_missed(self._working)]
 
     def note_shortage(self, task: Task, costs: Sequence[LayerCost], rows: int) -> None:
         """Note that a task of several layers ran out of memory: later ones must be predicted to take less."""
@@ -161,9 +160,11 @@ class Footprint:
 def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
     """Return a device's most bytes of weights, gradients, kept activations and weights fetched ahead.
 
-    A task's first microbatch over, its device fetches the weights of its next task beside what the others keep.
-    After the last task that is the next call's first one, on whichever device it will be; a call that computes
-    losses is over for its caller, who makes the next one, only when no forward pass is left.
+    While a task of several microbatches runs, its device fetches the weights of the next task on it. A task of one
+    microbatch keeps nothing any more when they come. The last task's next one is the first task of the next call,
+    on whichever device that will be; a call that computes losses returns only when no forward pass is left, and
+    the next one begins after that. Weights of the task before, until the device has passed it, are not counted:
+    where launching is that far ahead, they show as workspace.
 
     >>> layers = [LayerCost(1, weight_bytes=10, kept_bytes=5), LayerCost(1, weight_bytes=10, kept_bytes=17)]
     >>> resident_bytes([Task("F", range(0, 1), range(2), 0), Task("FB", range(1, 2), range(2), 0)], layers)
@@ -179,22 +180,26 @@ def resident_bytes(tasks: Sequence[Task], costs: Sequence[LayerCost]) -> int:
 
 
 def _queue_bytes(queue: Sequence[Task], costs: Sequence[LayerCost], first: int) -> int:
-    *others, last = queue
-    ahead = map(partial(_weight_bytes, costs=costs), queue[1:])
-    each = [_beside(task, costs, fetched) for task, fetched in zip(others, ahead, strict=True)]
-    return max(*each, _beside(last, costs, first, is_over=last.computes_loss), 0)
+    ahead = [*(_weight_bytes(task, costs) for task in queue[1:]), first]
+    return max(
+        _bytes_during(task, costs, fetched, is_last_loss=task is queue[-1] and task.computes_loss)
+        for task, fetched in zip(queue, ahead, strict=True)
+    )
 
 
-def _beside(task: Task, costs: Sequence[LayerCost], fetched: int, *, is_over: bool = False) -> int:
-    """Bytes of a task and weights fetched meanwhile. `is_over`: they come when nothing is kept any more."""
+def _bytes_during(task: Task, costs: Sequence[LayerCost], fetched: int, *, is_last_loss: bool = False) -> int:
     kept = _kept_bytes(task, costs)
-    is_apart = is_over or len(task.microbatches) == 1
-    return _task_bytes(task, costs) + (max(fetched - kept, 0) if is_apart else fetched)
+    comes_late = is_last_loss or len(task.microbatches) == 1
+    return _state_bytes(task, costs) + (max(kept, fetched) if comes_late else kept + fetched)
 
 
 def _task_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
+    return _state_bytes(task, costs) + _kept_bytes(task, costs)
+
+
+def _state_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
     gradients = sum(costs[layer].gradient_bytes for layer in task.layers if task.adds_gradients)
-    return _weight_bytes(task, costs) + gradients + _kept_bytes(task, costs)
+    return _weight_bytes(task, costs) + gradients
 
 
 def _kept_bytes(task: Task, costs: Sequence[LayerCost]) -> int:
@@ -211,14 +216,20 @@ def _on_line(ends: Mapping[int, int], rows: int) -> int:
     return max(int(most + slope * (rows - many)), 0)
 
 
-def _best_foretold(points: Mapping[int, int]) -> int:
-    """Return the number of rows, but not the fewest or the most, that a line between its neighbours tells best."""
+def _least_missed(points: Mapping[int, int]) -> int:
+    """Return the rows, but not the fewest or most, whose point a line between its neighbours replaces best.
+
+    Best is a line that is hardly above the point, and then one that is hardly below it.
+
+    >>> _least_missed({1: 10, 2: 11, 3: 20, 4: 40})
+    2
+    """
     rows = list(points)
-    excess = {
-        rows[i]: points[rows[i]] - _on_line({end: points[end] for end in (rows[i - 1], rows[i + 1])}, rows[i])
+    above = {
+        rows[i]: _on_line({end: points[end] for end in (rows[i - 1], rows[i + 1])}, rows[i]) - points[rows[i]]
         for i in range(1, len(rows) - 1)
     }
-    return min(excess, key=lambda one: excess[one])
+    return min(above, key=lambda one: (above[one] < 0, abs(above[one])))
 
 
 def _is_news(ends: Mapping[int, int], rows: int, nbytes: int) -> bool:
@@ -236,7 +247,7 @@ def _joined(ends: Mapping[int, int], rows: int, nbytes: int) -> dict[int, int]:
 
 
 def _bytes_without_rows(layer: LayerState) -> int:
-    """Return the most that a layer works in for its weights alone: a copy of them, and gradients in 32 bits."""
+    """Return what a layer may work in for its weights, however few the rows: a copy, and gradients in 32 bits."""
     gradients = sum(
         block.layout.numel * sum_dtype(block.layout.dtype).itemsize
         for block in layer.blocks
