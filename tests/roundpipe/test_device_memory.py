@@ -272,6 +272,29 @@ def test_the_first_call_takes_little_and_later_ones_what_was_measured() -> None:
     assert predicted[2]
 
 
+@pytest.mark.parametrize(
+    ("limit", "microbatches"),
+    [
+        pytest.param(1_100_000, [4], id="several stages"),
+        pytest.param(8_000_000, [4], id="one stage"),
+        pytest.param(3_000_000, [2, 16], id="fewer rows after more"),
+    ],
+)
+def test_the_peak_is_foreseen_after_the_third_call(limit: int, microbatches: list[int]) -> None:
+    x = torch.randn(512, 64, dtype=torch.bfloat16)
+    with Runtime("cpu:1", device_memory_bytes=limit) as runtime:
+        model = RoundPipe(blocks(width=64).bfloat16(), torch.float32, runtime=runtime)
+        for count in microbatches:
+            model.model_run_config = RoundPipeRunConfig(num_microbatch=count)
+            for _ in range(4):
+                run_once(model, x)
+            runtime.lanes[0].device.reset_peak_memory()
+            run_once(model, x)
+            foreseen = model.memory_report().predicted_bytes
+            # Layers this small need little more than they keep, so one's workspace, rounded up, is much of it.
+            assert runtime.memory()[0].peak_bytes == pytest.approx(foreseen, rel=0.16)
+
+
 @pytest.mark.parametrize("longer", [2, 4])
 def test_a_longer_batch_is_planned_anew_before_it_runs_out(longer: int) -> None:
     with Runtime("cpu:1", device_memory_bytes=1_500_000) as runtime, warnings.catch_warnings():
