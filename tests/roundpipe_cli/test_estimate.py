@@ -318,6 +318,8 @@ MEASURED = {
     "one GPU": ("Qwen3-1.7B", 1, 64, 8, None, None, 2.75),
     "two GPUs": ("Qwen3-1.7B", 2, 64, 8, None, None, 1.36),
     "two GPUs, bound by launching": ("Qwen3-1.7B", 2, 64, 16, None, None, 1.56),
+    "two H100s": ("Qwen3-1.7B", 2, 64, 8, None, 80, 1.45),
+    "two H100s, bound by launching": ("Qwen3-1.7B", 2, 64, 16, None, 80, 1.76),
     "half the batch": ("Qwen3-1.7B", 1, 32, 8, None, None, 1.5),
     "a small batch": ("Qwen3-1.7B", 1, 8, 4, None, None, 0.438),
     "in 24 GB": ("Qwen3-1.7B", 1, 64, 32, None, 24, 3.50),
