@@ -125,7 +125,7 @@ def assert_close(folder: Path, truth: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("full", 2),
+        pytest.param("full", 2, marks=pytest.mark.slow),
         pytest.param("lora", 2, marks=pytest.mark.nightly),
         pytest.param("padded", 2, marks=pytest.mark.nightly),
         pytest.param("full", 3, marks=pytest.mark.nightly),

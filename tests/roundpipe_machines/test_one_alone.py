@@ -49,6 +49,7 @@ def _found() -> list[dict[str, list[str]]]:
     return on_machines(2, "machine_alone", "do_all")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_every_machine_is_told_and_all_train_on(name: str) -> None:
     found = [machine[name] for machine in _found()]

@@ -12,7 +12,7 @@ from on_machines import on_machines
 
 ONE, TWO = "cpu:1", "cpu:2"
 GROUPS = [
-    (2, TWO),
+    pytest.param(2, TWO, marks=pytest.mark.slow),
     *(
         pytest.param(*group, marks=pytest.mark.nightly)
         for group in ((2, ONE), (3, ONE), (3, TWO), (4, ONE), (4, TWO))
