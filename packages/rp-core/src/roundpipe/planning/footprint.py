@@ -67,7 +67,8 @@ class Footprint:
         self._too_much: dict[int, int] = {}
         # Only one layer's packed weights are expanded at a time.
         self._expanding = max((expansion_bytes(layer.module) for layer in layers), default=0)
-        self._least = self._expanding + max(map(_bytes_without_rows, layers), default=0)
+        # Workspace that does not fall with the rows, as far as it follows from the weights.
+        self._constant = self._expanding + max(map(_bytes_without_rows, layers), default=0)
         self._guessed = [_guessed_bytes_per_row(layer) for layer in layers]
         # For each layer, kept bytes by rows, for the fewest and the most rows measured.
         self._measured: dict[int, dict[int, int]] = {}
@@ -95,7 +96,7 @@ class Footprint:
         most = self._most_working_rows
         if rows > most:
             return self._working[most] * rows // most
-        points = [(0, min(self._least, *self._working.values())), *self._working.items()]
+        points = [(0, min(self._constant, *self._working.values())), *self._working.items()]
         after = max(bisect_left(points, rows, key=itemgetter(0)), 1)
         return _on_line(dict(points[after - 1 : after + 1]), rows)
 
