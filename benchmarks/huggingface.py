@@ -9,7 +9,8 @@ Engines, one after another on the same weights and tokens, bf16 weights, AdamW o
     resident    the model on one GPU with gradient checkpointing, gradients of M microbatches added up
 
 `--lora` trains PEFT's adapters of rank 16 on all linear layers. The line has tokens/s from the median step after
-warm-up, and the losses of all steps, by which the engines are compared.
+warm-up, and the losses of all steps, by which the engines are compared. RoundPipe's promised and measured times of
+a call go to stderr, and with `--verbose` each change of its plan; `--profile` writes a trace of two more steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -59,6 +62,7 @@ Engine = tuple[Callable[[Tensor], float], Callable[[], None]]
 
 def main() -> None:
     args = _arguments()
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(asctime)s %(message)s")
     # cuDNN's attention is nearly twice as fast on Hopper as what torch takes by default.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -133,6 +137,7 @@ def roundpipe_engine(model: nn.Module, args: argparse.Namespace) -> Engine:
         wrapped,
         runtime,
         lambda tokens: wrapped.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}),
+        args,
     )
 
 
@@ -153,7 +158,7 @@ def by_hand(model: nn.Module, args: argparse.Namespace) -> Engine:
 
     loss_fn = whole if args.eager else torch.compile(whole)
     return _training(
-        wrapped, runtime, lambda tokens: wrapped.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
+        wrapped, runtime, lambda tokens: wrapped.forward_backward((tokens,), label=tokens, loss_fn=loss_fn), args
     )
 
 
@@ -203,7 +208,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _training(wrapped: Any, runtime: Any, forward_backward: Callable[[Tensor], Any]) -> Engine:
+def _training(
+    wrapped: Any, runtime: Any, forward_backward: Callable[[Tensor], Any], args: argparse.Namespace
+) -> Engine:
     import roundpipe
 
     optimizer = roundpipe.optim.AdamW(wrapped.optim_parameters(), lr=1e-5)
@@ -212,13 +219,23 @@ def _training(wrapped: Any, runtime: Any, forward_backward: Callable[[Tensor], A
         optimizer.step()
         optimizer.zero_grad()
 
+    last: list[Tensor] = []
+
     def step(tokens: Tensor) -> float:
+        last[:] = [tokens]
         loss = forward_backward(tokens)
         wrapped.step(update)
         return float(loss)
 
     def finish() -> None:
+        if args.profile is not None:
+            with roundpipe.profile(args.profile) as taken:
+                for _ in range(2):
+                    step(last[0])
+                wrapped.synchronize()
+            print(taken.summary, file=sys.stderr)
         wrapped.synchronize()
+        print(*wrapped.call_times(), sep="\n", file=sys.stderr)
         runtime.close()
 
     return step, finish
@@ -276,6 +293,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--devices", default=None, help="as ROUNDPIPE_DEVICES takes them; roundpipe only")
     parser.add_argument("--lora", action="store_true", help="train adapters only")
     parser.add_argument("--eager", action="store_true", help="do not compile layers; roundpipe only")
+    parser.add_argument("--profile", metavar="FILE", help="trace of two more steps; roundpipe and by-hand only")
+    parser.add_argument("--verbose", action="store_true", help="log what RoundPipe plans and measures")
     parser.add_argument("--steps", type=int, default=6, help="steps that count")
     parser.add_argument("--warmup", type=int, default=3, help="steps before, at least 1")
     args = parser.parse_args()

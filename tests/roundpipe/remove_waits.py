@@ -50,6 +50,12 @@ WAITS = [
     ),
     Wait(
         "device/weights.py",
+        "(arriving.result(), now)",
+        "buffers are saved after what the layers do with them",
+        "(arriving.result(),)",
+    ),
+    Wait(
+        "device/weights.py",
         "self._device.compute.wait(arriving.result())",
         "a layer waits for its weights to arrive",
         "arriving.result()",
@@ -106,7 +112,7 @@ WAITS = [
     ),
     Wait(
         "device/transfers.py",
-        "    porter.stream.wait(arrived)\n",
+        "    for event in written:\n        porter.stream.wait(event)\n",
         "weights are saved after they have come",
         "",
     ),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from plain import PLAN_NAMES, assert_near, batch, gradients, mlp, plans, square_error, train_call, twin, weights
-from roundpipe import RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig, Runtime
 from rp_sched import Plan
 from torch import nn
 
@@ -253,4 +254,101 @@ def test_a_buffer_of_several_layers_that_is_not_written_is_served_by_any_plan(
         loss = model.forward_backward((x,), None, y, square_error)
         assert_near(loss, train_call(truth, x, y, microbatches=3), 1e-4)
     model.synchronize()
+    assert_near(gradients(layers), gradients(truth), 1e-3)
+
+
+# Tasks of several devices
+
+DIVIDED = Plan(fused=range(2), groups=(range(2), range(2, 4)))
+# What the layers below do: a layer's own attributes are copied to the devices once.
+ON_FORWARD: list[Callable[[], None]] = []
+
+
+class Scale(nn.Module):
+    """Multiplies by a buffer that it does not write, as rotary positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for act in ON_FORWARD:
+            act()
+        return self.linear(x) * self.scale
+
+
+@pytest.fixture
+def on_forward() -> Iterator[list[Callable[[], None]]]:
+    """The list, emptied afterwards."""
+    yield ON_FORWARD
+    ON_FORWARD.clear()
+
+
+def test_divided_tasks_that_only_read_a_buffer_run_at_the_same_time(on_forward: list[Callable[[], None]]) -> None:
+    layers = nn.Sequential(Scale(), nn.Linear(4, 3))
+    truth = twin(layers)
+    config = RoundPipeRunConfig(num_microbatch=4, execute_plan=DIVIDED)
+    (x, y), both = batch(8), threading.Barrier(2)
+    for _ in range(2):
+        train_call(truth, x, y, microbatches=4)
+    with Runtime("cpu:2") as runtime:
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        for _ in range(2):
+            model.forward_backward((x,), None, y, square_error)
+            # Whether the layer writes is known from the first call on.
+            on_forward[:] = [lambda: both.wait(20) and None]
+        model.synchronize()
+    assert_near(gradients(layers), gradients(truth), 1e-3)
+
+
+def test_a_recomputation_does_not_hold_up_the_next_calls_forward(on_forward: list[Callable[[], None]]) -> None:
+    layers = nn.Sequential(Scale(), nn.Linear(4, 4), nn.Linear(4, 3))
+    plan = Plan(forward=[range(1)], fused=range(1, 3), backward=[range(1)])
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    runs, both = iter(range(100)), threading.Barrier(2)
+
+    def meet() -> None:
+        # After the first of the two calls has run its two microbatches forward.
+        if next(runs) in (2, 3):
+            both.wait(20)
+
+    x, y = batch(8)
+    with Runtime("cpu:2") as runtime:
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        model.forward_backward((x,), None, y, square_error)
+        model.synchronize()
+        on_forward[:] = [meet]
+        for _ in range(2):
+            model.forward_backward((x,), None, y, square_error)
+        model.synchronize()
+    assert next(runs) == 8
+
+
+def test_a_first_write_where_tasks_share_a_buffer_is_refused_and_later_calls_are_plain_pytorchs() -> None:
+    layers = nn.Sequential(Counter(picky=True), nn.Linear(4, 3))
+    truth = twin(layers)
+    config = RoundPipeRunConfig(num_microbatch=4, execute_plan=DIVIDED)
+    x, y = batch(8)
+    x[:, 0] = -x[:, 0].abs()
+    with Runtime("cpu:2") as runtime:
+        model = RoundPipe(layers, runtime=runtime, model_run_config=config)
+        for _ in range(2):
+            model.forward_backward((x,), None, y, square_error)
+            train_call(truth, x, y, microbatches=4)
+        model.synchronize()
+        before = weights(layers)
+        x[5, 0] = x[4, 0] = 1.0
+        with pytest.raises(RoundPipeError, match=r"wrote a buffer .* drop this call's gradients"):
+            model.forward_backward((x,), None, y, square_error)
+        model.synchronize()
+        assert_near(weights(layers), before, 0)
+        for module in (layers, truth):
+            module.zero_grad()
+        for _ in range(3):
+            loss = model.forward_backward((x,), None, y, square_error)
+            assert_near(loss, train_call(truth, x, y, microbatches=4), 1e-4)
+        model.synchronize()
+    assert int(layers[0].calls) == 3
+    assert_near(weights(layers), weights(truth), 1e-4)
     assert_near(gradients(layers), gradients(truth), 1e-3)

@@ -11,7 +11,7 @@ import gc
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -869,11 +869,21 @@ def syncing_waits_for_steps() -> None:
         assert all(bool((weight == 0.5).all()) for weight in ours.parameters())
 
 
-def memory_that_runs_out(plan: Plan) -> None:
-    """A task whose allocations fail runs again in parts, which leave gradients and buffers as one task does."""
+def norm_in_the_middle() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def memory_that_runs_out(
+    plan: Plan, make: Callable[[], nn.Sequential] = layers, each: Iterable[int] = range(2, 200, 11)
+) -> None:
+    """A task whose allocations fail runs again in parts, which leave gradients and buffers as one task does.
+
+    `each`: which allocation fails, one after another.
+    """
     take = CpuDevice._count_new
-    for nth in range(2, 200, 11):
-        ours, theirs = layers(), layers()
+    for nth in each:
+        ours, theirs = make(), make()
         numbers = count(1)
 
         def limited(device: CpuDevice, nbytes: int, numbers: Iterator[int] = numbers, nth: int = nth) -> None:
@@ -1158,6 +1168,7 @@ SCENARIOS: list[Callable[[], None]] = [
     syncing_waits_for_steps,
     lambda: memory_that_runs_out(STAGED),
     lambda: memory_that_runs_out(Plan(fused=range(0, 5))),
+    lambda: memory_that_runs_out(Plan([range(2)], range(2, 3), [range(2)]), norm_in_the_middle, range(80, 140, 5)),
     what_is_saved_has_the_buffers_of_the_calls_before,
     state_dicts_have_the_buffers_of_the_calls_before,
     lambda: machines_wait_for_each_other(double_buffer=False, is_async=False),

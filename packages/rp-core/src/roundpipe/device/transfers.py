@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -86,7 +87,7 @@ def bring(
     tracer: Tracer,
     saved: torch.Tensor | None = None,
 ) -> Event:
-    """Upload a block into device memory (numel,) and leave its turn, except a buffer's, which layers may write.
+    """Upload a block into device memory (numel,) and leave its turn, except a writer's: layers may write then.
 
     `saved`: what `save` returned, (numel,) on the host: uploaded instead, without a turn.
 
@@ -104,15 +105,19 @@ def bring(
         if moving is not None:
             moving.end("up", block.nbytes, is_staged=block.is_staged)
     arrived = porter.conveyor.record()
-    if block.kind != "buffer":
+    if not ticket.writes:
         ticket.leave(arrived)
     return arrived
 
 
-def save(porter: Porter, memory: torch.Tensor, arrived: Event) -> torch.Tensor:
-    """Copy a block, (numel,), from a device to the host: its turn was left, so the host may have newer weights."""
+def save(porter: Porter, memory: torch.Tensor, written: Sequence[Event]) -> torch.Tensor:
+    """Copy a block, (numel,), from a device to the host: its turn was left, so the host may have newer weights.
+
+    `written`: the events after which the block is readable.
+    """
     held = torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
-    porter.stream.wait(arrived)
+    for event in written:
+        porter.stream.wait(event)
     # The host's memory is not pinned: the copy is over on return.
     porter.conveyor.download(held, memory)
     return held

@@ -185,9 +185,9 @@ class Weights:
         return bool(self._written)
 
     def return_buffers(self) -> None:
-        """Download the buffers that were written, and leave the turns of all buffers."""
+        """Download the buffers that were written, and leave the turns on those that layers may write."""
         for block, ticket in self.turns.items():
-            if block.kind == "buffer":
+            if ticket.writes:
                 ticket.leave(self._return_buffer(block))
 
     def _return_buffer(self, block: Block) -> Event:
@@ -275,9 +275,12 @@ class Weights:
     def withdraw(self) -> None:
         """Free all device memory, to begin again later; blocks whose turns are left already are saved first."""
         self._stop_uploads()
+        # Recomputation sets buffers on the device.
+        now = self._device.compute.record()
         for block, (memory, arriving) in self._arriving.items():
-            if block.kind != "buffer" and block not in self.saved and arriving.exception() is None:
-                saving = self._lane.outbox.submit(save, self._lane.outbox, memory, arriving.result())
+            is_left = not self.turns[block].writes
+            if is_left and block not in self.saved and arriving.exception() is None:
+                saving = self._lane.outbox.submit(save, self._lane.outbox, memory, (arriving.result(), now))
                 self.saved[block] = saving.result()
         self.release()
 

@@ -72,7 +72,7 @@ class Run:
         self._late = Late()
         self._outcomes: list[Outcome[None]] = []
         self._deliveries: list[Outcome[None]] = []
-        self._turns = CallTurns(call.state)
+        self._turns = CallTurns(call.state, call.num_microbatches)
         # Time and memory of the layers: one entry for each measured launch.
         self._times: list[LayerTimes] = []
         self._tracer = tracing.SILENT

@@ -15,20 +15,29 @@ from roundpipe.state.model_state import ModelState
 class CallTurns:
     """Takes the turns of tasks and, where an optimizer steps during backward, of its step.
 
-    `of_step`: the step's turn on each block's gradients, in the order in which these are complete.
-    `drops_gradients`: tasks take no turns on gradients, so theirs are dropped.
+    A task that runs forward has its buffers to itself, so that later tasks read what it writes. But tasks that
+    divide a call's microbatches share the buffers that no layer was seen to write: else they would run one after
+    another.
+
+    `num_microbatches`: of the call. `of_step`: the step's turn on each block's gradients, in the order in which
+    these are complete. `drops_gradients`: tasks take no turns on gradients, so theirs are dropped.
     """
 
-    def __init__(self, state: ModelState) -> None:
+    def __init__(self, state: ModelState, num_microbatches: int) -> None:
         self._state = state
+        self._num_microbatches = num_microbatches
         self.drops_gradients = False
         self.of_step: dict[Block, Ticket] = {}
 
     def of_task(self, task: Task, take: Take) -> tuple[dict[Block, Ticket], dict[Block, Ticket]]:
         """Take a task's turns on weights and buffers, and on gradients."""
         blocks = self._blocks_of(task)
-        turns = {block: take(block.turns, write=block.kind == "buffer" and task.runs_forward) for block in blocks}
+        turns = {block: take(block.turns, write=self._writes(task, block)) for block in blocks}
         return turns, self._of_gradients(task, blocks, take)
+
+    def _writes(self, task: Task, block: Block) -> bool:
+        is_divided = len(task.microbatches) < self._num_microbatches
+        return task.runs_forward and block.kind == "buffer" and (block.may_be_written or not is_divided)
 
     def _of_gradients(self, task: Task, blocks: Sequence[Block], take: Take) -> dict[Block, Ticket]:
         turns: dict[Block, Ticket] = {}

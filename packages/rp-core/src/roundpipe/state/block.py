@@ -19,7 +19,8 @@ class Block:
     `memory`: one contiguous block (numel,), or None if the tensors stay in their own storages, which
     `registration` keeps pinned if they are registered. `is_staged`: some of this memory is not pinned, so the host
     copies it to pinned memory for each upload. `writes`: whether a layer was seen to write these buffers; None
-    until one has run in this mode. `looked_at`: the layers that were checked for that.
+    until one has run in this mode. `looked_at`: the layers that were checked for that. `counts_writes`: whether
+    torch's version counters have shown a write, which a layer may make in some microbatches only.
 
     `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
@@ -45,6 +46,7 @@ class Block:
         self.registration = registration
         self.writes: bool | None = None
         self.looked_at: set[int] = set()
+        self.counts_writes = False
         self.back: torch.Tensor | None = None
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
@@ -66,6 +68,11 @@ class Block:
         if self.rank is None:
             return list(range(len(self.tensors)))
         return [index for segment in self.segments if segment.owner == self.rank for index in segment.indices]
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether layers may write these buffers: one was seen to, or none has run in this mode yet."""
+        return self.kind == "buffer" and (self.counts_writes or self.writes is not False)
 
     @property
     def passes_gradients_on(self) -> bool:

@@ -17,7 +17,8 @@ from rp_transfer.api import Event, Stream
 class Ticket:
     """A place in the queue of a `Turns`. Enter it before the use and leave it after, both on one thread.
 
-    A ticket may be left without being entered: tickets behind it then wait for those before it.
+    A ticket may be left without being entered: tickets behind it then wait for those before it. `writes`: whether
+    it is a writer's, with which nothing else uses the memory.
 
     >>> line = Turns()
     >>> ticket = line.write()
@@ -27,9 +28,10 @@ class Ticket:
     True
     """
 
-    __slots__ = ("_after", "_entered", "_events", "_left")
+    __slots__ = ("_after", "_entered", "_events", "_left", "writes")
 
-    def __init__(self, after: tuple[Ticket, ...]) -> None:
+    def __init__(self, after: tuple[Ticket, ...], *, writes: bool = False) -> None:
+        self.writes = writes
         self._after = after
         self._entered = False
         self._events: tuple[Event, ...] = ()
@@ -109,7 +111,7 @@ class _Lent(Ticket):
     __slots__ = ("_owner",)
 
     def __init__(self, owner: Ticket) -> None:
-        super().__init__(())
+        super().__init__((), writes=owner.writes)
         self._owner = owner
 
     def open(self) -> bool:
@@ -136,6 +138,8 @@ class Turns:
     >>> first.leave()
     >>> second.open()
     True
+    >>> first.writes, second.writes
+    (True, False)
     """
 
     def __init__(self) -> None:
@@ -153,7 +157,7 @@ class Turns:
         """Take a writer's ticket: it waits for all uses before it."""
         # Readers have waited for the last writer; without readers, wait for that writer itself.
         before = tuple(self._readers) or (() if self._writer is None else (self._writer,))
-        ticket = Ticket(before)
+        ticket = Ticket(before, writes=True)
         self._writer = ticket
         self._readers = []
         return ticket

@@ -11,7 +11,7 @@ from rp_sched import Task
 from roundpipe.device.activations import Courier, Origins
 from roundpipe.device.packet import Packet, Slot
 from roundpipe.device.weights import Weights
-from roundpipe.errors import AloneOnly
+from roundpipe.errors import AloneOnly, RoundPipeError
 from roundpipe.execution.call import Call
 from roundpipe.execution.shortage.slots import TaskSlots
 from roundpipe.state.block import Block
@@ -45,7 +45,8 @@ class LayerBuffers:
     ) -> Any:
         """Run a layer. `seeded` runs what it is given, a second time if that drew random numbers unexpectedly.
 
-        Raises `AloneOnly` or `ValueError` if the layer writes buffers that its microbatches cannot write in order.
+        Raises `AloneOnly` or `ValueError` if the layer writes buffers that its microbatches cannot write in order,
+        and `RoundPipeError` if only this call's cannot.
         """
         memories = self._weights.buffers(self._call.state.layers[layer])
         if again:
@@ -69,6 +70,7 @@ class LayerBuffers:
         for block in written:
             self._refuse_divided(layer)
             self._refuse_torn(block)
+            self._refuse_shared(layer, block)
         self._keep(layer, microbatch, written, list(before.values()))
         return output
 
@@ -77,6 +79,7 @@ class LayerBuffers:
     ) -> bool:
         # Batch norm writes its statistics past the version counters, so a layer's first run compares the values.
         if self._weights.versions((block,))[block] != versions:
+            block.counts_writes = True
             return True
         if layer not in block.looked_at:
             block.looked_at.add(layer)
@@ -105,6 +108,16 @@ class LayerBuffers:
             f"{self._call.num_microbatches} microbatches {span} must be in one stage; make {span} one layer of "
             "the row (an nn.Sequential), give each a buffer of its own, set num_microbatch=1, or pass an "
             "execute_plan that has them in one stage"
+        )
+
+    def _refuse_shared(self, layer: int, block: Block) -> None:
+        if self._weights.turns[block].writes:
+            return
+        raise RoundPipeError(
+            f"{self._call.where(layer)} wrote a buffer in forward that no earlier call in this mode had written, "
+            "so this call's microbatches were divided into tasks that do not wait for each other's writes; the "
+            "write is not kept. From now on such tasks run one after another: drop this call's gradients "
+            "(zero_grad) and make the call again"
         )
 
     def _keep(self, layer: int, microbatch: int, written: Sequence[Block], before: Sequence[torch.Tensor]) -> None:

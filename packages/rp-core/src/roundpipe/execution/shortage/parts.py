@@ -64,7 +64,5 @@ def _writes(part: Part) -> bool:
 
 def _written_together(layers: Sequence[LayerState]) -> list[range]:
     """Spans of layers that share a buffer which they may write."""
-    blocks = {
-        block for layer in layers for block in layer.blocks if block.kind == "buffer" and block.writes is not False
-    }
+    blocks = {block for layer in layers for block in layer.blocks if block.may_be_written}
     return [range(min(block.users), max(block.users) + 1) for block in blocks]
