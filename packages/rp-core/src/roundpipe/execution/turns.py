@@ -16,8 +16,7 @@ class CallTurns:
     """Takes the turns of tasks and, where an optimizer steps during backward, of its step.
 
     A task that runs forward has its buffers to itself, so that later tasks read what it writes. But tasks that
-    divide a call's microbatches share the buffers that no layer was seen to write: else they would run one after
-    another.
+    divide a call's microbatches share read-only buffers: else they would run one after another.
 
     `num_microbatches`: of the call. `of_step`: the step's turn on each block's gradients, in the order in which
     these are complete. `drops_gradients`: tasks take no turns on gradients, so theirs are dropped.
@@ -37,7 +36,7 @@ class CallTurns:
 
     def _writes(self, task: Task, block: Block) -> bool:
         is_divided = len(task.microbatches) < self._num_microbatches
-        return task.runs_forward and block.kind == "buffer" and (block.may_be_written or not is_divided)
+        return task.runs_forward and block.kind == "buffer" and not (is_divided and block.is_read_only)
 
     def _of_gradients(self, task: Task, blocks: Sequence[Block], take: Take) -> dict[Block, Ticket]:
         turns: dict[Block, Ticket] = {}

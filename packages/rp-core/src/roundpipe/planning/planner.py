@@ -343,7 +343,7 @@ def _from(lowest: int, task: Task) -> Task:
 
 
 def _may_write(layer: LayerState) -> bool:
-    return any(block.may_be_written for block in layer.blocks)
+    return any(block.kind == "buffer" and not block.is_read_only for block in layer.blocks)
 
 
 def _guessed_cost(layer: LayerState, kept_bytes: int) -> LayerCost:

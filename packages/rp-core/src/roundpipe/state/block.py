@@ -20,7 +20,8 @@ class Block:
     `registration` keeps pinned if they are registered. `is_staged`: some of this memory is not pinned, so the host
     copies it to pinned memory for each upload. `writes`: whether a layer was seen to write these buffers; None
     until one has run in this mode. `looked_at`: the layers that were checked for that. `counts_writes`: whether
-    torch's version counters have shown a write, which a layer may make in some microbatches only.
+    torch's version counters have shown a write, which a layer may make in some microbatches only. `is_persistent`:
+    whether some of these buffers are in state dicts.
 
     `back`: a second block or None. A step writes its result there while devices read `memory`; publication swaps
     the two. `complete`: the parameters whose result is in `back`, as index and master's version at that time.
@@ -47,6 +48,7 @@ class Block:
         self.writes: bool | None = None
         self.looked_at: set[int] = set()
         self.counts_writes = False
+        self.is_persistent = True
         self.back: torch.Tensor | None = None
         self.back_values: list[torch.Tensor] = []
         self.complete: dict[int, int] = {}
@@ -70,9 +72,13 @@ class Block:
         return [index for segment in self.segments if segment.owner == self.rank for index in segment.indices]
 
     @property
-    def may_be_written(self) -> bool:
-        """Whether layers may write these buffers: one was seen to, or none has run in this mode yet."""
-        return self.kind == "buffer" and (self.counts_writes or self.writes is not False)
+    def is_read_only(self) -> bool:
+        """Whether no layer is expected to write these buffers: none was seen to, and they are no layer's state.
+
+        Persistent buffers are state, which a layer may begin to write at any time; others are computed from
+        something else, such as the frequencies of rotary positions.
+        """
+        return not self.is_persistent and not self.counts_writes and self.writes is False
 
     @property
     def passes_gradients_on(self) -> bool:

@@ -63,10 +63,24 @@ def build_layers(
     groups = group(modules)
     foresee(groups)
     blocks = _build_blocks(backend, groups, pin)
+    persistent = _persistent_buffers(modules)
+    for block in blocks:
+        block.is_persistent = any(id(tensor) in persistent for tensor in block.tensors)
     return tuple(
         LayerState(index, module, tuple(block for block in blocks if index in block.users))
         for index, module in enumerate(modules)
     )
+
+
+def _persistent_buffers(modules: Sequence[torch.nn.Module]) -> set[int]:
+    """Return the ids of the buffers that are in state dicts."""
+    inner = [one for module in modules for one in module.modules()]
+    return {
+        id(buffer)
+        for module in inner
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - no public way
+    }
 
 
 def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> list[Block]:

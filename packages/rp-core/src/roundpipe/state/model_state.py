@@ -281,7 +281,6 @@ class ModelState:
         for block in self.blocks:
             block.writes = None
             block.looked_at = set()
-            block.counts_writes = False
 
     @torch.inference_mode(False)
     def make_masters(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rp_sched import Task
+from rp_transfer import is_out_of_memory
 
 from roundpipe.device.activations import Courier, Origins
 from roundpipe.device.packet import Packet, Slot
@@ -61,7 +62,13 @@ class LayerBuffers:
             _set(memories.values(), before.values())
             return body()
 
-        output = seeded(from_the_start)
+        try:
+            output = seeded(from_the_start)
+        except Exception as error:
+            if is_out_of_memory(error):
+                # The task may run again from these.
+                _set(memories.values(), before.values())
+            raise
         written = [
             block
             for block in memories
@@ -83,7 +90,10 @@ class LayerBuffers:
             return True
         if layer not in block.looked_at:
             block.looked_at.add(layer)
-            block.writes = bool(block.writes) or not torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+            if not torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
+                block.writes = True
+            elif block.writes is None:
+                block.writes = False
         return bool(block.writes)
 
     def _refuse_divided(self, layer: int) -> None:
@@ -113,11 +123,13 @@ class LayerBuffers:
     def _refuse_shared(self, layer: int, block: Block) -> None:
         if self._weights.turns[block].writes:
             return
+        drop = "" if self._call.mode == "infer" else "drop this call's gradients (zero_grad) and "
         raise RoundPipeError(
-            f"{self._call.where(layer)} wrote a buffer in forward that no earlier call in this mode had written, "
-            "so this call's microbatches were divided into tasks that do not wait for each other's writes; the "
-            "write is not kept. From now on such tasks run one after another: drop this call's gradients "
-            "(zero_grad) and make the call again"
+            f"{self._call.where(layer)} wrote a buffer with persistent=False in forward that no earlier call had "
+            f"written, while other tasks of this call read it; the write is not kept. To go on, {drop}make the "
+            "call again: from now on such tasks run one after another. Buffers that other layers wrote in this "
+            "call may stay as written. This cannot happen with persistent=True, or with an execute_plan without "
+            "groups"
         )
 
     def _keep(self, layer: int, microbatch: int, written: Sequence[Block], before: Sequence[torch.Tensor]) -> None:

@@ -64,5 +64,7 @@ def _writes(part: Part) -> bool:
 
 def _written_together(layers: Sequence[LayerState]) -> list[range]:
     """Spans of layers that share a buffer which they may write."""
-    blocks = {block for layer in layers for block in layer.blocks if block.may_be_written}
+    blocks = {
+        block for layer in layers for block in layer.blocks if block.kind == "buffer" and block.writes is not False
+    }
     return [range(min(block.users), max(block.users) + 1) for block in blocks]
