@@ -72,10 +72,11 @@ def set_trap(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, place: str) -> T
     elif place == "memory on the host":
         owner, name = type(runtime.backend), "host_empty"
     else:
-        owner, name = type(device.compute), "copy"
+        # Blocks go in parts.
+        owner, name = type(device.compute), "copy_part" if stream in ("weights_in", "gradients_out") else "copy"
 
     def counts(used: Any) -> bool:
-        return name != "copy" or used.name.endswith(f"/{stream}")
+        return place.startswith("memory") or used.name.endswith(f"/{stream}")
 
     monkeypatch.setattr(owner, name, trap.around(getattr(owner, name), counts))
     return trap

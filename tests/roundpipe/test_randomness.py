@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -362,3 +363,49 @@ def test_a_model_that_trains_inside_another_ones_turn_with_the_generator_is_refu
         teacher.eval()
         train()
         assert None not in gradients(layers).values()
+
+
+class GpuGenerator:
+    """A seed and the offset of what was drawn, as a GPU's generator has them."""
+
+    def __init__(self) -> None:
+        self.seed, self.offset = 11, 8
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> GpuGenerator:
+        self.offset = offset
+        return self
+
+    def manual_seed(self, seed: int) -> GpuGenerator:
+        self.seed, self.offset = seed, 0
+        return self
+
+
+def test_a_gpus_generator_is_seeded_for_each_layer_and_set_back() -> None:
+    generator: Any = GpuGenerator()
+    randomness, seen = Randomness(1, 3, set()), []
+
+    def draw(count: int) -> None:
+        seen.append((generator.seed, generator.offset))
+        generator.offset += count
+
+    def fail() -> None:
+        generator.offset += 4
+        raise KeyError
+
+    for layer, body in enumerate([partial(draw, 0), partial(draw, 4), lambda: generator.manual_seed(5)]):
+        for _ in range(2):
+            randomness.run(generator, Drawer("layer", layer), 0, body, again=False)
+            assert (generator.seed, generator.offset) == (11, 8)
+    assert randomness.drew_on_device == {(Drawer("layer", 1), 0), (Drawer("layer", 2), 0)}
+    randomness.run(generator, Drawer("layer", 1), 0, partial(draw, 4), again=True)
+    assert len({seed for seed, _ in seen}) == 2
+    assert seen[-1] == seen[-2] == (seen[-1][0], 0)
+    with pytest.raises(KeyError):
+        randomness.run(generator, Drawer("layer", 1), 0, fail, again=True)
+    assert (generator.seed, generator.offset) == (11, 8)

@@ -190,8 +190,9 @@ def wire(runtime: Runtime, fuse: Fuse) -> None:
     """Let the devices' copies and allocations burn the fuse."""
     assert isinstance(runtime.backend, CpuBackend)
     for device in runtime.backend.devices:
-        device.weights_in.copy = burning(fuse, device.weights_in.copy, "upload")  # type: ignore[method-assign]
-        device.gradients_out.copy = burning(fuse, device.gradients_out.copy, "download")  # type: ignore[method-assign]
+        up, down = device.weights_in, device.gradients_out
+        up.copy_part = burning(fuse, up.copy_part, "upload")  # type: ignore[method-assign]
+        down.copy_part = burning(fuse, down.copy_part, "download")  # type: ignore[method-assign]
         device.empty = burning(fuse, device.empty, "allocation")  # type: ignore[method-assign]
 
 

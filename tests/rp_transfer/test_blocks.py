@@ -69,6 +69,18 @@ def test_places_are_aligned_inside_the_block_and_do_not_overlap(given_tensors: l
 
 
 @settings(deadline=None)
+@given(given_tensors=tensors(), begin=st.integers(0, 3))
+def test_all_views_at_once_are_those_of_the_spans(given_tensors: list[torch.Tensor], begin: int) -> None:
+    layout = Layout.of(given_tensors)
+    block = torch.zeros(begin + layout.numel, dtype=layout.dtype)[begin:]
+    for span, view in zip(layout.spans, layout.views(block), strict=True):
+        single = span.of(block)
+        assert (view.shape, view.stride()) == (single.shape, single.stride())
+        assert view.data_ptr() == single.data_ptr() or not view.numel()
+        assert view.untyped_storage().data_ptr() == block.untyped_storage().data_ptr() or not view.numel()
+
+
+@settings(deadline=None)
 @given(given_tensors=tensors())
 def test_dense_strides_stay_and_others_become_contiguous(given_tensors: list[torch.Tensor]) -> None:
     layout = Layout.of(given_tensors)

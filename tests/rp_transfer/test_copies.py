@@ -177,6 +177,10 @@ def test_sizes_and_dtypes_that_do_not_fit_are_refused() -> None:
             totals = [host(backend, total, pinned) for total in (torch.ones(8), other)]
             with pytest.raises(ValueError, match=f"combine needs {message}"):
                 carrier.combine(totals, there, nothing)
+        with pytest.raises(ValueError, match="destination of a copy must be plain contiguous memory"):
+            carrier.upload(there[::2], host(backend, torch.ones(4), pinned))
+    with pytest.raises(ValueError, match="source of a copy must be plain contiguous memory"):
+        carrier.download(host(backend, torch.ones(4), True), there[::2])
     with pytest.raises(ValueError, match="at least one block"):
         carrier.combine((), there, nothing)
     with pytest.raises(ValueError, match="must be >= 1"):

@@ -11,8 +11,25 @@ import torch
 from rp_optim.errors import InvalidOption, InvalidParameter
 
 # A step checks every tensor, while other threads launch layers. So the checks read attributes, which keep the GIL;
-# operations such as ``is_complex()`` release it, and may have to wait for it. Only ``is_neg()`` has no attribute.
+# operations such as ``is_neg()`` release it, and may have to wait for it. What has no attribute has a key of
+# torch's dispatcher. Nothing is remembered from step to step: an assignment to ``.data`` leaves only the object.
+_keys_of = torch._C._dispatch_keys  # pyright: ignore[reportPrivateUsage] - torch has no public name
+
+
+def _bits(*keys: torch._C.DispatchKey) -> int:  # pyright: ignore[reportPrivateUsage]
+    return sum(torch._C.DispatchKeySet(key).raw_repr() for key in keys)  # pyright: ignore[reportPrivateUsage]
+
+
+_LAZY = _bits(torch._C.DispatchKey.Negative, torch._C.DispatchKey.Conjugate)  # pyright: ignore[reportPrivateUsage]
+_DENSE_ON_CPU = _bits(torch._C.DispatchKey.CPU)  # pyright: ignore[reportPrivateUsage]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+# Which dtypes a tensor and its parameter may have: both or neither complex, and fp64 only for fp64.
+_FITTING = frozenset(
+    (own, whole)
+    for own in _DTYPES
+    for whole in _DTYPES
+    if own.is_complex == whole.is_complex and (own != torch.float64 or whole == torch.float64)
+)
 
 
 def check_option_flags(optimizer: str, options: Mapping[str, Any]) -> None:
@@ -64,6 +81,8 @@ def check_numbers(what: str, tensor: torch.Tensor) -> None:
 
 def check_memory(what: str, tensor: torch.Tensor) -> None:
     """Raise like `check_numbers`, and if `tensor` is not contiguous or is a lazy negation or conjugation."""
+    if _is_plain_on_cpu(tensor) and tensor.dtype in _DTYPES:
+        return
     _check_order(what, tensor)
     if _is_lazy_view(tensor):
         raise InvalidParameter(
@@ -82,7 +101,7 @@ def _check_order(what: str, tensor: torch.Tensor) -> None:
 
 
 def _is_lazy_view(tensor: torch.Tensor) -> bool:
-    return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
+    return _keys_of(tensor).raw_repr() & _LAZY != 0
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -100,16 +119,34 @@ def check_matching(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> 
 
     An fp64 tensor fits only an fp64 parameter.
     """
+    if _is_matching(tensor, parameter):
+        return
     check_memory(what, tensor)
     _check_like(what, tensor, parameter)
 
 
 def resolved_matching(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the `resolved` tensor. Raises like `check_matching`."""
+    if _is_matching(tensor, parameter):
+        return tensor
     tensor = resolved(tensor)
     _check_order(what, tensor)
     _check_like(what, tensor, parameter)
     return tensor
+
+
+def _is_matching(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether the tensor passes all checks and has the parameter's shape, as nearly all do, in one look."""
+    return (
+        (tensor.dtype, parameter.dtype) in _FITTING
+        and tensor.shape == parameter.shape
+        and _is_plain_on_cpu(tensor)
+    )
+
+
+def _is_plain_on_cpu(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is dense, on the CPU and `is_plain`, from two calls instead of five."""
+    return _keys_of(tensor).raw_repr() & (_LAZY | _DENSE_ON_CPU) == _DENSE_ON_CPU and tensor.is_contiguous()
 
 
 def _check_kind(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -129,7 +166,11 @@ def _check_like(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Non
 
 
 def check_state(name: str, tensor: torch.Tensor, shape: Sequence[int], parameter: torch.Tensor) -> None:
-    """Raise `InvalidParameter` unless a state tensor (perhaps a loaded one) fits this parameter."""
+    """Raise `InvalidParameter` unless a state tensor (perhaps a loaded one) fits this parameter, itself valid."""
+    # As nearly all are; the checks below say what is wrong.
+    is_like = tensor.dtype == parameter.dtype and tensor.shape == shape
+    if is_like and tensor.is_cpu and tensor.layout == torch.strided:
+        return
     what = f"the state {name!r}"
     check_numbers(what, tensor)
     _check_kind(what, tensor, parameter)

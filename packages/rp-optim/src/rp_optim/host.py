@@ -11,7 +11,7 @@ import torch
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.errors import InvalidParameter
 from rp_optim.gradients import Gradient, gradient_of
-from rp_optim.halves.split_master import SplitMaster, halves_of
+from rp_optim.halves.split_master import halves_of, is_split_master
 from rp_optim.kernels.kept import (
     check_can_be_small,
     check_kept,
@@ -228,17 +228,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 torch.autograd.graph.increment_version(each.parameter)
             raise
         for each in taken:
-            if each.spot.is_halved and each.spot.weight is not each.spot.param:
-                assert isinstance(each.parameter, SplitMaster)
-                assert each.spot.weight is not None
-                each.parameter.move_to(each.spot.weight)
-            link = link_of(each.parameter)
-            if link is None or each.spot.weight is None or each.spot.weight is each.spot.param:
-                torch.autograd.graph.increment_version(each.parameter)
-            else:
-                link.written()
-            if link is not None and link.stepped is not None:
-                link.stepped()
+            _note_updated(each.parameter, each.spot)
 
     def _update(self, taken: Sequence[Taken]) -> None:
         raise NotImplementedError
@@ -295,17 +285,33 @@ def _take(group: Group, parameter: torch.Tensor) -> Taken | None:
     if gradient is None:
         return None
     link = link_of(parameter)
-    if link is None and isinstance(parameter, SplitMaster) and not parameter.steps_unlinked:
+    if link is None and is_split_master(parameter) and not parameter.steps_unlinked:
         parameter.make_whole("a step outside of a step function")
     weight = None if link is None else link.destination(parameter)
     factor = -gradient.factor if group.get("maximize") else gradient.factor
     return Taken(group, parameter, _spot(parameter, gradient, weight, factor))
 
 
+def _note_updated(parameter: torch.Tensor, spot: Spot) -> None:
+    """Tell who reads the parameter or the weight that it is linked to that the kernel has written them."""
+    has_written = spot.weight is not None and spot.weight is not spot.param
+    if has_written and spot.is_halved:
+        assert is_split_master(parameter)
+        assert spot.weight is not None
+        parameter.move_to(spot.weight)
+    link = link_of(parameter)
+    if link is None or not has_written:
+        torch.autograd.graph.increment_version(parameter)
+    else:
+        link.written()
+    if link is not None and link.stepped is not None:
+        link.stepped()
+
+
 def _spot(parameter: torch.Tensor, gradient: Gradient, weight: torch.Tensor | None, factor: float) -> Spot:
-    halves, is_own = halves_of(parameter), isinstance(parameter, SplitMaster)
+    halves = halves_of(parameter)
     if halves is None:
-        return Spot(parameter, gradient.tensor, weight, factor, gradient.more, rounds_away=is_own)
+        return Spot(parameter, gradient.tensor, weight, factor, gradient.more, None, is_split_master(parameter))
     upper, rest = halves
     return Spot(upper, gradient.tensor, _target(weight, upper), factor, gradient.more, rest)
 

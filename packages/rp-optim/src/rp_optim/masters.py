@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -325,10 +326,10 @@ def unlink(master: torch.Tensor) -> torch.Tensor | _Unchanged | None:
 
 def link_of(parameter: torch.Tensor) -> Link | None:
     """Return the link of a parameter; None if it is no master, not linked, or linked for another thread only."""
-    found = parameter._link if isinstance(parameter, Master) else None  # pyright: ignore[reportPrivateUsage]
-    if found is None or found.thread in (None, threading.get_ident()):
-        return found
-    return None
+    # Not isinstance(), which the metaclass of torch's parameters answers in Python; so its type is not known here.
+    master: Any = parameter
+    found: Link | None = master._link if issubclass(type(master), Master) else None
+    return found if found is None or found.thread in (None, threading.get_ident()) else None
 
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:
@@ -361,36 +362,43 @@ def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Ten
     If no gradient has arrived, this waits for the last item's, since backward goes from the last layer to the
     first. Items whose links have turns come first, one batch per turn.
     """
-    turns: dict[int, list[_Item]] = {}
-    waiting: list[_Item] = []
-    for item in items:
-        turn = _turn_of(parameter_of(item))
-        (waiting if turn is None else turns.setdefault(turn, [])).append(item)
-    for turn in sorted(turns):
-        for ready in {
-            _key(ready): ready for ready in (_ready_of(parameter_of(one)) for one in turns[turn])
-        }.values():
-            ready(True)
-        yield turns[turn]
+    groups: dict[tuple[int | None, object], _Together] = {}
+    for place, item in enumerate(items):
+        turn, ready = _arrival_of(parameter_of(item))
+        groups.setdefault((turn, _key(ready)), _Together(ready, [])).places.append(place)
+    for turn in sorted({turn for turn, _ in groups if turn is not None}):
+        in_turn = [group for (its_turn, _), group in groups.items() if its_turn == turn]
+        for group in in_turn:
+            group.ready(True)
+        yield _in_order(items, in_turn)
+    waiting = [group for (turn, _), group in groups.items() if turn is None]
     while waiting:
-        readies = [_ready_of(parameter_of(item)) for item in waiting]
-        has_arrived = {key: ready(False) for key, ready in {_key(ready): ready for ready in readies}.items()}
-        if not any(has_arrived.values()):
-            readies[-1](True)
-            has_arrived[_key(readies[-1])] = True
-        arrived = [has_arrived[_key(ready)] for ready in readies]
-        yield [item for item, is_ready in zip(waiting, arrived, strict=True) if is_ready]
-        waiting = [item for item, is_ready in zip(waiting, arrived, strict=True) if not is_ready]
+        arrived = [group for group in waiting if group.ready(False)]
+        if not arrived:
+            arrived = [max(waiting, key=lambda group: group.places[-1])]
+            arrived[0].ready(True)
+        yield _in_order(items, arrived)
+        waiting = [group for group in waiting if group not in arrived]
 
 
-def _turn_of(parameter: torch.Tensor) -> int | None:
+@dataclass(slots=True, eq=False)
+class _Together:
+    """Items whose gradients arrive together, as their places among all items, ascending."""
+
+    ready: Ready
+    places: list[int]
+
+
+def _in_order(items: Sequence[_Item], groups: Iterable[_Together]) -> list[_Item]:
+    return [items[place] for place in sorted(chain.from_iterable(group.places for group in groups))]
+
+
+def _arrival_of(parameter: torch.Tensor) -> tuple[int | None, Ready]:
+    """Return the turn of a parameter's gradient, and what tells that it has arrived."""
     link = link_of(parameter)
-    return None if link is None else link.turn
-
-
-def _ready_of(parameter: torch.Tensor) -> Ready:
-    link = link_of(parameter)
-    return _at_once if link is None or link.gradient_in == "grad" else link.ready
+    if link is None:
+        return None, _at_once
+    return link.turn, _at_once if link.gradient_in == "grad" else link.ready
 
 
 def _key(ready: Ready) -> object:

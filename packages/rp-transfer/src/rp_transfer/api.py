@@ -94,6 +94,13 @@ class Stream(Protocol):
         """
         ...
 
+    def copy_part(self, destination: torch.Tensor, source: torch.Tensor, part: range) -> None:
+        """Enqueue a copy of some elements, a range of step 1, of both tensors, which are flat.
+
+        Nothing is checked: `copy` must accept these tensors. For many parts of one copy. Else as `copy`.
+        """
+        ...
+
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a conversion to the destination's dtype. Both tensors are on this device; else as `copy`."""
         ...

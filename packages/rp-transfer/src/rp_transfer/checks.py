@@ -13,7 +13,7 @@ def check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
             f"{destination.dtype} {tuple(destination.shape)} and the source {source.dtype} {tuple(source.shape)}; "
             "cast or slice one of them first"
         )
-    _check_plain(destination, source)
+    check_plain(destination, source)
 
 
 def check_cast(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -24,10 +24,12 @@ def check_cast(destination: torch.Tensor, source: torch.Tensor) -> None:
             f"{tuple(destination.shape)} on {destination.device} and the source {tuple(source.shape)} "
             f"on {source.device}"
         )
-    _check_plain(destination, source)
+    check_plain(destination, source)
 
 
-def _check_plain(destination: torch.Tensor, source: torch.Tensor) -> None:
+def check_plain(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise `ValueError` unless both tensors are contiguous, and no views that negate or conjugate lazily."""
     for tensor, role in ((destination, "destination"), (source, "source")):
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        # Only complex tensors can be conjugated. Each question to torch's dispatcher releases the GIL.
+        if not tensor.is_contiguous() or (tensor.dtype.is_complex and tensor.is_conj()) or tensor.is_neg():
             raise ValueError(f"the {role} of a copy must be plain contiguous memory; call .contiguous() first")

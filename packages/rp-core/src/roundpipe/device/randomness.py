@@ -8,6 +8,7 @@ therefore holds the lock, too.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -74,10 +75,10 @@ class _Gate:
         self._changed = threading.Condition()
         self._sharers = 0
         self._alone = False
-        self._callers = torch.empty(0)
+        self._callers = b""
         self._drawn = False
 
-    def share(self) -> torch.Tensor:
+    def share(self) -> bytes:
         """Acquire the shared lock; return the generator's state before any holder ran.
 
         If a holder may have drawn, the last one to leave restores this state.
@@ -129,18 +130,19 @@ class _Gate:
                 self._changed.notify_all()
 
 
-def _state() -> torch.Tensor:
-    # As int64: it is compared before and after every layer, which is faster than comparing bytes.
-    return torch.default_generator.get_state().view(torch.int64)
+def _state() -> bytes:
+    # Not as a tensor: it is compared before and after every layer, and torch's comparison would release the GIL.
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
-def _set_state(state: torch.Tensor) -> None:
-    torch.default_generator.set_state(state.view(torch.uint8))
+def _set_state(state: bytes) -> None:
+    torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-def _drawn_since(state: torch.Tensor) -> bool:
+def _drawn_since(state: bytes) -> bool:
     """Return whether numbers were drawn from the CPU generator since it was in this state."""
-    return not torch.equal(state, _state())
+    return state != _state()
 
 
 _GATE = _Gate()
@@ -303,11 +305,15 @@ def _seeded(generator: torch.Generator, seed: int, body: Callable[[], _Result]) 
     """Run with a device's generator seeded, then restore its state; also return whether it was drawn from."""
     if generator is torch.default_generator:
         return body(), False
-    callers = generator.get_state()
+    # A GPU's generator is a seed and an offset, which counts what was drawn. Its state would be a new tensor.
+    callers_seed, callers_offset = _seed_and_offset(generator)
     try:
         generator.manual_seed(seed)
-        before = generator.get_state()
         result = body()
-        return result, not torch.equal(before, generator.get_state())
+        return result, _seed_and_offset(generator) != (seed, 0)
     finally:
-        generator.set_state(callers)
+        generator.manual_seed(callers_seed).set_offset(callers_offset)
+
+
+def _seed_and_offset(generator: torch.Generator) -> tuple[int, int]:
+    return generator.initial_seed(), generator.get_offset()

@@ -210,10 +210,11 @@ class Loan:
 
     def _ready(self, wait: bool, /) -> bool:
         self._refuse_inside()
-        if not (self._arrived or wait or self._is_there()):
-            return False
-        self._refuse_early()
-        self.arrive()
+        if not self._arrived:
+            if not (wait or self._is_there()):
+                return False
+            self._refuse_early()
+            self.arrive()
         self.check_complete()
         return True
 
@@ -227,7 +228,7 @@ class Loan:
             )
 
     def _refuse_early(self) -> None:
-        if self._turn is None or self._arrived or self._consumed.count == self._turn:
+        if self._turn is None or self._consumed.count == self._turn:
             return
         raise RoundPipeError(
             f"the gradients of {self.block} were requested before those of later layers were consumed, but with "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, cast
+from typing import Any, Self, TypeGuard, cast
 
 import torch
 
@@ -188,7 +188,12 @@ class SplitMaster(Master):
 
 def halves_of(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the weight and the remainder of a master in halves; None for any other tensor."""
-    return parameter._halves if isinstance(parameter, SplitMaster) else None  # pyright: ignore[reportPrivateUsage]
+    return parameter._halves if is_split_master(parameter) else None  # pyright: ignore[reportPrivateUsage]
+
+
+def is_split_master(parameter: torch.Tensor) -> TypeGuard[SplitMaster]:
+    """Return whether a parameter is a `SplitMaster`, in halves or whole; faster than isinstance, see `link_of`."""
+    return issubclass(type(parameter), SplitMaster)
 
 
 def _name_of(func: Callable[..., Any]) -> str:

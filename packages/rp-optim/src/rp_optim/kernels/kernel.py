@@ -105,16 +105,15 @@ def use_kernel(name: str) -> None:
 
 def kernel_for(spot: Spot) -> Kernel:
     """Return the kernel in use; for fp64, which compiled kernels do not support, torch's operations."""
-    return current_kernel() if spot.dtypes() <= NATIVE_DTYPES else _TORCH
+    return current_kernel() if spot.has_only(NATIVE_DTYPES) else _TORCH
 
 
 def by_kernel(updates: Iterable[_Update]) -> Iterable[tuple[Kernel, list[_Update]]]:
     """Group updates by the kernel that runs them."""
-    groups: dict[int, tuple[Kernel, list[_Update]]] = {}
+    groups: dict[Kernel, list[_Update]] = {}
     for update in updates:
-        kernel = kernel_for(update.spot)
-        groups.setdefault(id(kernel), (kernel, []))[1].append(update)
-    return groups.values()
+        groups.setdefault(kernel_for(update.spot), []).append(update)
+    return groups.items()
 
 
 def _native_kernels() -> dict[str, NativeKernel]:

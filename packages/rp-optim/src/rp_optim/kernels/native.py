@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,21 +38,21 @@ _STREAM_FROM = 1 << 16
 _int64, _double, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-class _Array(ctypes.Structure):
-    _fields_ = (("at", _pointer), ("type", ctypes.c_int32))
-
-
 class _Job(ctypes.Structure):
-    """`rpo_job` of ``csrc/rp_optim.h``, field by field."""
+    """`rpo_job` of ``csrc/rp_optim.h``, field by field; an `rpo_array` is two fields."""
 
     _fields_ = (
         ("count", _int64),
         ("threads", ctypes.c_int32),
         ("flags", ctypes.c_int32),
-        ("param", _Array),
-        ("grad", _Array),
-        ("more", _Array),
-        ("weight", _Array),
+        ("param", _pointer),
+        ("param_type", ctypes.c_int32),
+        ("grad", _pointer),
+        ("grad_type", ctypes.c_int32),
+        ("more", _pointer),
+        ("more_type", ctypes.c_int32),
+        ("weight", _pointer),
+        ("weight_type", ctypes.c_int32),
         ("rest", _pointer),
         ("state", _pointer * 3),
         ("factor", _double),
@@ -80,12 +79,6 @@ class _Job(ctypes.Structure):
     )
 
 
-def _array(tensor: torch.Tensor | None, *, is_halved: bool = False) -> _Array:
-    if tensor is None:
-        return _Array(None, 0)
-    return _Array(tensor.data_ptr(), _HALVES if is_halved else _TYPES[tensor.dtype])
-
-
 def _fields_of(numbers: AdamNumbers | SGDNumbers | LionNumbers | Move) -> dict[str, float]:
     # dataclasses.asdict makes deep copies, which took a third of the time of a small parameter's update.
     return {name: getattr(numbers, name) for name in numbers.__dataclass_fields__}
@@ -98,32 +91,42 @@ def _job(
     numbers: dict[str, float] | None = None,
     small: Small | None = None,
 ) -> _Job:
-    count = spot.count
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in state]
-    return _Job(
-        count=count,
-        threads=torch.get_num_threads(),
-        # A weight that is also read is in the cache already.
-        flags=flags | (_STREAM if count >= _STREAM_FROM and spot.weight is not spot.param else 0),
-        param=_array(spot.param, is_halved=spot.is_halved),
-        grad=_array(spot.grad, is_halved=spot.is_halved and spot.grad is spot.param),
-        more=_array(spot.more),
-        weight=_array(spot.weight, is_halved=spot.writes_halves),
-        rest=None if spot.rest is None else spot.rest.data_ptr(),
-        state=(_pointer * 3)(*pointers, *[None] * (3 - len(pointers))),
-        factor=spot.factor,
-        **(numbers or {}),
-        **({} if small is None else _packing(small)),
-    )
+    return _filled(_Job(**(numbers or {})), spot, state, flags, small)
 
 
-def _packing(small: Small) -> dict[str, Any]:
-    pointers = [scales.data_ptr() for scales in small.scales]
-    return {
-        "packing": _8BIT_STATE if pointers else _BF16_STATE,
-        "key": (ctypes.c_uint32 * 2)(*small.noise.key),
-        "scales": (_pointer * 3)(*pointers, *[None] * (3 - len(pointers))),
-    }
+def _filled(
+    job: _Job, spot: Spot, state: Sequence[torch.Tensor | None], flags: int = 0, small: Small | None = None
+) -> _Job:
+    """Set all fields of a job but its numbers; return it."""
+    # Field by field: making a structure of fields by name takes four times as long.
+    count, is_halved = spot.count, spot.is_halved
+    job.count, job.threads, job.factor = count, torch.get_num_threads(), spot.factor
+    # A weight that is also read is in the cache already.
+    job.flags = flags | (_STREAM if count >= _STREAM_FROM and spot.weight is not spot.param else 0)
+    job.param, job.param_type = _array(spot.param, is_halved)
+    job.grad, job.grad_type = _array(spot.grad, is_halved and spot.grad is spot.param)
+    if spot.more is not None:
+        job.more, job.more_type = _array(spot.more)
+    if spot.weight is not None:
+        job.weight, job.weight_type = _array(spot.weight, spot.writes_halves)
+    if spot.rest is not None:
+        job.rest = spot.rest.data_ptr()
+    _point(job.state, state)
+    if small is not None:
+        job.packing = _8BIT_STATE if small.scales else _BF16_STATE
+        job.key[:] = small.noise.key
+        _point(job.scales, small.scales)
+    return job
+
+
+def _array(tensor: torch.Tensor, is_halved: bool = False) -> tuple[int, int]:
+    return tensor.data_ptr(), _HALVES if is_halved else _TYPES[tensor.dtype]
+
+
+def _point(pointers: ctypes.Array[ctypes.c_void_p], tensors: Sequence[torch.Tensor | None]) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            pointers[index] = tensor.data_ptr()
 
 
 def _matrix_job(spot: Spot, shape: Matrices, factors: Factors, numbers: dict[str, float] | None = None) -> _Job:
@@ -134,10 +137,14 @@ def _matrix_job(spot: Spot, shape: Matrices, factors: Factors, numbers: dict[str
     return job
 
 
-def _adam_job(update: AdamUpdate) -> _Job:
-    numbers, state = update.numbers, (update.exp_avg, update.exp_avg_sq, update.max_exp_avg_sq)
-    flags = 0 if update.max_exp_avg_sq is None else _AMSGRAD
-    return _job(update.spot, state, flags, _fields_of(numbers) | _gains(numbers), update.small)
+def _adam_jobs(updates: Sequence[AdamUpdate]) -> Iterator[_Job]:
+    # Nearly all updates share an object of numbers, whose fields are set once.
+    begun = {id(update.numbers): update.numbers for update in updates}
+    jobs = {key: _Job(**_fields_of(numbers), **_gains(numbers)) for key, numbers in begun.items()}
+    for update in updates:
+        job, last = _Job.from_buffer_copy(jobs[id(update.numbers)]), update.max_exp_avg_sq
+        state, flags = (update.exp_avg, update.exp_avg_sq, last), 0 if last is None else _AMSGRAD
+        yield _filled(job, update.spot, state, flags, update.small)
 
 
 def _sgd_job(update: SGDUpdate) -> _Job:
@@ -227,7 +234,7 @@ class NativeKernel:
 
     def adam(self, updates: Sequence[AdamUpdate]) -> None:
         """See `Kernel.adam`."""
-        self._call("adam", *map(_adam_job, updates))
+        self._call("adam", *_adam_jobs(updates))
 
     def sgd(self, updates: Sequence[SGDUpdate]) -> None:
         """See `Kernel.sgd`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,10 +68,14 @@ class Spot:
         grad = param if self.grad is self.param else flat(self.grad)
         return Spot(param, grad, weight, self.factor, more, rest, self.rounds_away)
 
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the tensors, except `rest`."""
-        tensors = (self.param, self.grad, self.weight, self.more)
-        return {tensor.dtype for tensor in tensors if tensor is not None}
+    def has_only(self, dtypes: Container[torch.dtype]) -> bool:
+        """Return whether all tensors, except `rest`, have one of these dtypes."""
+        return (
+            self.param.dtype in dtypes
+            and self.grad.dtype in dtypes
+            and (self.weight is None or self.weight.dtype in dtypes)
+            and (self.more is None or self.more.dtype in dtypes)
+        )
 
 
 @dataclass(frozen=True, slots=True)

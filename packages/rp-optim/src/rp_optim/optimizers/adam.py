@@ -17,13 +17,15 @@ from rp_optim.kernels.updates import AdamNumbers, AdamUpdate
 
 Scalar = float | torch.Tensor
 
+_STATE = ("exp_avg", "exp_avg_sq")
+_AMSGRAD_STATE = (*_STATE, "max_exp_avg_sq")
+
 
 class AdamSteps(HostOptimizer):
     """Base of the optimizers that update some or all of their parameters with Adam."""
 
     def _adam_shapes(self, group: Group, parameter: torch.Tensor) -> dict[str, Sequence[int]]:
-        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-        return dict.fromkeys(names, parameter.shape)
+        return dict.fromkeys(_AMSGRAD_STATE if group["amsgrad"] else _STATE, parameter.shape)
 
     def _step_by_adam(self, taken: Sequence[Taken]) -> None:
         steps = count_steps([self.state[each.parameter] for each in taken])

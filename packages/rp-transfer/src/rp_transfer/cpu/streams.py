@@ -107,6 +107,10 @@ class CpuStream:
         check_copy(destination, source)
         self._move(destination, source, "copy")
 
+    def copy_part(self, destination: torch.Tensor, source: torch.Tensor, part: range) -> None:
+        """Queue a copy of some elements, and poison them in the destination until it runs."""
+        self._move(destination[part.start : part.stop], source[part.start : part.stop], "copy")
+
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a conversion, and poison the destination until it runs."""
         check_cast(destination, source)

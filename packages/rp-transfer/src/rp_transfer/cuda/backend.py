@@ -84,16 +84,22 @@ class CudaStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue an asynchronous copy of raw bytes."""
         check_copy(destination, source)
-        into, out_of = destination.data_ptr(), source.data_ptr()
-        nbytes = source.numel() * source.element_size()
+        self.copy_part(destination, source, range(source.numel()))
+
+    def copy_part(self, destination: torch.Tensor, source: torch.Tensor, part: range) -> None:
+        """Enqueue an asynchronous copy of some elements, by address: views would be operations of torch."""
+        offset, nbytes = (count * source.element_size() for count in (part.start, len(part)))
+        into, out_of = destination.data_ptr() + offset, source.data_ptr() + offset
         for start, size in self._pinned.parts(nbytes, into, out_of) if nbytes else ():
             cupy.cuda.runtime.memcpyAsync(into + start, out_of + start, size, _ANY_DIRECTION, self.native.ptr)
 
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue torch's conversion."""
         check_cast(destination, source)
+        if destination.shape != source.shape:
+            destination, source = destination.view(-1), source.view(-1)
         with torch.no_grad(), torch.cuda.stream(self.torch_stream):
-            destination.view(-1).copy_(source.view(-1))
+            destination.copy_(source)
 
     def touch(
         self, *, read: Iterable[torch.Tensor] = (), write: Iterable[torch.Tensor] = (), what: str = ""
@@ -154,8 +160,9 @@ class CudaDevice:
         """Return the bytes allocated by torch's allocator. The total is what this process may use of the GPU."""
         share = torch.cuda.get_per_process_memory_fraction(self._index)
         total = int(torch.cuda.get_device_properties(self._index).total_memory * share)
-        used = torch.cuda.memory_allocated(self._index)
-        return MemoryUse(self._name, used, torch.cuda.max_memory_allocated(self._index), total)
+        # Not `memory_allocated` and `max_memory_allocated`, which each flatten and sort all that torch counts.
+        allocated = torch.cuda.memory_stats_as_nested_dict(self._index)["allocated_bytes"]["all"]
+        return MemoryUse(self._name, allocated["current"], allocated["peak"], total)
 
     def obtainable_bytes(self) -> int:
         """Return the bytes that torch's allocator holds or could get, at most the process's share."""

@@ -6,10 +6,13 @@ import ctypes
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, cast
 
 import torch
+from torch._utils import (
+    _unflatten_dense_tensors,  # pyright: ignore[reportUnknownVariableType, reportPrivateUsage] - torch's own DDP uses it
+)
 
 from rp_transfer.memory.files import MappedFiles
 
@@ -55,6 +58,20 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0
 
 
+def _pieces(spans: Sequence[Span]) -> tuple[Sequence[torch.Tensor], Sequence[int]] | None:
+    pieces: list[torch.Tensor] = []
+    chosen: list[int] = []
+    end = 0
+    for span in spans:
+        piece = torch.empty(span.shape, device="meta")
+        if piece.stride() != span.stride or not span.numel:
+            return None
+        pieces += [torch.empty(span.offset - end, device="meta")] * (span.offset > end) + [piece]
+        chosen.append(len(pieces) - 1)
+        end = span.offset + span.numel
+    return pieces, chosen
+
+
 def _alignment(nbytes: int) -> int:
     return ALIGNMENT if nbytes >= _SMALL_BYTES else _SMALL_ALIGNMENT
 
@@ -62,6 +79,9 @@ def _alignment(nbytes: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The places of tensors of one dtype in a block of `numel` elements.
+
+    `_pieces`: shapes that divide a block, as tensors without memory, and which of them are the tensors; the others
+    are gaps. None if a tensor is not stored row by row.
 
     >>> layout = Layout.of([torch.zeros(3), torch.zeros(2, 2)])
     >>> [span.offset for span in layout.spans], layout.numel
@@ -71,6 +91,7 @@ class Layout:
     dtype: torch.dtype
     spans: tuple[Span, ...]
     numel: int
+    _pieces: tuple[Sequence[torch.Tensor], Sequence[int]] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
@@ -93,7 +114,7 @@ class Layout:
             stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
             spans.append(Span(offset, tensor.shape, stride))
             end = offset + tensor.numel()
-        return cls(dtype, tuple(spans), end)
+        return cls(dtype, tuple(spans), end, _pieces(spans))
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +123,12 @@ class Layout:
 
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return all tensors as views of `block`, (numel,) of any dtype."""
-        return [span.of(block) for span in self.spans]
+        if self._pieces is None:
+            return [span.of(block) for span in self.spans]
+        # One operation of torch, not one for each: they release the GIL.
+        pieces, chosen = self._pieces
+        found = cast("Sequence[torch.Tensor]", _unflatten_dense_tensors(block, pieces))
+        return [found[index] for index in chosen]
 
     def storages(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return all tensors of a host block, each with a separate storage over its part of the block.

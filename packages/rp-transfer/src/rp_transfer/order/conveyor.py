@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rp_transfer.api import Backend, Device, Event, Stream
+from rp_transfer.checks import check_plain
 
 CHUNK_BYTES = 64 << 20
 # Copies are queued in parts of three quarters of a chunk, two of them in flight. While the second one runs (0.9 ms
@@ -129,12 +130,14 @@ class Conveyor:
         Raises `ValueError` for different sizes.
         """
         _check("download", destination, source, source.dtype)
-        if self._backend.is_pinned(destination):
+        if not self._backend.is_pinned(destination):
+            self._download_staged((destination,), source, _overwrite)
+        elif source.dtype == destination.dtype:
+            self._send(destination, source)
+        else:
             for here, there in _cut(self._chunk_bytes, destination, source):
                 if not self._send_rounded(here, there, here.dtype):
                     self._download_staged((here,), there, _overwrite, there.dtype)
-        else:
-            self._download_staged((destination,), source, _overwrite)
 
     def add(self, total: torch.Tensor, source: torch.Tensor) -> None:
         """Add `source`, on the device, to `total`, on the host: (numel,) each, of one dtype. Finished on return.
@@ -178,11 +181,13 @@ class Conveyor:
     # Copies in chunks
 
     def _send(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        # Once for all parts. These are no tensors of their own: making views, torch would release the GIL.
+        check_plain(destination, source)
         start, size = 0, source.element_size()
         while start < source.numel():
             self._make_room()
             stop = self._end_of_part(start, source.numel(), size)
-            self._stream.copy(destination[start:stop], source[start:stop])
+            self._stream.copy_part(destination, source, range(start, stop))
             self._open_bytes += (stop - start) * size + _COPY_COST_BYTES
             start = stop
             if self._open_bytes >= self._part_bytes:

@@ -173,6 +173,23 @@ class _ForeignEvent:
         raise ValueError(earlier)
 
 
+def parts_are_copied(backend: Backend, device: Device) -> None:
+    """`copy_part` copies these elements to the same places, and leaves the others alone."""
+    source, result = _filled(backend, torch.arange(9, dtype=torch.int16)), backend.host_empty((9,), torch.int16)
+    wanted = torch.full((9,), -1, dtype=torch.int16)
+    blank = _filled(backend, wanted)
+    wanted[2:5], wanted[7:9] = torch.arange(2, 5), torch.arange(7, 9)
+    for stream in streams_of(device):
+        there = device.empty((9,), torch.int16, stream=stream)
+        stream.copy(there, blank)
+        for part in (range(2, 5), range(7, 9), range(3, 3)):
+            stream.copy_part(there, source, part)
+        stream.copy_part(result, there, range(9))
+        stream.record().synchronize()
+        backend.host_touch(read=[result])
+        _demand(torch.equal(result, wanted), f"copy_part() on {stream.name} must copy these elements alone")
+
+
 def casts_convert(backend: Backend, device: Device) -> None:
     """A conversion rounds as torch does, and runs in order with the copies of its stream."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
@@ -362,6 +379,7 @@ PROMISES: tuple[Promise, ...] = (
     bits_survive,
     nothing_copies,
     copies_refuse,
+    parts_are_copied,
     casts_convert,
     timed_events_measure,
     blocks_have_their_layouts,

@@ -174,6 +174,11 @@ class RecordedStream:
         with self.during("copy", source.nbytes):
             self.inner.copy(destination, source)
 
+    def copy_part(self, destination: torch.Tensor, source: torch.Tensor, part: range) -> None:
+        """See `Stream`."""
+        with self.during("copy", len(part) * source.element_size()):
+            self.inner.copy_part(destination, source, part)
+
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See `Stream`."""
         with self.during("rounding", source.nbytes):
