@@ -199,6 +199,7 @@ def many() -> list[torch.Tensor]:
         *(one.conj() for one in made if one.is_complex()),
         *(one.conj().imag for one in made if one.is_complex()),
         *(whole.to_sparse(), whole.to_sparse_csr(), whole.to("meta"), whole[:2], whole[:, :2], torch.ones(())),
+        torch.nested.nested_tensor([whole, whole[:1]], layout=torch.jagged),
     ]
 
 

@@ -444,6 +444,35 @@ def test_a_block_is_asked_once_for_all_of_its_masters() -> None:
 # Turns
 
 
+@pytest.mark.parametrize("turns", [(None, None), (0, 1)])
+@pytest.mark.parametrize("how", ["dropped", "unlinked", "linked again"])
+def test_a_step_does_not_wait_for_a_gradient_that_was_given_up_meanwhile(
+    how: str, turns: tuple[int | None, int | None]
+) -> None:
+    first, second = (Master(torch.ones(2)) for _ in range(2))
+
+    def gradient() -> torch.Tensor:
+        return torch.ones(2)
+
+    def never(wait: bool, /) -> bool:
+        assert not wait, "waits for a gradient that never comes"
+        return False
+
+    def give_up() -> None:
+        if how == "dropped":
+            second.grad = None
+            return
+        second._link = None
+        if how == "linked again":
+            link(second, gradient, turn=turns[1])
+
+    link(first, gradient, turn=turns[0], stepped=give_up)
+    link(second, gradient, ready=never, turn=turns[1])
+    rp_optim.SGD([first, second], lr=0.5).step()
+    assert first.tolist() == [0.5, 0.5]
+    assert second.tolist() == ([0.5, 0.5] if how == "linked again" else [1.0, 1.0])
+
+
 def test_masters_with_turns_are_updated_in_their_order_and_that_is_told() -> None:
     masters, log = [Master(torch.ones(2)) for _ in range(4)], list[str]()
 

@@ -177,6 +177,11 @@ def test_sizes_and_dtypes_that_do_not_fit_are_refused() -> None:
             totals = [host(backend, total, pinned) for total in (torch.ones(8), other)]
             with pytest.raises(ValueError, match=f"combine needs {message}"):
                 carrier.combine(totals, there, nothing)
+        for shape in ((4, 2), (2, 4)):
+            with pytest.raises(ValueError, match="upload needs flat blocks"):
+                carrier.upload(there, host(backend, torch.ones(shape), pinned))
+            with pytest.raises(ValueError, match="download needs flat blocks"):
+                carrier.download(host(backend, torch.ones(8), pinned), there.view(shape))
         with pytest.raises(ValueError, match="destination of a copy must be plain contiguous memory"):
             carrier.upload(there[::2], host(backend, torch.ones(4), pinned))
     with pytest.raises(ValueError, match="source of a copy must be plain contiguous memory"):

@@ -438,3 +438,14 @@ def test_the_ledger_stays_small_over_thousands_of_copies() -> None:
         device.weights_in.record().synchronize()
     assert len(backend.streams.ledger) < 300
     assert backend.streams.ledger.num_uses() < 320
+
+
+@pytest.mark.parametrize("part", [range(6, 9), range(-2, 4), range(0, 8, 2), range(5, 3)])
+def test_a_part_that_would_overrun_memory_is_refused(part: range) -> None:
+    device = CpuBackend(1).devices[0]
+    there = device.empty((8,), torch.float32, stream=device.weights_in)
+    with pytest.raises(ValueError, match="range of step 1 inside of two flat tensors"):
+        device.weights_in.copy_part(there, torch.ones(8), part)
+    for other in (torch.ones(2, 4), torch.ones(8, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="two flat tensors of one dtype"):
+            device.weights_in.copy_part(there, other, range(2))

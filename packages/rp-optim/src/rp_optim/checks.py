@@ -11,8 +11,8 @@ import torch
 from rp_optim.errors import InvalidOption, InvalidParameter
 
 # A step checks every tensor, while other threads launch layers. So the checks read attributes, which keep the GIL;
-# operations such as ``is_neg()`` release it, and may have to wait for it. What has no attribute has a key of
-# torch's dispatcher. Nothing is remembered from step to step: an assignment to ``.data`` leaves only the object.
+# operations such as ``is_neg()`` release it, and may have to wait for it. What is no attribute is a key of torch's
+# dispatcher. All is read again at each step: an assignment to ``.data`` can change everything about a tensor.
 _keys_of = torch._C._dispatch_keys  # pyright: ignore[reportPrivateUsage] - torch has no public name
 
 
@@ -145,8 +145,10 @@ def _is_matching(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _is_plain_on_cpu(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is dense, on the CPU and `is_plain`, from two calls instead of five."""
-    return _keys_of(tensor).raw_repr() & (_LAZY | _DENSE_ON_CPU) == _DENSE_ON_CPU and tensor.is_contiguous()
+    """Return whether the tensor is strided, on the CPU and `is_plain`, from three calls instead of five."""
+    keys = _keys_of(tensor).raw_repr() & (_LAZY | _DENSE_ON_CPU)
+    # A nested tensor has the keys of a dense one.
+    return keys == _DENSE_ON_CPU and tensor.is_contiguous() and tensor.layout == torch.strided
 
 
 def _check_kind(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -166,7 +168,7 @@ def _check_like(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Non
 
 
 def check_state(name: str, tensor: torch.Tensor, shape: Sequence[int], parameter: torch.Tensor) -> None:
-    """Raise `InvalidParameter` unless a state tensor (perhaps a loaded one) fits this parameter, itself valid."""
+    """Raise `InvalidParameter` unless a state tensor (perhaps a loaded one) fits this parameter, a valid one."""
     # As nearly all are; the checks below say what is wrong.
     is_like = tensor.dtype == parameter.dtype and tensor.shape == shape
     if is_like and tensor.is_cpu and tensor.layout == torch.strided:

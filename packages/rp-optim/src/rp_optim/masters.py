@@ -362,22 +362,35 @@ def by_arrival(items: Sequence[_Item], parameter_of: Callable[[_Item], torch.Ten
     If no gradient has arrived, this waits for the last item's, since backward goes from the last layer to the
     first. Items whose links have turns come first, one batch per turn.
     """
-    groups: dict[tuple[int | None, object], _Together] = {}
+
+    def together(places: Iterable[int]) -> list[_Together]:
+        groups: dict[object, _Together] = {}
+        for place in places:
+            ready = _ready_of(parameter_of(items[place]))
+            groups.setdefault(_key(ready), _Together(ready, [])).places.append(place)
+        return list(groups.values())
+
+    turns: dict[int, list[int]] = {}
+    unordered: list[int] = []
     for place, item in enumerate(items):
-        turn, ready = _arrival_of(parameter_of(item))
-        groups.setdefault((turn, _key(ready)), _Together(ready, [])).places.append(place)
-    for turn in sorted({turn for turn, _ in groups if turn is not None}):
-        in_turn = [group for (its_turn, _), group in groups.items() if its_turn == turn]
-        for group in in_turn:
+        turn = _turn_of(parameter_of(item))
+        (unordered if turn is None else turns.setdefault(turn, [])).append(place)
+    for turn in sorted(turns):
+        for group in together(turns[turn]):
             group.ready(True)
-        yield _in_order(items, in_turn)
-    waiting = [group for (turn, _), group in groups.items() if turn is None]
+        yield [items[place] for place in turns[turn]]
+    waiting = together(unordered)
     while waiting:
         arrived = [group for group in waiting if group.ready(False)]
         if not arrived:
-            arrived = [max(waiting, key=lambda group: group.places[-1])]
+            last = max(waiting, key=_Together.last)
+            # A gradient that was dropped or read meanwhile need not arrive.
+            now = together(last.places)
+            waiting = [*now, *(group for group in waiting if group is not last)]
+            others = [group for group in now if group.ready is not last.ready]
+            arrived = [group for group in others if group.ready(False)] or [max(now, key=_Together.last)]
             arrived[0].ready(True)
-        yield _in_order(items, arrived)
+        yield [items[place] for place in _places_of(arrived)]
         waiting = [group for group in waiting if group not in arrived]
 
 
@@ -388,17 +401,22 @@ class _Together:
     ready: Ready
     places: list[int]
 
+    def last(self) -> int:
+        return self.places[-1]
 
-def _in_order(items: Sequence[_Item], groups: Iterable[_Together]) -> list[_Item]:
-    return [items[place] for place in sorted(chain.from_iterable(group.places for group in groups))]
+
+def _places_of(groups: Iterable[_Together]) -> list[int]:
+    return sorted(chain.from_iterable(group.places for group in groups))
 
 
-def _arrival_of(parameter: torch.Tensor) -> tuple[int | None, Ready]:
-    """Return the turn of a parameter's gradient, and what tells that it has arrived."""
+def _turn_of(parameter: torch.Tensor) -> int | None:
     link = link_of(parameter)
-    if link is None:
-        return None, _at_once
-    return link.turn, _at_once if link.gradient_in == "grad" else link.ready
+    return None if link is None else link.turn
+
+
+def _ready_of(parameter: torch.Tensor) -> Ready:
+    link = link_of(parameter)
+    return _at_once if link is None or link.gradient_in == "grad" else link.ready
 
 
 def _key(ready: Ready) -> object:

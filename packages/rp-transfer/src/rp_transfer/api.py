@@ -95,9 +95,10 @@ class Stream(Protocol):
         ...
 
     def copy_part(self, destination: torch.Tensor, source: torch.Tensor, part: range) -> None:
-        """Enqueue a copy of some elements, a range of step 1, of both tensors, which are flat.
+        """Enqueue the copy of a part of two flat tensors that `copy` would accept: the same elements of both.
 
-        Nothing is checked: `copy` must accept these tensors. For many parts of one copy. Else as `copy`.
+        For copies in many parts, which are then checked once, by the caller: nothing is checked here, and a part
+        that is no range of step 1 inside of both overruns memory. Virtual devices raise `ValueError` for it.
         """
         ...
 

@@ -16,6 +16,17 @@ def check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
     check_plain(destination, source)
 
 
+def check_part(destination: torch.Tensor, source: torch.Tensor, part: range) -> None:
+    """Raise `ValueError` unless both tensors are flat and of one dtype, and the part is a range inside of both."""
+    numel = min(destination.numel(), source.numel())
+    is_flat = destination.dim() == source.dim() == 1 and destination.dtype == source.dtype
+    if not is_flat or part.step != 1 or not 0 <= part.start <= part.stop <= numel:
+        raise ValueError(
+            f"a part of a copy must be a range of step 1 inside of two flat tensors of one dtype, but is {part} "
+            f"of {destination.dtype} {tuple(destination.shape)} and {source.dtype} {tuple(source.shape)}"
+        )
+
+
 def check_cast(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Raise `ValueError` unless both tensors are plain contiguous memory of one element count on one device."""
     if destination.device != source.device or destination.numel() != source.numel():

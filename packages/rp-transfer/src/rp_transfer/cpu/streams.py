@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from rp_transfer.api import Event
-from rp_transfer.checks import check_cast, check_copy
+from rp_transfer.checks import check_cast, check_copy, check_part
 from rp_transfer.cpu.queued import Mark, Move, Place
 from rp_transfer.cpu.race_detector import Allocation, AllocationPoint, Clock, Ledger, check, join
 from rp_transfer.errors import Closed, Unordered
@@ -109,6 +109,7 @@ class CpuStream:
 
     def copy_part(self, destination: torch.Tensor, source: torch.Tensor, part: range) -> None:
         """Queue a copy of some elements, and poison them in the destination until it runs."""
+        check_part(destination, source, part)
         self._move(destination[part.start : part.stop], source[part.start : part.stop], "copy")
 
     def cast(self, destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ import ctypes
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast
 
 import torch
@@ -58,30 +59,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def _pieces(spans: Sequence[Span]) -> tuple[Sequence[torch.Tensor], Sequence[int]] | None:
-    pieces: list[torch.Tensor] = []
-    chosen: list[int] = []
-    end = 0
-    for span in spans:
-        piece = torch.empty(span.shape, device="meta")
-        if piece.stride() != span.stride or not span.numel:
-            return None
-        pieces += [torch.empty(span.offset - end, device="meta")] * (span.offset > end) + [piece]
-        chosen.append(len(pieces) - 1)
-        end = span.offset + span.numel
-    return pieces, chosen
-
-
 def _alignment(nbytes: int) -> int:
     return ALIGNMENT if nbytes >= _SMALL_BYTES else _SMALL_ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The places of tensors of one dtype in a block of `numel` elements.
-
-    `_pieces`: shapes that divide a block, as tensors without memory, and which of them are the tensors; the others
-    are gaps. None if a tensor is not stored row by row.
 
     >>> layout = Layout.of([torch.zeros(3), torch.zeros(2, 2)])
     >>> [span.offset for span in layout.spans], layout.numel
@@ -91,7 +75,6 @@ class Layout:
     dtype: torch.dtype
     spans: tuple[Span, ...]
     numel: int
-    _pieces: tuple[Sequence[torch.Tensor], Sequence[int]] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
@@ -114,7 +97,7 @@ class Layout:
             stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
             spans.append(Span(offset, tensor.shape, stride))
             end = offset + tensor.numel()
-        return cls(dtype, tuple(spans), end, _pieces(spans))
+        return cls(dtype, tuple(spans), end)
 
     @property
     def nbytes(self) -> int:
@@ -125,10 +108,30 @@ class Layout:
         """Return all tensors as views of `block`, (numel,) of any dtype."""
         if self._pieces is None:
             return [span.of(block) for span in self.spans]
-        # One operation of torch, not one for each: they release the GIL.
+        # One operation of torch, not one for each: operations release the GIL.
         pieces, chosen = self._pieces
         found = cast("Sequence[torch.Tensor]", _unflatten_dense_tensors(block, pieces))
         return [found[index] for index in chosen]
+
+    @cached_property
+    def _pieces(self) -> tuple[Sequence[torch.Tensor], Sequence[int]] | None:
+        """The shapes that divide a block, as tensors without memory, and which of them are not gaps.
+
+        None if a tensor is empty, or has other strides than row by row.
+        """
+        pieces: list[torch.Tensor] = []
+        chosen: list[int] = []
+        end = 0
+        for span in self.spans:
+            piece = torch.empty(span.shape, device="meta")
+            if piece.stride() != span.stride or not span.numel:
+                return None
+            if span.offset > end:
+                pieces.append(torch.empty(span.offset - end, device="meta"))
+            chosen.append(len(pieces))
+            pieces.append(piece)
+            end = span.offset + span.numel
+        return pieces, chosen
 
     def storages(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return all tensors of a host block, each with a separate storage over its part of the block.

@@ -181,7 +181,7 @@ class Conveyor:
     # Copies in chunks
 
     def _send(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        # Once for all parts. These are no tensors of their own: making views, torch would release the GIL.
+        # Once for all parts: each look releases the GIL, as does making views, which only checking devices do.
         check_plain(destination, source)
         start, size = 0, source.element_size()
         while start < source.numel():
@@ -296,6 +296,11 @@ class Conveyor:
 
 
 def _check(what: str, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:
+    if destination.dim() != 1 or source.dim() != 1:
+        raise ValueError(
+            f"{what} needs flat blocks, (numel,), but the destination is {tuple(destination.shape)} and the "
+            f"source {tuple(source.shape)}; call .view(-1)"
+        )
     if destination.numel() != source.numel() or source.dtype != dtype:
         raise ValueError(
             f"{what} needs {destination.numel()} numbers of {dtype}, but the source has {source.numel()} of "
