@@ -115,7 +115,7 @@ class Conveyor:
 
         Raises `ValueError` for different sizes or dtypes.
         """
-        _check("upload", destination, source, destination.dtype)
+        destination, source = _checked("upload", destination, source, destination.dtype)
         if self._backend.is_pinned(source):
             self._send(destination, source)
         else:
@@ -129,7 +129,7 @@ class Conveyor:
 
         Raises `ValueError` for different sizes.
         """
-        _check("download", destination, source, source.dtype)
+        destination, source = _checked("download", destination, source, source.dtype)
         if not self._backend.is_pinned(destination):
             self._download_staged((destination,), source, _overwrite)
         elif source.dtype == destination.dtype:
@@ -144,7 +144,7 @@ class Conveyor:
 
         Raises `ValueError` for different sizes or dtypes.
         """
-        _check("add", total, source, total.dtype)
+        total, source = _checked("add", total, source, total.dtype)
         self._download_staged((total,), source, _add)
 
     def combine(self, totals: Sequence[torch.Tensor], source: torch.Tensor, combine: Combine) -> None:
@@ -157,10 +157,10 @@ class Conveyor:
         """
         if not totals:
             raise ValueError("combine needs at least one block on the host, but has none")
+        flat = [_checked("combine", total, source, source.dtype) for total in totals]
         for total in totals:
-            _check("combine", total, source, source.dtype)
-            _check("combine", totals[0], total, totals[0].dtype)
-        self._download_staged(totals, source, combine)
+            _checked("combine", totals[0], total, totals[0].dtype)
+        self._download_staged([total for total, _ in flat], flat[0][1], combine)
 
     def record(self) -> Event:
         """Record an event after everything queued so far."""
@@ -295,17 +295,19 @@ class Conveyor:
         return slot
 
 
-def _check(what: str, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> None:
-    if destination.dim() != 1 or source.dim() != 1:
-        raise ValueError(
-            f"{what} needs flat blocks, (numel,), but the destination is {tuple(destination.shape)} and the "
-            f"source {tuple(source.shape)}; call .view(-1)"
-        )
+def _checked(
+    what: str, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both flat. Raises `ValueError` for other sizes or another dtype, and if one must be copied for that."""
     if destination.numel() != source.numel() or source.dtype != dtype:
         raise ValueError(
             f"{what} needs {destination.numel()} numbers of {dtype}, but the source has {source.numel()} of "
             f"{source.dtype}"
         )
+    if destination.dim() == source.dim() == 1:
+        return destination, source
+    check_plain(destination, source)
+    return destination.view(-1), source.view(-1)
 
 
 def _cut(
