@@ -298,7 +298,7 @@ class Conveyor:
 def _checked(
     what: str, destination: torch.Tensor, source: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both flat. Raises `ValueError` for other sizes or another dtype, and if one must be copied for that."""
+    """Return both flat. Raises `ValueError` for other sizes or another dtype, and for other strides."""
     if destination.numel() != source.numel() or source.dtype != dtype:
         raise ValueError(
             f"{what} needs {destination.numel()} numbers of {dtype}, but the source has {source.numel()} of "
