@@ -10,9 +10,10 @@ from typing import cast
 
 import torch
 
+from rp_optim.arrival import by_arrival
 from rp_optim.errors import NonFiniteGradients
 from rp_optim.gradients import gradient_of, scale, squares_of
-from rp_optim.masters import Master, by_arrival, known_to_all
+from rp_optim.masters import Master, known_to_all
 
 # Elements per piece for norms other than the 2-norm. Torch sums so few on one thread, so the order of summation
 # does not depend on the number of threads.

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard, cast
 
 import torch
 
+from rp_optim.arrival import by_arrival
 from rp_optim.checks import check_counter, check_memory, check_option_flags, check_state, is_plain, resolved
 from rp_optim.errors import InvalidParameter
 from rp_optim.gradients import Gradient, gradient_of
@@ -23,7 +24,7 @@ from rp_optim.kernels.kept import (
 )
 from rp_optim.kernels.packed import Noise, StateKind
 from rp_optim.kernels.updates import Small, Spot
-from rp_optim.masters import by_arrival, is_elsewhere, link_of
+from rp_optim.masters import is_elsewhere, link_of
 from rp_optim.worker import wait_for_steps
 
 # A parameter group of torch: numbers, flags, tensors and the list of parameters.

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from rp_optim.arrival import by_arrival
 from rp_optim.errors import InvalidParameter, ScalerMisuse
 from rp_optim.gradients import gradient_of, is_finite, scale, squares_of
-from rp_optim.masters import by_arrival, known_to_all, own_grad
+from rp_optim.masters import known_to_all, own_grad
 from rp_optim.scaler.numbers import fp32
 
 

@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 import torch
 from torch._utils import (
-    _unflatten_dense_tensors,  # pyright: ignore[reportUnknownVariableType, reportPrivateUsage] - torch's own DDP uses it
+    _unflatten_dense_tensors,  # pyright: ignore[reportUnknownVariableType, reportPrivateUsage] - torch.nn.parallel uses it
 )
 
 from rp_transfer.memory.files import MappedFiles
