@@ -86,18 +86,21 @@ def _leave_out(some: set[pytest.Item], config: pytest.Config, items: list[pytest
         items[:] = [item for item in items if item not in some]
 
 
-frozen_modules = [0]
+# The file whose tests run, and how many modules there were when its collections began to pass by what was there.
+frozen: tuple[Path | None, int] = None, 0
 
 
-def pytest_runtest_setup() -> None:
-    """Let collections pass by what was imported: many tests collect, and modules are most of what there is.
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let collections pass by what was there before a file's tests: they take long, and many tests collect.
 
     Again where a test has imported much, as the first optimizer does.
     """
-    if len(sys.modules) > frozen_modules[0] + 50:
+    global frozen
+    file, modules = frozen
+    if item.path != file or len(sys.modules) > modules + 50:
         gc.collect()
         gc.freeze()
-        frozen_modules[0] = len(sys.modules)
+        frozen = item.path, len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:

@@ -677,3 +677,21 @@ def test_conversion_leaves_the_model_as_it_was(kind):
         assert plain.keys() == {key for key in vars(other) if not key.startswith("_")}, name
         assert module.training == other.training
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_conversion_leaves_the_callers_random_numbers(monkeypatch):
+    model = made(DropoutReadBehind)
+    before = torch.get_rng_state()
+    # CUDA is not in use here: its generators would be seeded later, whatever the caller's seed was.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", pytest.fail)
+    convert(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.cuda
+def test_conversion_on_a_gpu_leaves_its_random_numbers():
+    model = made(DropoutReadBehind).cuda()
+    torch.cuda.manual_seed_all(7)
+    before = torch.cuda.get_rng_state()
+    convert(model)
+    assert torch.equal(torch.cuda.get_rng_state(), before)

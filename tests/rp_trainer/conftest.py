@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -28,15 +27,6 @@ if not _are_here("lightning"):
     collect_ignore += ["test_lightning.py"]
 if not _are_here("accelerate"):
     collect_ignore += [path.name for path in Path(__file__).parent.glob("test_*.py")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_collections() -> Iterator[None]:
-    """Keep what was imported out of the collection that each training begins with, which else takes most of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

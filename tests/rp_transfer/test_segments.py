@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict, deque
 from unittest.mock import Mock
 
 import pytest
@@ -87,6 +88,23 @@ def test_a_gpu_that_gives_unused_memory_back_leaves_no_holes_from_then_on(
     assert told == [EXPANDABLE]
 
 
+def test_streams_are_used_again_and_by_one_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy")
+    from rp_transfer.cuda import backend
+
+    class User:
+        pass
+
+    monkeypatch.setattr(cupy.cuda, "Stream", lambda **_: object())
+    monkeypatch.setattr(backend, "_IDLE_STREAMS", defaultdict(deque))
+    first, second = User(), User()
+    stream, other = backend._borrowed_stream(first, 0), backend._borrowed_stream(second, 0)
+    del first
+    assert len({stream, other, backend._borrowed_stream(second, 1)}) == 3
+    assert backend._borrowed_stream(second, 0) is stream
+    assert backend._borrowed_stream(second, 0) not in (stream, other)
+
+
 FITS = """
 import sys
 from rp_transfer.cuda.backend import CudaBackend
@@ -119,3 +137,30 @@ def test_holes_are_used_once_unused_memory_was_released(what: str, fits: str) ->
     if settings_of(os.environ):
         pytest.skip("the allocator has settings")
     assert ended(TORCH + FITS, what, imports=TORCH) == (0, fits + "\n", "")
+
+
+UNMAPPED = """
+import gc
+from rp_transfer.cuda.backend import CudaBackend
+from rp_transfer.cuda.segments import leave_no_holes
+
+leave_no_holes()
+
+def streams():
+    backend = CudaBackend([0])
+    (device,) = backend.devices
+    for stream in device._streams:
+        device.empty((64 << 20,), torch.uint8, stream=stream)  # Free again, and kept by torch for this stream.
+    backend.close()
+    return [stream.native.ptr for stream in device._streams]
+
+first = streams()
+gc.collect()
+torch.cuda.empty_cache()
+print(torch.cuda.memory_reserved(), streams() == first)
+"""
+
+
+@pytest.mark.cuda
+def test_memory_of_a_device_that_is_gone_is_given_back() -> None:
+    assert ended(TORCH + UNMAPPED, imports=TORCH) == (0, "0 True\n", "")

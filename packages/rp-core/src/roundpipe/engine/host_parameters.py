@@ -340,7 +340,7 @@ class HostParameters:
         self._updates.publish()
         self._updates.wait()
         self._claim.take(self.state.modules)
-        self.state.rebuild(partial(self.foresight.check_rebuilding, self.state))
+        self.state.rebuild(lambda groups, _: self.foresight.check_rebuilding(self.state, groups))
         self.gradients.additions.clear()
         if self._observer is not None:
             self._observer.note_rebuilt()

@@ -7,7 +7,7 @@ from typing import Any
 
 import rp_presets
 import torch
-from rp_transfer import group
+from rp_transfer import MappedFiles, group
 from torch import nn
 
 from roundpipe.device.lazy_hooks import register_lazy_hooks
@@ -145,6 +145,7 @@ def _check_memory(parts: Sequence[nn.Module], name: str, options: Options) -> No
     """Check that the weights of all parts fit together, and their training: each part checks only its own."""
     Foresight(name, _runtime(options)).check_wrapping(
         group(parts),
+        MappedFiles.now(),
         options=HostOptions(
             options["pin_model"], options["optim_dtype"], options["double_buffer"], options["master"]
         ),

@@ -42,8 +42,9 @@ class LayerState:
         return sum(block.nbytes for block in self.blocks if not kinds or block.kind in kinds)
 
 
-# Called with the groups of a model's tensors before their blocks are allocated; may raise to prevent that.
-Foresee = Callable[[Sequence[Group]], None]
+# Called with the groups of a model's tensors, and the files that these may lie in, before their blocks are
+# allocated; may raise to prevent that.
+Foresee = Callable[[Sequence[Group], MappedFiles], None]
 
 
 def build_layers(
@@ -61,8 +62,9 @@ def build_layers(
         for kind, tensor in tensors_of(module):
             _check_tensor(index, module, kind, tensor)
     groups = group(modules)
-    foresee(groups)
-    blocks = _build_blocks(backend, groups, pin)
+    files = MappedFiles.now()
+    foresee(groups, files)
+    blocks = _build_blocks(backend, groups, pin, files)
     persistent = _persistent_buffers(modules)
     for block in blocks:
         block.is_persistent = any(id(tensor) in persistent for tensor in block.tensors)
@@ -83,10 +85,9 @@ def _persistent_buffers(modules: Sequence[torch.nn.Module]) -> set[int]:
     }
 
 
-def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode) -> list[Block]:
+def _build_blocks(backend: Backend, groups: Sequence[Group], pin: PinMode, files: MappedFiles) -> list[Block]:
     moving = [each for each in groups if moves(each, pin)]
     memories = backend.host_blocks([each.layout for each in moving])
-    files = MappedFiles.now()
     for tensor in (tensor for each in moving for tensor in each.tensors):
         # Earlier code, such as the observation of the model, may have read the files into memory.
         files.give_back(tensor)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rp_presets.errors import NotARow, UnsupportedModel
+from rp_presets.observing.randomness import seed_generators
 from rp_presets.observing.trace import Seen
 from rp_presets.rows.carry import Carry, Origin, Value
 from rp_presets.rows.glue import Epilogue, Glue, Interlude, Prologue
@@ -77,7 +78,7 @@ def _all_outcomes(glues: Sequence[Glue], seen: Sequence[Seen], inputs: Mapping[s
     outcomes: list[list[Any]] = []
     result: Any = None
     for number, glue in enumerate(glues):
-        _seed(_SEEDS[0])
+        seed_generators(_SEEDS[0])
         result = glue(**inputs) if number == 0 else glue(_after_layers(result, seen[number - 1]))
         outcomes.append(_computed(result, number))
     return outcomes
@@ -103,7 +104,7 @@ def _passed_to_stage(
     model: nn.Module, layout: Layout, seen: Sequence[Seen], inputs: Mapping[str, Any], stage: int, seed: int
 ) -> Carry:
     """Return the carry that the code of a stage gets if the layers return their observed results."""
-    _seed(seed)
+    seed_generators(seed)
     carry: Any = None
     for number in range(stage):
         glue = Prologue(model, layout) if number == 0 else Interlude(model, layout, number)
@@ -140,10 +141,10 @@ def _outcome(
 ) -> list[Any]:
     """Return what the code of a stage computes. `seed`: for random numbers before it; its own are fixed."""
     carry = _passed_to_stage(model, layout, seen, inputs, stage, _SEEDS[0])
-    _seed(seed)
+    seed_generators(seed)
     is_last = stage == len(layout.segments)
     glue: Glue = Epilogue(model, layout) if is_last else Interlude(model, layout, stage)
-    glue.at_its_code = _seeding(_SEEDS[2])
+    glue.at_its_code = lambda: seed_generators(_SEEDS[2])
     return _computed(glue(carry), stage)
 
 
@@ -154,14 +155,6 @@ def _computed(result: Any, stage: int) -> list[Any]:
         calls = re.sub(r"0x[0-9a-f]+", "", repr(result.program.calls))
         return [*leaves(result.values), *leaves(result.boxes), *leaves(own), calls]
     return list(leaves(result))
-
-
-def _seeding(seed: int) -> Callable[[], object]:
-    return lambda: _seed(seed)
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _same(ones: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rp_presets.errors import NotARow
 from rp_presets.observing.attributes import Attributes, holds_others, is_scratch, own
 from rp_presets.observing.hidden import Reads, held_by
+from rp_presets.observing.randomness import generators, seed_generators
 from rp_presets.rows import capture
 from rp_presets.rows.layout import Layout, Like, Segment
 from rp_presets.rows.recorder import boxes_of, direct_tensors
@@ -259,7 +260,7 @@ def _can_be_passed_on(leaf: Any) -> bool:
 
 
 def _with_seed(call: Callable[[], Any]) -> Any:
-    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    seed_generators(0)
     return call()
 
 
@@ -308,14 +309,14 @@ def _kind(module: nn.Module) -> Any:
 
 
 class _Restored:
-    """Restores what observation must not change: buffers, attributes, training flags, the CPU's random state."""
+    """Restores what observation must not change: buffers, attributes, training flags, random states."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._attributes = Attributes(model)
         self._flags = [module.training for module in model.modules()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self._random = torch.get_rng_state()
+        self._random = [(generator, generator.get_state()) for generator in generators()]
         self._tables = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in model.modules()]
 
     def __enter__(self) -> None:
@@ -324,7 +325,8 @@ class _Restored:
     def __exit__(self, *_: object) -> None:
         for module, flag in zip(self._model.modules(), self._flags, strict=True):
             module.training = flag
-        torch.set_rng_state(self._random)
+        for generator, state in self._random:
+            generator.set_state(state)
         self._attributes.restore()
         for table, before in self._tables:
             table.clear()

@@ -10,6 +10,8 @@ This is the only file that imports CuPy.
 from __future__ import annotations
 
 import os
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,6 +31,9 @@ from rp_transfer.memory.regions import Regions
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the driver infers the direction from the addresses
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
+# By GPU: the streams of devices that are gone, for the next ones. No stream is ever destroyed, since torch's
+# allocator keeps free memory by stream, and synchronizes with that stream to unmap an expandable segment.
+_IDLE_STREAMS: defaultdict[int, deque[Any]] = defaultdict(deque)
 
 
 class CudaEvent:
@@ -117,7 +122,7 @@ class CudaDevice:
         # CuPy creates streams on the current device only.
         with cupy.cuda.Device(index), torch.cuda.device(index):
             streams = [
-                CudaStream(f"{self._name}/{name}", cupy.cuda.Stream(non_blocking=True), self._torch_device, pinned)
+                CudaStream(f"{self._name}/{name}", _borrowed_stream(self, index), self._torch_device, pinned)
                 for name in _STREAMS
             ]
         self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = streams
@@ -275,6 +280,17 @@ class CudaBackend:
             for device in self._devices:
                 device.synchronize()
             self._host.clear()
+
+
+def _borrowed_stream(user: object, index: int) -> Any:
+    """Return a stream of the current GPU, which has this index; it is lent to `user` until that is garbage."""
+    idle = _IDLE_STREAMS[index]
+    try:
+        stream = idle.popleft()
+    except IndexError:
+        stream = cupy.cuda.Stream(non_blocking=True)
+    weakref.finalize(user, idle.append, stream).atexit = False
+    return stream
 
 
 def _open_device(index: int, pinned: Pinned) -> CudaDevice:

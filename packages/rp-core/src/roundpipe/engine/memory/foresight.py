@@ -57,6 +57,7 @@ class Foresight:
     def check_wrapping(
         self,
         groups: Sequence[Group],
+        files: MappedFiles,
         *,
         options: HostOptions,
         in_training_mode: bool,
@@ -70,7 +71,7 @@ class Foresight:
         shards = self._shards(groups)
         optim_dtype = options.optim_dtype
         whole = needed_by(groups, options, second_blocks=options.double_buffer is True, shards=shards)
-        final, peak = _growth([found for found in groups if moves(found, options.pin)])
+        final, peak = _growth([found for found in groups if moves(found, options.pin)], files)
         inside = max(whole.weights + whole.buffers - max(final, 0), 0)
         held = HostBytes(weights=min(inside, whole.weights), buffers=max(inside - whole.weights, 0))
         adam = adam_bytes(groups, optim_dtype, shards)
@@ -254,12 +255,11 @@ def _made_whole_bytes(state: ModelState) -> int:
     return sum(master.nbytes // 2 for master in masters if not (master.is_meta or is_split(master)))
 
 
-def _growth(moving: Sequence[Group]) -> tuple[int, int]:
+def _growth(moving: Sequence[Group], files: MappedFiles) -> tuple[int, int]:
     """By how much memory grows while tensors move into blocks, one block at a time: at the end, and at most.
 
     Memory that a tensor leaves is freed, unless it is a file's, which was not in memory.
     """
-    files = MappedFiles.now()
     left = Counter(tensor.untyped_storage().data_ptr() for found in moving for tensor in found.tensors)
     grown = peak = 0
     for found in moving:
