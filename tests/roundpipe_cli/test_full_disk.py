@@ -75,6 +75,7 @@ def test_where_a_checkpoint_finds_no_room_the_model_is_written(tmp_path: Path) -
     assert AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
+@pytest.mark.slow
 def test_a_stdout_that_takes_no_more_is_one_line(text: Path) -> None:
     with Path("/dev/full").open("w") as full:
         status, complaints = _trained(text, stdout=full.fileno())

@@ -52,6 +52,7 @@ def test_each_machine_keeps_two_bytes_of_what_it_owns(machines: int) -> None:
     assert all(each["asynchronous"][1]["second blocks"] > 0 for each in _both(machines))
 
 
+@pytest.mark.slow
 def test_what_fails_in_place_is_torn_where_it_was_updated_and_a_state_mends_all() -> None:
     for rank, (kinds, failed, reset, called, split, total) in enumerate(
         found := on_machines(2, "machine_halves", "mistakes", "cpu:1")

@@ -106,6 +106,7 @@ def test_a_program_may_end_while_its_last_step_is_under_way() -> None:
     assert _ended(_LEFT_OPEN, FAILS_AT="9") == [(0, "", "")] * 2
 
 
+@pytest.mark.slow
 def test_an_error_that_ends_a_program_is_told_at_exit() -> None:
     (status, _, complaints), (failed, _, _) = _ended(_LEFT_OPEN, FAILS_AT="1")
     assert status == failed == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from processes import told
 
 LIMITED = """
@@ -17,6 +18,7 @@ with Machines.open(connections=2, timeout_s=20) as machines:
 """
 
 
+@pytest.mark.slow
 def test_a_limited_link_carries_no_more_than_its_rate() -> None:
     for is_found, seconds in told(LIMITED, 2):
         assert is_found

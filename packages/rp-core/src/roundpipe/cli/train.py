@@ -16,6 +16,7 @@ from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.options import Options
 from roundpipe.cli.report import Metrics, Progress, Reports
 from roundpipe.cli.training.data import Corpus, check_size, read_corpus
+from roundpipe.cli.training.garbage import collect_less
 from roundpipe.cli.training.job import Job
 from roundpipe.cli.training.machine import fitted, opened
 from roundpipe.cli.training.model import ModelSize
@@ -132,6 +133,7 @@ def _train(job: Job, metrics: Reports, interruption: Interruption, *, is_shown: 
             metrics.step(figures)
             progress.step(figures)
             _check_finite(figures.loss, step)
+            collect_less(step)
             if interruption.is_asked():
                 return step
     return job.options.steps

@@ -37,6 +37,7 @@ from roundpipe.cli.finetune.sight import check_sight
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.report import Metrics, Progress, Reports, TensorBoard, say, tensorboard_writer
+from roundpipe.cli.training.garbage import collect_less
 from roundpipe.cli.training.machine import fitted, opened
 from roundpipe.errors import CheckpointError, MachineFailed
 
@@ -332,6 +333,7 @@ def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Inte
             loss = _evaluate(job, step, reports, interruption) if is_due else None
             if step < steps and not job.owes_evaluation:
                 job.save_if_due(step, loss)
+            collect_less(step - done)
     return steps
 
 
