@@ -13,6 +13,8 @@ import torch
 from roundpipe.cli import main
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.errors import Refused
+from roundpipe.cli.estimate.cards import Card
+from roundpipe.cli.estimate.hardware import Machine
 from roundpipe.cli.estimate.options import read_plan_options
 
 pytestmark = pytest.mark.usefixtures("no_model")
@@ -407,6 +409,19 @@ def test_twice_the_devices_are_told_if_they_pay(config: Write, capsys: pytest.Ca
     two = found(capsys, *arguments, "--devices", "2")["plan"]["tokens_per_s"]
     assert change["tokens_per_s"] == pytest.approx(two, rel=0.05)
     assert two > 1.5 * one["plan"]["tokens_per_s"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_measured_machine_has_no_more_devices_than_are_there(
+    count: int, config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card("here", 2 * 10**9, 10.0, 1.0)
+    monkeypatch.setattr(
+        "roundpipe.cli.estimate.hardware._here", lambda _: Machine(card, 1, None, 165.0, is_measured=True)
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    one = found(capsys, "--model", config(TINY), *SMALL[2:], "--sequence", "4096")
+    assert [change["option"] == "--devices 2" for change in one["changes"]].count(True) == count - 1
 
 
 FOUR = ("--machines", "4", "--network", "100Mb")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from roundpipe.cli.estimate.cards import CARDS, Card
 from roundpipe.cli.estimate.foretell import Foretold, foretell
 from roundpipe.cli.estimate.hardware import Machine, machine_of
@@ -134,6 +136,8 @@ def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
         yield _change("--num-microbatch auto", now, microbatches=None)
     yield _change(f"--batch {2 * options.batch}", now, batch=2 * options.batch)
     machine = now.case.machine.with_devices(2 * now.case.machine.devices)
+    if machine.is_measured and machine.devices > torch.cuda.device_count():
+        return
     switches = ",".join(str(len(switch.devices)) for switch in machine.switches)
     # Given switches have to add up to the devices.
     beside = f" --switches {switches}" if options.switches else ""
