@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from pathlib import Path
 
 import finetuning
 import pytest
+from programs import COMMAND_LINE, ended
 from roundpipe.cli import main
-from roundpipe.cli.training.garbage import collect_less
+from roundpipe.cli.training.garbage import ShortCollections
 
 
 @pytest.fixture
@@ -24,27 +24,55 @@ def command(tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
     return ["train", "--data", str(text), "--batch-size", "4", "--seq-len", "8", "--devices", "cpu:1"]
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the collector is asked for, in a process where nothing is frozen."""
+    asked: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    monkeypatch.setattr(gc, "freeze", lambda: asked.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: asked.append("unfreeze"))
+    return asked
+
+
 @pytest.mark.usefixtures("measured_once")
 @pytest.mark.parametrize("command", ["training", "fine-tuning"], indirect=True)
-@pytest.mark.parametrize(("steps", "times"), [(2, 0), (5, 1)])
-def test_what_the_first_steps_made_is_passed_by_once(
-    command: list[str], steps: int, times: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("steps", "is_long"), [(2, False), (5, True)])
+def test_what_the_first_steps_made_is_passed_by_until_the_training_ends(
+    command: list[str], steps: int, is_long: bool, asked: list[str]
 ) -> None:
-    frozen: list[int] = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
     assert main([*command, "--steps", str(steps)]) == 0
-    assert len(frozen) == times
+    assert asked == ["freeze", "unfreeze"] * is_long
 
 
-def test_garbage_goes_first_and_what_comes_later_is_collected() -> None:
-    class Cycle:
-        def __init__(self) -> None:
-            self.own = self
+def test_all_is_seen_again_after_an_error(asked: list[str]) -> None:
+    def fail() -> None:
+        with ShortCollections() as collections:
+            for _ in range(4):
+                collections.note_step()
+            raise ZeroDivisionError
 
-    earlier, kept = weakref.ref(Cycle()), Cycle()
-    collect_less(3)
-    later = weakref.ref(Cycle())
-    assert earlier() is None
-    gc.collect()
-    assert later() is None
-    assert kept.own is kept
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert asked == ["freeze", "unfreeze"]
+
+
+def test_what_the_caller_has_frozen_stays(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+    with ShortCollections() as collections:
+        for _ in range(4):
+            collections.note_step()
+    assert asked == []
+
+
+def test_in_a_process_of_its_own() -> None:
+    program = """
+import gc
+from roundpipe.cli.training.garbage import ShortCollections
+with ShortCollections() as collections:
+    for _ in range(3):
+        print(gc.get_freeze_count())
+        collections.note_step()
+    print(gc.get_freeze_count() > 1000)
+print(gc.get_freeze_count())
+"""
+    assert ended(program, imports=COMMAND_LINE) == (0, "0\n0\n0\nTrue\n0\n", "")

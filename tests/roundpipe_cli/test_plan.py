@@ -411,6 +411,9 @@ def test_twice_the_devices_are_told_if_they_pay(config: Write, capsys: pytest.Ca
     assert two > 1.5 * one["plan"]["tokens_per_s"]
 
 
+FOUR = ("--machines", "4", "--network", "100Mb")
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_measured_machine_has_no_more_devices_than_are_there(
     count: int, config: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -420,11 +423,10 @@ def test_a_measured_machine_has_no_more_devices_than_are_there(
         "roundpipe.cli.estimate.hardware._here", lambda _: Machine(card, 1, None, 165.0, is_measured=True)
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    one = found(capsys, "--model", config(TINY), *SMALL[2:], "--sequence", "4096")
-    assert [change["option"] == "--devices 2" for change in one["changes"]].count(True) == count - 1
-
-
-FOUR = ("--machines", "4", "--network", "100Mb")
+    arguments = ("--model", config(TINY), *SMALL[2:], "--sequence", "4096")
+    suggested = [change["option"] for change in found(capsys, *arguments, *FOUR)["changes"]]
+    assert suggested.count("--devices 2") == count - 1
+    assert "--machines 8" in suggested
 
 
 def test_four_machines_hold_and_send_what_the_arithmetic_says(

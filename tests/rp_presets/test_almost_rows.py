@@ -693,5 +693,5 @@ def test_conversion_on_a_gpu_leaves_its_random_numbers():
     model = made(DropoutReadBehind).cuda()
     torch.cuda.manual_seed_all(7)
     before = torch.cuda.get_rng_state()
-    convert(model)
+    to_sequential(model, example_inputs={"tokens": TOKENS.cuda()})
     assert torch.equal(torch.cuda.get_rng_state(), before)

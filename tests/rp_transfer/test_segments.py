@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
+from contextlib import nullcontext
+from itertools import count
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -88,21 +91,32 @@ def test_a_gpu_that_gives_unused_memory_back_leaves_no_holes_from_then_on(
     assert told == [EXPANDABLE]
 
 
-def test_streams_are_used_again_and_by_one_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_used_again_for_the_same_purpose_and_by_one_device_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cupy = pytest.importorskip("cupy")
     from rp_transfer.cuda import backend
 
-    class User:
-        pass
-
-    monkeypatch.setattr(cupy.cuda, "Stream", lambda **_: object())
+    made = count(1)
+    monkeypatch.setattr(cupy.cuda, "Stream", lambda **_: SimpleNamespace(ptr=next(made)))
+    monkeypatch.setattr(cupy.cuda, "Device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Mock())
     monkeypatch.setattr(backend, "_IDLE_STREAMS", defaultdict(deque))
-    first, second = User(), User()
-    stream, other = backend._borrowed_stream(first, 0), backend._borrowed_stream(second, 0)
+
+    def streams(device: backend.CudaDevice) -> list[int]:
+        return [stream.native.ptr for stream in device._streams]
+
+    first, second = backend.CudaDevice(0, Mock()), backend.CudaDevice(0, Mock())
+    compute = first.compute
+    assert [*streams(first), *streams(second)] == list(range(1, 11))
     del first
-    assert len({stream, other, backend._borrowed_stream(second, 1)}) == 3
-    assert backend._borrowed_stream(second, 0) is stream
-    assert backend._borrowed_stream(second, 0) not in (stream, other)
+    assert streams(backend.CudaDevice(1, Mock())) == list(range(11, 16))
+    # Compute's is still in use.
+    third = backend.CudaDevice(0, Mock())
+    assert streams(third) == [16, 2, 3, 4, 5]
+    del compute, third
+    assert sorted(streams(backend.CudaDevice(0, Mock()))) == [1, 2, 3, 4, 5]
 
 
 FITS = """
@@ -163,4 +177,6 @@ print(torch.cuda.memory_reserved(), streams() == first)
 
 @pytest.mark.cuda
 def test_memory_of_a_device_that_is_gone_is_given_back() -> None:
+    if settings_of(os.environ):
+        pytest.skip("the allocator has settings")
     assert ended(TORCH + UNMAPPED, imports=TORCH) == (0, "0 True\n", "")

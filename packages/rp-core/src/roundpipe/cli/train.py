@@ -16,7 +16,7 @@ from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.options import Options
 from roundpipe.cli.report import Metrics, Progress, Reports
 from roundpipe.cli.training.data import Corpus, check_size, read_corpus
-from roundpipe.cli.training.garbage import collect_less
+from roundpipe.cli.training.garbage import ShortCollections
 from roundpipe.cli.training.job import Job
 from roundpipe.cli.training.machine import fitted, opened
 from roundpipe.cli.training.model import ModelSize
@@ -127,13 +127,13 @@ def _steps(job: Job, metrics: Reports, interruption: Interruption, *, is_shown: 
 
 
 def _train(job: Job, metrics: Reports, interruption: Interruption, *, is_shown: bool) -> int:
-    with Progress(job.options.steps, is_shown=is_shown) as progress:
+    with Progress(job.options.steps, is_shown=is_shown) as progress, ShortCollections() as collections:
         for step in range(1, job.options.steps + 1):
             figures = job.step(step)
             metrics.step(figures)
             progress.step(figures)
             _check_finite(figures.loss, step)
-            collect_less(step)
+            collections.note_step()
             if interruption.is_asked():
                 return step
     return job.options.steps

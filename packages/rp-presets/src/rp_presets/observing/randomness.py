@@ -1,4 +1,4 @@
-"""The random generators that an observed model may draw from."""
+"""The random generators that an observed model may draw from, on the CPU and on CUDA devices."""
 
 from __future__ import annotations
 

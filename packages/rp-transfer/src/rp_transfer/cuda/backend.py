@@ -31,9 +31,9 @@ from rp_transfer.memory.regions import Regions
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the driver infers the direction from the addresses
 _STREAMS = ("compute", "weights_in", "activations_in", "results_out", "gradients_out")
-# By GPU: the streams of devices that are gone, for the next ones. No stream is ever destroyed, since torch's
+# By name: CUDA's streams of devices that are gone, for the next ones. None is ever destroyed, since torch's
 # allocator keeps free memory by stream, and synchronizes with that stream to unmap an expandable segment.
-_IDLE_STREAMS: defaultdict[int, deque[Any]] = defaultdict(deque)
+_IDLE_STREAMS: defaultdict[str, deque[Any]] = defaultdict(deque)
 
 
 class CudaEvent:
@@ -61,13 +61,16 @@ class CudaEvent:
 
 
 class CudaStream:
-    """One CUDA stream, shared by CuPy and torch. Threads that use it have called `CudaDevice.attach_thread`."""
+    """One stream of the current GPU, shared by CuPy and torch.
 
-    def __init__(self, name: str, native: Any, torch_device: torch.device, pinned: Pinned) -> None:
+    Threads that use it have called `CudaDevice.attach_thread`.
+    """
+
+    def __init__(self, name: str, torch_device: torch.device, pinned: Pinned) -> None:
         self._name = name
         self._pinned = pinned
-        self.native = native
-        self.torch_stream = torch.cuda.ExternalStream(native.ptr, device=torch_device)
+        self.native = _lend(self)
+        self.torch_stream = torch.cuda.ExternalStream(self.native.ptr, device=torch_device)
 
     @property
     def name(self) -> str:
@@ -121,10 +124,7 @@ class CudaDevice:
         self._torch_device = torch.device("cuda", index)
         # CuPy creates streams on the current device only.
         with cupy.cuda.Device(index), torch.cuda.device(index):
-            streams = [
-                CudaStream(f"{self._name}/{name}", _borrowed_stream(self, index), self._torch_device, pinned)
-                for name in _STREAMS
-            ]
+            streams = [CudaStream(f"{self._name}/{name}", self._torch_device, pinned) for name in _STREAMS]
         self.compute, self.weights_in, self.activations_in, self.results_out, self.gradients_out = streams
         self._streams = streams
 
@@ -282,15 +282,15 @@ class CudaBackend:
             self._host.clear()
 
 
-def _borrowed_stream(user: object, index: int) -> Any:
-    """Return a stream of the current GPU, which has this index; it is lent to `user` until that is garbage."""
-    idle = _IDLE_STREAMS[index]
+def _lend(user: CudaStream) -> Any:
+    """Return a stream of the current GPU: one that a stream of this name had before, until `user` is garbage."""
+    idle = _IDLE_STREAMS[user.name]
     try:
-        stream = idle.popleft()
+        native = idle.popleft()
     except IndexError:
-        stream = cupy.cuda.Stream(non_blocking=True)
-    weakref.finalize(user, idle.append, stream).atexit = False
-    return stream
+        native = cupy.cuda.Stream(non_blocking=True)
+    weakref.finalize(user, idle.append, native).atexit = False
+    return native
 
 
 def _open_device(index: int, pinned: Pinned) -> CudaDevice:

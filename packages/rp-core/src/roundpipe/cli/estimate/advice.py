@@ -135,6 +135,13 @@ def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     if now.case.microbatches is not None:
         yield _change("--num-microbatch auto", now, microbatches=None)
     yield _change(f"--batch {2 * options.batch}", now, batch=2 * options.batch)
+    yield from _more_devices(options, now)
+    if now.case.machines > 1:
+        yield from _of_machines(options, now)
+
+
+def _more_devices(options: PlanOptions, now: Foretold) -> Iterator[Change]:
+    """Yield twice the devices, unless the machine was measured and has fewer."""
     machine = now.case.machine.with_devices(2 * now.case.machine.devices)
     if machine.is_measured and machine.devices > torch.cuda.device_count():
         return
@@ -142,8 +149,6 @@ def _faster(options: PlanOptions, now: Foretold) -> Iterator[Change]:
     # Given switches have to add up to the devices.
     beside = f" --switches {switches}" if options.switches else ""
     yield _change(f"--devices {machine.devices}{beside}", now, machine=machine)
-    if now.case.machines > 1:
-        yield from _of_machines(options, now)
 
 
 def _of_machines(options: PlanOptions, now: Foretold) -> Iterator[Change]:

@@ -37,7 +37,7 @@ from roundpipe.cli.finetune.sight import check_sight
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.report import Metrics, Progress, Reports, TensorBoard, say, tensorboard_writer
-from roundpipe.cli.training.garbage import collect_less
+from roundpipe.cli.training.garbage import ShortCollections
 from roundpipe.cli.training.machine import fitted, opened
 from roundpipe.errors import CheckpointError, MachineFailed
 
@@ -320,7 +320,8 @@ def _profiled(
 def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Interruption) -> int:
     """Train the remaining steps; return the number of steps done, fewer than all after a signal."""
     every = job.options.eval_every
-    with Progress(steps, done=done, is_shown=job.crew.is_first) as progress:
+    shown = Progress(steps, done=done, is_shown=job.crew.is_first)
+    with shown as progress, ShortCollections() as collections:
         for step in range(done + 1, steps + 1):
             if interruption.is_asked():
                 return step - 1
@@ -333,7 +334,7 @@ def _steps(job: Job, steps: int, done: int, reports: Reports, interruption: Inte
             loss = _evaluate(job, step, reports, interruption) if is_due else None
             if step < steps and not job.owes_evaluation:
                 job.save_if_due(step, loss)
-            collect_less(step - done)
+            collections.note_step()
     return steps
 
 
