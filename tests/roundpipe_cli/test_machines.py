@@ -247,6 +247,7 @@ MISTAKES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "told",
     [told if at == 0 else pytest.param(told, marks=pytest.mark.nightly) for at, told in enumerate(MISTAKES)],

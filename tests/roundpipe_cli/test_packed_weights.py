@@ -60,6 +60,7 @@ def test_training_on_packed_weights_is_training_on_the_expanded_ones(tmp_path: P
     assert losses != run(folder, tmp_path / "unpacked")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
     # given a checkpoint in FP8

@@ -46,6 +46,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["--master", "split"], ["--lora", "4"]], ids=["split", "lora"])
 def test_a_fine_tuning_ends_with_the_same_bits(inputs: list[str], how: list[str], tmp_path: Path) -> None:
     runs = {name: tmp_path / name for name in ("during", "after")}

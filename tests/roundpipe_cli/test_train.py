@@ -176,6 +176,7 @@ def test_a_loss_that_is_not_finite_ends_the_job_with_one_line_and_exit_code_1(
     assert "the loss must stay finite" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_job_learns(text: Path) -> None:
     losses = _losses(_options(steps="60"), read_corpus([text]), "cpu:2")
 

@@ -15,6 +15,7 @@ def _measured(machines: int, double_buffer: bool) -> list[dict[str, Any]]:
     return on_machines(machines, "machine_sizes", "measured", "cpu:1", double_buffer=double_buffer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machines", "double_buffer"),
     [

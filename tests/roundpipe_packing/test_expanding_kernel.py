@@ -164,6 +164,7 @@ def expected(weight: PackedWeight) -> torch.Tensor:
     return expanded_by_torch(weight.format, weight.codes, weight.scales, tuple(weight.shape), weight.dtype)
 
 
+@pytest.mark.slow
 def test_importing_roundpipe_imports_no_triton() -> None:
     script = "import sys, roundpipe.packing.kernel.choice; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

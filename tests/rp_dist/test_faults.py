@@ -159,6 +159,7 @@ except MachineLost as error:
 """
 
 
+@pytest.mark.slow
 def test_a_machine_that_has_left_is_not_waited_for() -> None:
     with ranks(LEAVING, 2) as running:
         for rank, text in running.hear_all():
@@ -241,6 +242,7 @@ except MachineLost as error:
 """
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_given_up_learns_it_when_it_wakes() -> None:
     with ranks(STOPPED, 2) as running:
         assert running.hear_all() == [0, 0]

@@ -167,5 +167,6 @@ tell("done")
 """
 
 
+@pytest.mark.slow
 def test_machines_open_again_and_beside_a_default_process_group() -> None:
     assert told(AGAIN, 2, OTHER_PORT=str(free_port())) == ["done"] * 2

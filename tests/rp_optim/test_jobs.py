@@ -156,6 +156,7 @@ def test_interrupts_of_whoever_submits_and_waits_stop_no_worker() -> None:
         signal.signal(signal.SIGVTALRM, before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_to_make_its_own() -> None:
     code = """
