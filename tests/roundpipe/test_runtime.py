@@ -7,9 +7,9 @@ import gc
 import importlib
 import pkgutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +17,8 @@ import roundpipe
 import torch
 from plain import assert_near, batch, gradients, mlp, plans, square_error, train_call, twin
 from programs import TORCH, ended
-from roundpipe import Busy, RoundPipe, RoundPipeRunConfig, Runtime
+from roundpipe import Busy, RoundPipe, RoundPipeRunConfig, Runtime, TrainingWarning
+from roundpipe.runtime import runtime as runtime_module
 from rp_transfer import Closed, CpuBackend, PinningWarning
 from torch import nn
 
@@ -52,6 +53,38 @@ print([use.name for use in one.runtime.memory()])
 """
     names = "['cpu:0', 'cpu:1', 'cpu:2']\n"
     assert ended(code, ROUNDPIPE_DEVICES="cpu:3") == (0, names, "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_told"),
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"LOCAL_WORLD_SIZE": "1"}, False),
+        ({"LOCAL_WORLD_SIZE": "8"}, False),
+    ],
+)
+def test_the_one_thread_that_torchrun_leaves_to_several_processes_is_told(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], is_told: bool
+) -> None:
+    for name, value in ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"} | changed).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(runtime_module, "num_cores", lambda: 8)
+    words = r"2 processes .* one core each of 8; .* torchrun with OMP_NUM_THREADS=4"
+    with pytest.warns(TrainingWarning, match=words) if is_told else nullcontext(), threads(1):
+        Runtime("cpu:1", machines=False).close()
+    with threads(2):
+        Runtime("cpu:1", machines=False).close()
+
+
+@contextmanager
+def threads(count: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_two_runtimes_live_side_by_side(devices: str) -> None:

@@ -17,9 +17,7 @@ import torch
 from processes import free_port
 from programs import COMMAND_LINE, Program
 from roundpipe.cli import main
-from roundpipe.cli.errors import Refused
 from roundpipe.cli.estimate.hardware import Machine
-from roundpipe.cli.training import machine as of_machine
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.usefixtures("measured_once"), pytest.mark.timeout(300)]
@@ -310,7 +308,12 @@ def test_torchrun_without_an_address_is_told(
     assert "start roundpipe with torchrun" in capsys.readouterr().err
 
 
-def test_processes_on_one_machine_share_its_gpus() -> None:
-    assert [of_machine._share(rank, 3, 8) for rank in range(3)] == ["cuda:0,1", "cuda:2,3,4", "cuda:5,6,7"]
-    with pytest.raises(Refused, match="torchrun started 2 processes here, but there are 1 GPUs"):
-        of_machine._share(0, 2, 1)
+def test_more_processes_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("ROUNDPIPE_DEVICES", raising=False)
+    assert main(["train"]) == 2
+    assert "torchrun started 2 processes on this machine, but only 1 CUDA devices" in capsys.readouterr().err

@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rp_transfer import BackendUnavailable, CpuBackend, DeviceStringError, open_backend, parse_devices
+from rp_transfer import (
+    BackendUnavailable,
+    CpuBackend,
+    DeviceStringError,
+    default_devices,
+    open_backend,
+    parse_devices,
+)
 
 
 @given(indices=st.lists(st.integers(0, 99), min_size=1, unique=True))
@@ -86,6 +93,31 @@ def test_without_cuda_and_environment_one_cpu_device_opens(
         monkeypatch.setenv("ROUNDPIPE_DEVICES", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert [device.name for device in open_backend().devices] == ["cpu:0"]
+
+
+def test_processes_on_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delenv("ROUNDPIPE_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    found = []
+    for rank in range(3):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        found.append(default_devices())
+    assert found == ["cuda:0,1", "cuda:2,3,4", "cuda:5,6,7"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert default_devices() == "cuda"
+
+
+def test_more_processes_than_gpus_are_refused_unless_their_devices_are_named(
+    two_gpus: pytest.MonkeyPatch,
+) -> None:
+    two_gpus.setenv("LOCAL_WORLD_SIZE", "3")
+    two_gpus.delenv("ROUNDPIPE_DEVICES", raising=False)
+    with pytest.raises(BackendUnavailable, match=r"3 processes .* 2 CUDA devices .*set ROUNDPIPE_DEVICES=cuda"):
+        open_backend()
+    two_gpus.setenv("ROUNDPIPE_DEVICES", "cuda")
+    assert default_devices() == "cuda"
 
 
 def test_cuda_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

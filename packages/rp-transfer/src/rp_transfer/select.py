@@ -13,6 +13,8 @@ from rp_transfer.cpu.backend import CpuBackend
 from rp_transfer.errors import BackendUnavailable, DeviceStringError
 
 VARIABLE = "ROUNDPIPE_DEVICES"
+# What torchrun tells each of its processes on a machine, and what holds without it.
+_OF_TORCHRUN = (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 # Each virtual device has threads and clocks; more devices test nothing new.
 MOST_CPU_DEVICES = 1024
 # No device has a longer number; Python refuses to parse numbers of thousands of digits.
@@ -71,16 +73,40 @@ def _cpu_choice(text: str, numbers: tuple[int, ...]) -> DeviceChoice:
 
 
 def default_devices() -> str:
-    """Return ``ROUNDPIPE_DEVICES`` if it is set, else ``cuda`` if torch sees CUDA, else ``cpu``."""
-    return os.environ.get(VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the devices of a process that names none.
+
+    Those of ``ROUNDPIPE_DEVICES`` if it is set, else all CUDA devices, else ``cpu``. Of several processes that
+    torchrun started on this machine, each has its share of the CUDA devices.
+
+    >>> parse_devices(default_devices()).kind in ("cpu", "cuda")
+    True
+
+    Raises `BackendUnavailable` if these processes are more than the CUDA devices.
+    """
+    if named := os.environ.get(VARIABLE):
+        return named
+    if not torch.cuda.is_available():
+        return "cpu"
+    rank, processes = (int(os.environ.get(name) or least) for name, least in _OF_TORCHRUN)
+    return "cuda" if processes == 1 else _share(rank, processes, torch.cuda.device_count())
+
+
+def _share(rank: int, processes: int, visible: int) -> str:
+    """Return the CUDA devices of one of several processes on this machine."""
+    if visible < processes:
+        raise BackendUnavailable(
+            f"torchrun started {processes} processes on this machine, but only {visible} CUDA devices are visible "
+            "here; start one process a machine (--nproc-per-node 1), which drives all of them, or, if "
+            f"CUDA_VISIBLE_DEVICES gives each process its own, set {VARIABLE}=cuda"
+        )
+    return "cuda:" + ",".join(map(str, range(rank * visible // processes, (rank + 1) * visible // processes)))
 
 
 def open_backend(devices: str | None = None, *, strict: bool = True, memory_bytes: int | None = None) -> Backend:
     """Open the devices that a string names, or the default ones.
 
     Args:
-        devices: see `parse_devices`. None takes the environment variable ``ROUNDPIPE_DEVICES``; if that is unset,
-            all CUDA devices, or one CPU device without CUDA.
+        devices: see `parse_devices`; None takes `default_devices`.
         strict: whether CPU devices poison memory and check the order of its uses.
         memory_bytes: memory of each CPU device, see `CpuBackend`; None for no limit.
 

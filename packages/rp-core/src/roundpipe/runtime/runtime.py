@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +17,7 @@ from rp_optim import OptimizerThread
 from rp_sched import Dealer
 from rp_transfer import Backend, Closed, HostLimit, HostUse, MemoryUse, open_backend
 
-from roundpipe.errors import Busy, RoundPipeError
+from roundpipe.errors import Busy, RoundPipeError, TrainingWarning
 from roundpipe.runtime.at_exit import AT_EXIT
 from roundpipe.runtime.host_limit import current_limit
 from roundpipe.runtime.lane import Lane
@@ -40,7 +42,8 @@ class Runtime:
 
     Args:
         devices: ``"cuda"``, ``"cuda:0,2"``, ``"cpu"``, ``"cpu:4"``; None takes those of ``ROUNDPIPE_DEVICES`` if
-            it is set, else all CUDA devices, else one CPU device.
+            it is set, else all CUDA devices, else one CPU device. Of several processes that torchrun started on
+            this machine, each takes its share of the CUDA devices then.
         strict: whether CPU devices check the order of every memory access; False for benchmarks.
         host_memory_bytes: host memory that the process may use; None takes ``ROUNDPIPE_HOST_MEMORY``, such as
             ``48GB``, if it is set, else what the machine and the container have.
@@ -78,6 +81,7 @@ class Runtime:
             raise Closed("the process is ending: no runtime can be opened any more")
         threads = torch.get_num_threads()
         self.backend: Backend = open_backend(devices, strict=strict, memory_bytes=device_memory_bytes)
+        _tell_one_thread(threads)
         share = _share(threads, len(self.backend.devices))
         self.lanes = tuple(Lane(self.backend, device, share) for device in self.backend.devices)
         self.optimizer = OptimizerThread(leave_cores=_left(threads, len(self.lanes)))
@@ -262,6 +266,26 @@ def _left(num_threads: int, num_devices: int) -> int:
     # core, a whole device waits. The optimizer is limited by memory bandwidth, so the last third of the cores
     # hardly speeds it up.
     return max(num_devices, min(5 * num_devices, num_threads // 3))
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _tell_one_thread(num_threads: int) -> None:
+    """Warn, in one of several processes on a machine, that torchrun's default leaves their cores idle."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    each = num_cores() // processes
+    if processes == 1 or num_threads > 1 or each == 1 or os.environ.get("LOCAL_RANK") != "0":
+        return
+    warnings.warn(
+        f"torch has one thread in each of the {processes} processes on this machine, since torchrun sets "
+        f"OMP_NUM_THREADS=1 if it is not set, so optimizer steps use one core each of {num_cores()}; start one "
+        f"process a machine, which drives all its GPUs, or torchrun with OMP_NUM_THREADS={each}",
+        TrainingWarning,
+        stacklevel=3,
+    )
 
 
 _default_lock = threading.Lock()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import warnings
@@ -21,7 +20,7 @@ from rp_transfer import (
 from roundpipe.cli.environment.facts import Fact, Section
 from roundpipe.cli.errors import Refused
 from roundpipe.planning.probe import probe
-from roundpipe.runtime.runtime import Runtime
+from roundpipe.runtime.runtime import Runtime, num_cores
 from roundpipe.telemetry.machine import Rates
 from roundpipe.telemetry.tables import readable_bytes
 
@@ -56,8 +55,7 @@ def _measured(devices: str | None, problems: list[str]) -> tuple[tuple[MemoryUse
 
 def _host(rates: Rates | None) -> Iterator[Fact]:
     yield Fact("processor", _processor())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Fact("cores", cores)
+    yield Fact("cores", num_cores())
     yield Fact("torch_threads", torch.get_num_threads())
     for limit in host_limits():
         yield _memory(limit)

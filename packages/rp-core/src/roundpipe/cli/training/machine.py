@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from rp_transfer import BackendUnavailable, parse_devices
+from rp_transfer import BackendUnavailable, default_devices, parse_devices
 
 from roundpipe import Runtime
 from roundpipe.cli.crew import Crew
@@ -17,7 +17,6 @@ from roundpipe.cli.errors import Refused
 from roundpipe.cli.finetune.options import FineTuning
 from roundpipe.cli.options import Options
 
-_OF_TORCHRUN = (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 _Fitted = TypeVar("_Fitted", Options, FineTuning)
 
 
@@ -30,9 +29,7 @@ def fitted(options: _Fitted) -> _Fitted:
 
     Raises `Refused` for a devices string that cannot be parsed, and for fewer GPUs than processes.
     """
-    devices = os.environ.get("ROUNDPIPE_DEVICES") or _default_devices()
-    if options.devices is not None:
-        devices = options.devices
+    devices = _default_devices() if options.devices is None else options.devices
     cpu_devices = _cpu_devices(devices)
     return replace(options, devices=devices, dtype=options.dtype or ("float32" if cpu_devices else "bfloat16"))
 
@@ -67,20 +64,11 @@ def _runtime(devices: str, crew: Crew) -> Runtime:
 
 
 def _default_devices() -> str:
-    if not torch.cuda.is_available():
-        return "cpu:2"
-    rank, processes = (int(os.environ.get(name) or least) for name, least in _OF_TORCHRUN)
-    return "cuda" if processes == 1 else _share(rank, processes, torch.cuda.device_count())
-
-
-def _share(rank: int, processes: int, gpus: int) -> str:
-    """Return the GPUs of one of several processes on this machine."""
-    if gpus < processes:
-        raise Refused(
-            f"torchrun started {processes} processes here, but there are {gpus} GPUs; start one process a machine "
-            "(--nproc-per-node 1), which drives all of them"
-        )
-    return "cuda:" + ",".join(map(str, range(rank * gpus // processes, (rank + 1) * gpus // processes)))
+    try:
+        devices = default_devices()
+    except BackendUnavailable as error:
+        raise Refused(str(error)) from error
+    return "cpu:2" if devices == "cpu" and not os.environ.get("ROUNDPIPE_DEVICES") else devices
 
 
 def _cpu_devices(devices: str) -> int:
