@@ -103,6 +103,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         frozen = item.path, len(sys.modules)
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the collector of garbage is asked for, as in a process where nothing is frozen."""
+    asked: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    monkeypatch.setattr(gc, "freeze", lambda: asked.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: asked.append("unfreeze"))
+    return asked
+
+
 def pytest_sessionfinish() -> None:
     """Let the interpreter collect it all at its end; some libraries complain of what is left."""
     gc.unfreeze()

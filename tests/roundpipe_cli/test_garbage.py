@@ -8,8 +8,8 @@ from pathlib import Path
 import finetuning
 import pytest
 from programs import COMMAND_LINE, ended
+from roundpipe import ShortCollections
 from roundpipe.cli import main
-from roundpipe.cli.training.garbage import ShortCollections
 
 
 @pytest.fixture
@@ -22,16 +22,6 @@ def command(tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_text("green bottles hang on the wall; " * 40)
     return ["train", "--data", str(text), "--batch-size", "4", "--seq-len", "8", "--devices", "cpu:1"]
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the collector is asked for, in a process where nothing is frozen."""
-    asked: list[str] = []
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
-    monkeypatch.setattr(gc, "freeze", lambda: asked.append("freeze"))
-    monkeypatch.setattr(gc, "unfreeze", lambda: asked.append("unfreeze"))
-    return asked
 
 
 @pytest.mark.usefixtures("measured_once")
@@ -67,7 +57,7 @@ def test_what_the_caller_has_frozen_stays(asked: list[str], monkeypatch: pytest.
 def test_in_a_process_of_its_own() -> None:
     program = """
 import gc
-from roundpipe.cli.training.garbage import ShortCollections
+from roundpipe import ShortCollections
 with ShortCollections() as collections:
     for _ in range(3):
         print(gc.get_freeze_count())

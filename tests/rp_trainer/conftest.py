@@ -24,7 +24,7 @@ collect_ignore: list[str] = []
 if not _are_here("trl", "datasets", "peft"):
     collect_ignore += ["test_trl.py", "test_refusals.py", "test_without_the_adapter.py"]
 if not _are_here("lightning"):
-    collect_ignore += ["test_lightning.py"]
+    collect_ignore += ["test_lightning.py", "test_lightning_hooks.py"]
 if not _are_here("accelerate"):
     collect_ignore += [path.name for path in Path(__file__).parent.glob("test_*.py")]
 

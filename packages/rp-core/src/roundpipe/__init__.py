@@ -40,6 +40,7 @@ from roundpipe.errors import (
     TrainsNothing,
 )
 from roundpipe.execution.packed_data import RoundPipePackedData
+from roundpipe.garbage import ShortCollections
 from roundpipe.loading import from_pretrained
 from roundpipe.models.auto import AutoRoundPipe
 from roundpipe.models.calls.own_loss import OwnLoss
@@ -87,6 +88,7 @@ __all__ = [
     "RoundPipeRunConfig",
     "Runtime",
     "SavingCheckpoint",
+    "ShortCollections",
     "Stale",
     "StepFailed",
     "TokenMean",

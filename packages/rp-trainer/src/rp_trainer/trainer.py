@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import roundpipe
 import torch
-from roundpipe import AutoRoundPipe, RoundPipe
+from roundpipe import AutoRoundPipe, RoundPipe, ShortCollections
 from torch import nn
 from transformers import Trainer
 
@@ -73,6 +73,7 @@ class RoundPipeMixin(_Base):
         self._options = roundpipe or RoundPipeOptions()
         self._on_devices: OnDevices | None = None
         self._step_batches: _StepBatches | None = None
+        self._collections = ShortCollections()
         given = bound(super().__init__, args, kwargs)
         if given.get("args") is not None:
             # Do this before TRL loads a model by its name, since it moves the model to Accelerate's device.
@@ -213,6 +214,7 @@ class RoundPipeMixin(_Base):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Get the batches of one step, and keep them: the model's own loss is computed for all in one call."""
+        self._collections.note_step()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._step_batches = _StepBatches(batches)
         return batches, num_items
@@ -304,7 +306,8 @@ class RoundPipeMixin(_Base):
         if resume_from_checkpoint is True:
             # Without one, Trainer raises the error.
             resume_from_checkpoint = saved.newest(str(self.args.output_dir)) or True
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with ShortCollections() as self._collections:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as `save_pretrained` does; in a checkpoint with everything needed to resume training."""

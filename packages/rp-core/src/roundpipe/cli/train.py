@@ -16,10 +16,10 @@ from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.options import Options
 from roundpipe.cli.report import Metrics, Progress, Reports
 from roundpipe.cli.training.data import Corpus, check_size, read_corpus
-from roundpipe.cli.training.garbage import ShortCollections
 from roundpipe.cli.training.job import Job
 from roundpipe.cli.training.machine import fitted, opened
 from roundpipe.cli.training.model import ModelSize
+from roundpipe.garbage import ShortCollections
 
 
 def train(given: Options, size: ModelSize | None = None, crew: Crew | None = None) -> None:

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from roundpipe import ShortCollections
 from rp_optim import SplitMaster
 
 from rp_trainer.lightning.optimizer import named_like
@@ -55,6 +56,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._options = options or RoundPipeOptions()
         refuse_options(self._options)
         self._on_devices: OnDevices | None = None
+        self._collections = ShortCollections()
 
     # Attributes that a trainer sets if a strategy has them
 
@@ -173,9 +175,16 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             stepped = named_like(optimizer)(engine, optimizer, asynchronous=is_async)
             self.optimizers = [stepped]
             self.on_devices.optimizer = stepped
+            self._collections = ShortCollections()
             for config in self.lr_scheduler_configs:
                 # Callbacks use this attribute to find the scheduler of an optimizer.
                 config.scheduler.optimizer = stepped
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step, and note it for the collections of garbage."""
+        found = super().optimizer_step(*args, **kwargs)
+        self._collections.note_step()
+        return found
 
     # Gradients
 
@@ -220,6 +229,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """Tear down Lightning's parts. Everything is on the host already."""
+        self._collections.end()
         assert self.accelerator is not None
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -37,9 +37,9 @@ from roundpipe.cli.finetune.sight import check_sight
 from roundpipe.cli.finetune.updates import Updates
 from roundpipe.cli.interrupt import Interrupted, Interruption
 from roundpipe.cli.report import Metrics, Progress, Reports, TensorBoard, say, tensorboard_writer
-from roundpipe.cli.training.garbage import ShortCollections
 from roundpipe.cli.training.machine import fitted, opened
 from roundpipe.errors import CheckpointError, MachineFailed
+from roundpipe.garbage import ShortCollections
 
 
 @dataclass(frozen=True, slots=True)
