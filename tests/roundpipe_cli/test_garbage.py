@@ -54,6 +54,22 @@ def test_what_the_caller_has_frozen_stays(asked: list[str], monkeypatch: pytest.
     assert asked == []
 
 
+def test_outside_of_a_training_nothing_is_done(asked: list[str]) -> None:
+    collections = ShortCollections()
+    for _ in range(2):
+        for _ in range(4):
+            collections.note_step()
+        collections.end()
+    assert asked == []
+    for _ in range(2):
+        with collections:
+            for _ in range(3):
+                assert asked == []
+                collections.note_step()
+        assert asked == ["freeze", "unfreeze"]
+        asked.clear()
+
+
 def test_in_a_process_of_its_own() -> None:
     program = """
 import gc

@@ -50,6 +50,8 @@ from roundpipe.cli.finetune import forecast
 from roundpipe.cli.finetune.job import Job
 from rp_dist import Machines
 torch.set_num_threads(1)
+# Processes that are not forked from one begin with seeds of their own.
+torch.manual_seed(1000 + int(os.environ["RANK"]))
 machine, at, number = pickle.loads(bytes.fromhex(sys.argv.pop(1)))
 forecast.measured = lambda runtime: machine
 Machines.open = functools.partial(Machines.open, connections=1, timeout_s=30)
@@ -298,6 +300,15 @@ def test_the_built_in_job_trains_on_several_machines_as_on_one(
         assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+def test_the_built_in_job_draws_by_its_seed_on_every_machine(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("green bottles hang on the wall; " * 40)
+    torch.manual_seed(5)
+    sizes = ["--steps", "1", "--batch-size", "4", "--seq-len", "8", "--devices", "cpu:1"]
+    assert main(["train", "--data", str(text), *sizes, "--seed", "3"]) == 0
+    assert torch.initial_seed() == 3
+
+
 def test_torchrun_without_an_address_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,4 +327,7 @@ def test_more_processes_than_gpus_are_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("ROUNDPIPE_DEVICES", raising=False)
     assert main(["train"]) == 2
-    assert "torchrun started 2 processes on this machine, but only 1 CUDA devices" in capsys.readouterr().err
+    assert (
+        "torchrun started 2 processes on this machine, but CUDA devices visible here are 1"
+        in capsys.readouterr().err
+    )

@@ -25,7 +25,7 @@ def train(path: Path, options: RoundPipeOptions, steps: int, **settings: Any) ->
     RoundPipeTrainer(causal_lm(), arguments, padded, train_dataset=rows(), roundpipe=options, **settings).train()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("steps", "is_long"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("steps", "is_long"), [(3, False), (4, True)])
 def test_of_a_trainer(
     tmp_path: Path, options: RoundPipeOptions, steps: int, is_long: bool, asked: list[str]
 ) -> None:
@@ -40,7 +40,7 @@ def test_all_is_seen_again_after_an_error(tmp_path: Path, options: RoundPipeOpti
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("steps", "is_long"), [(2, False), (6, True)])
+@pytest.mark.parametrize(("steps", "is_long"), [(2, False), (3, True)])
 def test_of_lightning(
     tmp_path: Path, options: RoundPipeOptions, steps: int, is_long: bool, asked: list[str]
 ) -> None:

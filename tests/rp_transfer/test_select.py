@@ -14,6 +14,7 @@ from rp_transfer import (
     CpuBackend,
     DeviceStringError,
     default_devices,
+    local_processes,
     open_backend,
     parse_devices,
 )
@@ -109,12 +110,37 @@ def test_processes_on_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch
     assert default_devices() == "cuda"
 
 
+@pytest.mark.parametrize(
+    ("rank", "size", "found"),
+    [
+        (None, None, (0, 1)),
+        ("", "", (0, 1)),
+        ("1", "2", (1, 2)),
+        (None, "2", (0, 2)),
+        ("2", "2", (0, 1)),
+        ("-1", "2", (0, 1)),
+        ("0", "0", (0, 1)),
+        ("0", "many", (0, 1)),
+    ],
+)
+def test_variables_that_make_no_sense_mean_a_process_alone(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, size: str | None, found: tuple[int, int]
+) -> None:
+    for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert local_processes() == found
+
+
 def test_more_processes_than_gpus_are_refused_unless_their_devices_are_named(
     two_gpus: pytest.MonkeyPatch,
 ) -> None:
     two_gpus.setenv("LOCAL_WORLD_SIZE", "3")
     two_gpus.delenv("ROUNDPIPE_DEVICES", raising=False)
-    with pytest.raises(BackendUnavailable, match=r"3 processes .* 2 CUDA devices .*set ROUNDPIPE_DEVICES=cuda"):
+    with pytest.raises(
+        BackendUnavailable, match=r"3 processes .* visible here are 2;.* set ROUNDPIPE_DEVICES=cuda"
+    ):
         open_backend()
     two_gpus.setenv("ROUNDPIPE_DEVICES", "cuda")
     assert default_devices() == "cuda"

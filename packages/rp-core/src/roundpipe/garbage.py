@@ -21,28 +21,40 @@ class ShortCollections:
     ...     for batch in range(10):
     ...         # model.forward_backward(...), model.step(...)
     ...         collections.note_step()
+
+    At the end all objects are seen again, also those that were frozen during the training.
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        # None outside of a training.
+        self._steps: int | None = None
         self._is_frozen = False
 
     def __enter__(self) -> ShortCollections:
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    def begin(self) -> None:
+        """Begin a training that is not in a ``with``."""
+        self._steps = 0
+
     def note_step(self) -> None:
-        """Note that a step was done."""
+        """Note that a step was done. Outside of a training it does nothing."""
+        if self._steps is None:
+            return
         self._steps += 1
         if self._steps == _SETTLED and not gc.get_freeze_count():
             gc.collect()
-            gc.freeze()
+            # First: Ctrl-C may come between the two lines.
             self._is_frozen = True
+            gc.freeze()
 
     def end(self) -> None:
-        """Let collections see all objects again; for a training that is not in a ``with``."""
+        """End a training that is not in a ``with``; do nothing outside of one."""
+        self._steps = None
         # Some libraries complain at the process's end of what is frozen.
         if self._is_frozen:
             gc.unfreeze()

@@ -214,7 +214,9 @@ class RoundPipeMixin(_Base):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Get the batches of one step, and keep them: the model's own loss is computed for all in one call."""
-        self._collections.note_step()
+        if self._step_batches is not None:
+            # The step before is done.
+            self._collections.note_step()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._step_batches = _StepBatches(batches)
         return batches, num_items
@@ -306,7 +308,8 @@ class RoundPipeMixin(_Base):
         if resume_from_checkpoint is True:
             # Without one, Trainer raises the error.
             resume_from_checkpoint = saved.newest(str(self.args.output_dir)) or True
-        with ShortCollections() as self._collections:
+        self._step_batches = None
+        with self._collections:
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

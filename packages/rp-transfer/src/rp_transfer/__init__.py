@@ -27,7 +27,7 @@ from rp_transfer.memory.pages import give_back_freed
 from rp_transfer.order.conveyor import Conveyor
 from rp_transfer.order.retain import Retainer
 from rp_transfer.order.turns import Ticket, Turns
-from rp_transfer.select import default_devices, open_backend, parse_devices
+from rp_transfer.select import default_devices, local_processes, open_backend, parse_devices
 
 __version__ = "0.1.0"
 
@@ -63,6 +63,7 @@ __all__ = [
     "host_limits",
     "inner_tensors",
     "is_out_of_memory",
+    "local_processes",
     "open_backend",
     "parse_devices",
     "resident_bytes",

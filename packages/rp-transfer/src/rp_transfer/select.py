@@ -87,16 +87,31 @@ def default_devices() -> str:
         return named
     if not torch.cuda.is_available():
         return "cpu"
-    rank, processes = (int(os.environ.get(name) or least) for name, least in _OF_TORCHRUN)
+    rank, processes = local_processes()
     return "cuda" if processes == 1 else _share(rank, processes, torch.cuda.device_count())
+
+
+def local_processes() -> tuple[int, int]:
+    """Return this process's number among those that torchrun started on this machine, and how many these are.
+
+    Without torchrun, and if its variables make no sense, it is the only one:
+
+    >>> local_processes()
+    (0, 1)
+    """
+    try:
+        rank, processes = (int(os.environ.get(name) or least) for name, least in _OF_TORCHRUN)
+    except ValueError:
+        return 0, 1
+    return (rank, processes) if 0 <= rank < processes else (0, 1)
 
 
 def _share(rank: int, processes: int, visible: int) -> str:
     """Return the CUDA devices of one of several processes on this machine."""
     if visible < processes:
         raise BackendUnavailable(
-            f"torchrun started {processes} processes on this machine, but only {visible} CUDA devices are visible "
-            "here; start one process a machine (--nproc-per-node 1), which drives all of them, or, if "
+            f"torchrun started {processes} processes on this machine, but CUDA devices visible here are "
+            f"{visible}; start one process a machine (--nproc-per-node 1), which drives all of them, or, if "
             f"CUDA_VISIBLE_DEVICES gives each process its own, set {VARIABLE}=cuda"
         )
     return "cuda:" + ",".join(map(str, range(rank * visible // processes, (rank + 1) * visible // processes)))

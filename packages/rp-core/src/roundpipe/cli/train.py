@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 from roundpipe import profile
 from roundpipe.cli import output
 from roundpipe.cli.crew import ALONE, Crew
@@ -65,6 +67,8 @@ def _train_in_it(given: Options, size: ModelSize | None, crew: Crew) -> None:
     with opened(str(options.devices), crew) as runtime:
         crew.lead(lambda: _make_output(options))
         print(_introduction(options, corpus), flush=True)
+        # Calls draw from this generator, on all machines alike.
+        torch.manual_seed(options.seed)  # pyright: ignore[reportUnknownMemberType]
         _run(Job(options, corpus, size or ModelSize(), runtime), crew)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from rp_optim import OptimizerThread
 from rp_sched import Dealer
-from rp_transfer import Backend, Closed, HostLimit, HostUse, MemoryUse, open_backend
+from rp_transfer import Backend, Closed, HostLimit, HostUse, MemoryUse, local_processes, open_backend
 
 from roundpipe.errors import Busy, RoundPipeError, TrainingWarning
 from roundpipe.runtime.at_exit import AT_EXIT
@@ -80,8 +80,8 @@ class Runtime:
         if AT_EXIT.has_begun:
             raise Closed("the process is ending: no runtime can be opened any more")
         threads = torch.get_num_threads()
-        self.backend: Backend = open_backend(devices, strict=strict, memory_bytes=device_memory_bytes)
         _tell_one_thread(threads)
+        self.backend: Backend = open_backend(devices, strict=strict, memory_bytes=device_memory_bytes)
         share = _share(threads, len(self.backend.devices))
         self.lanes = tuple(Lane(self.backend, device, share) for device in self.backend.devices)
         self.optimizer = OptimizerThread(leave_cores=_left(threads, len(self.lanes)))
@@ -274,15 +274,15 @@ def num_cores() -> int:
 
 
 def _tell_one_thread(num_threads: int) -> None:
-    """Warn, in one of several processes on a machine, that torchrun's default leaves their cores idle."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    each = num_cores() // processes
-    if processes == 1 or num_threads > 1 or each == 1 or os.environ.get("LOCAL_RANK") != "0":
+    """Warn, in one of several processes on a machine, that torchrun's default leaves cores idle."""
+    rank, processes = local_processes()
+    is_default = num_threads == 1 and os.environ.get("OMP_NUM_THREADS") == "1"
+    if rank or processes == 1 or not is_default or num_cores() <= processes:
         return
     warnings.warn(
-        f"torch has one thread in each of the {processes} processes on this machine, since torchrun sets "
-        f"OMP_NUM_THREADS=1 if it is not set, so optimizer steps use one core each of {num_cores()}; start one "
-        f"process a machine, which drives all its GPUs, or torchrun with OMP_NUM_THREADS={each}",
+        f"each of the {processes} processes on this machine has one thread for optimizer steps, since torchrun "
+        "sets OMP_NUM_THREADS=1 if it is not set; start one process a machine, which drives all its GPUs, or set "
+        "OMP_NUM_THREADS to the number of cores of each process",
         TrainingWarning,
         stacklevel=3,
     )

@@ -175,7 +175,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             stepped = named_like(optimizer)(engine, optimizer, asynchronous=is_async)
             self.optimizers = [stepped]
             self.on_devices.optimizer = stepped
-            self._collections = ShortCollections()
+            self._collections.begin()
             for config in self.lr_scheduler_configs:
                 # Callbacks use this attribute to find the scheduler of an optimizer.
                 config.scheduler.optimizer = stepped
