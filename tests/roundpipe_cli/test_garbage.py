@@ -56,11 +56,19 @@ def test_what_the_caller_has_frozen_stays(asked: list[str], monkeypatch: pytest.
 
 def test_outside_of_a_training_nothing_is_done(asked: list[str]) -> None:
     collections = ShortCollections()
-    for _ in range(2):
-        for _ in range(4):
+    for _ in range(4):
+        collections.note_step()
+    collections.end()
+    with collections:
+        for _ in range(2):
             collections.note_step()
-        collections.end()
+    # The third step since the training began.
+    collections.note_step()
     assert asked == []
+
+
+def test_each_training_is_counted_by_itself(asked: list[str]) -> None:
+    collections = ShortCollections()
     for _ in range(2):
         with collections:
             for _ in range(3):
