@@ -22,11 +22,11 @@ class Late:
 
     >>> late = Late()
     >>> late.note(ValueError("no"))
-    >>> untold()
-    ['ValueError: no\\n']
+    >>> untold()[-1]
+    'ValueError: no\\n'
     >>> late.tell()
-    >>> untold()
-    []
+    >>> "ValueError: no\\n" in untold()
+    False
     """
 
     def note(self, error: BaseException) -> None:
